@@ -206,6 +206,7 @@ class Deadly:
     """A transform that ends its process, as the kernel does when memory runs out."""
 
     image_size = (8, 8)
+    intensity_range = None
 
     def __call__(self, _):
         os._exit(1)
@@ -218,6 +219,7 @@ def test_a_killed_loader_process_is_a_one_line_error(samples):
 
 class Buggy:
     image_size = (8, 8)
+    intensity_range = None
 
     def __call__(self, _):
         raise ZeroDivisionError("oh")
@@ -328,6 +330,7 @@ def test_a_script_can_end_in_the_middle_of_an_epoch(samples, how):
 
 class Changing:
     image_size = (8, 8)
+    intensity_range = None
 
     def __init__(self, later: torch.Tensor) -> None:
         self.given = [torch.zeros(3, 8, 8, dtype=torch.uint8), later]

@@ -155,10 +155,10 @@ def test_memory_is_freed_when_the_last_process_ends(paths, tmp_path, monkeypatch
 def slow_build(paths, folder, marks):
     original = cache_module.read_pixels
 
-    def slow(path, min_size):
+    def slow(path, min_size, **settings):
         Path(marks, f"{os.getpid()}-{Path(path).name}").touch()
         time.sleep(0.1)
-        return original(path, min_size)
+        return original(path, min_size, **settings)
 
     cache_module.read_pixels = slow
     open_cache(paths, side=20, kind="disk", folder=folder, threads=1)

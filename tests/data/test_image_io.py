@@ -21,6 +21,7 @@ from vit.data.image_io import (
     decode_jpeg,
     file_fingerprint,
     read_image,
+    read_intensities,
     read_pixels,
 )
 from vit.errors import BadImage
@@ -171,6 +172,171 @@ def test_big_endian_16_bit_images_are_read(write):
     assert_shows(path, grey_rgb(GREY), 1)
 
 
+RAMP = np.linspace(0, 4095, GREY.size).astype(np.uint16).reshape(GREY.shape)
+"""Values of a camera of 12 bits, in an image of 16."""
+SCALED = np.rint(RAMP * (255 / 4095))
+
+
+def pgm(values: np.ndarray) -> bytes:
+    return f"P5\n{values.shape[1]} {values.shape[0]}\n65535\n".encode() + values.tobytes()
+
+
+def tiff(values: np.ndarray, order: str = "<", compression: int = 1) -> bytes:
+    """A TIFF of 16-bit samples, (height, width) or (height, width, channels), in one strip."""
+    height, width, *channels = values.shape
+    samples = channels[0] if channels else 1
+    data = values.astype(f"{order}u2").tobytes()
+    data = zlib.compress(data) if compression == 8 else data
+    bits = struct.pack(f"{order}{samples}H", *[16] * samples)
+    tags = [
+        *((256, 4, 1, width), (257, 4, 1, height)),
+        (258, 3, samples, int.from_bytes(bits, "little" if order == "<" else "big"))
+        if samples == 1
+        else (258, 3, samples, 8 + len(data)),
+        *((259, 3, 1, compression), (262, 3, 1, 2 if channels else 1), (273, 4, 1, 8)),
+        *((277, 3, 1, samples), (278, 4, 1, height), (279, 4, 1, len(data))),
+        *([(338, 3, 1, 2)] if samples == 4 else []),
+    ]
+
+    def value(kind: int, count: int, number: int) -> bytes:
+        short = kind == 3 and count == 1
+        return struct.pack(
+            f"{order}HH" if short else f"{order}I", *([number, 0] if short else [number])
+        )
+
+    rows = [struct.pack(f"{order}HHI", t, k, n) + value(k, n, v) for t, k, n, v in tags]
+    start = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(
+        f"{order}I", 8 + len(data) + len(bits)
+    )
+    table = struct.pack(f"{order}H", len(rows)) + b"".join(rows) + bytes(4)
+    return start + data + bits + table
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encoded(Image.fromarray(RAMP), "PNG"),
+        encoded(Image.fromarray(RAMP), "TIFF", compression="tiff_lzw"),
+        encoded(Image.fromarray(RAMP.astype(np.int32)), "TIFF"),
+        encoded(Image.fromarray(RAMP.astype(np.float32)), "TIFF"),
+        encoded(Image.fromarray(RAMP), "JPEG2000", irreversible=False),
+        *(tiff(RAMP), tiff(RAMP, ">"), pgm(RAMP.astype(">u2"))),
+    ],
+    ids=["PNG", "LZW", "int32", "float32", "JPEG2000", "TIFF", "big-endian TIFF", "PGM"],
+)
+def test_the_intensity_range_of_deep_images_becomes_black_to_white(write, content):
+    path = write(content)
+    assert check_header(path)
+    for image in (
+        read_image(path, intensity_range=(0, 4095)),
+        read_image(path, intensity_range="own"),
+        Image.fromarray(read_pixels(path, lambda w, h: (w, h), intensity_range=(0, 4095))),
+    ):
+        assert np.abs(np.asarray(image) - grey_rgb(SCALED)).max() <= 1
+    assert np.array_equal(read_intensities(path), RAMP)
+    clipped = np.asarray(read_image(path, intensity_range=(1000, 2000)))[..., 0]
+    assert np.array_equal(clipped == 0, RAMP < 1002)
+    assert np.array_equal(clipped == 255, RAMP > 1998)
+
+
+COLOURS = np.stack([RAMP, RAMP[::-1], np.full_like(RAMP, 2048)], -1)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("compression", [1, 8])
+def test_both_bytes_of_16_bit_colours_are_read(write, order, compression):
+    path = write(tiff(COLOURS, order, compression))
+    assert np.array_equal(read_intensities(path), COLOURS)
+    found = np.asarray(read_image(path, intensity_range=(0, 4095)))
+    assert np.array_equal(found, np.rint(COLOURS * (255 / 4095)))
+    assert np.array_equal(read_image(path), COLOURS >> 8)  # without a range: the upper byte
+    alpha = np.full_like(RAMP, 65535)
+    alpha[:16] = 0
+    path = write(tiff(np.dstack([COLOURS, alpha]), order, compression))
+    over_white = np.asarray(read_image(path, intensity_range=(0, 4095)))
+    assert (over_white[:16] == 255).all()
+    assert np.array_equal(over_white[16:], found[16:])
+
+
+def test_both_bytes_of_16_bit_colours_of_a_png_are_read(write):
+    rows = b"".join(b"\0" + row.tobytes() for row in COLOURS.astype(">u2"))
+    header = struct.pack(">IIBBBBB", 48, 32, 16, 2, 0, 0, 0)
+    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+    path = write(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    assert np.array_equal(read_intensities(path), COLOURS)
+
+
+def test_signed_values_are_read_with_an_intensity_range(write):
+    values = RAMP.astype(np.int32) - 2000
+    path = write(encoded(Image.fromarray(values), "TIFF"))
+    assert np.array_equal(read_intensities(path), values)
+    found = np.asarray(read_image(path, intensity_range=(-2000, 2095)))
+    assert np.array_equal(found, grey_rgb(SCALED))
+    assert "--intensity-range" in refusal(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_with_an_intensity_range(write, value):
+    pixels = (GREY / 255).astype(np.float32)
+    pixels[0, 0] = value
+    path = write(encoded(Image.fromarray(pixels), "TIFF"))
+    for read in (read_intensities, lambda path: read_image(path, intensity_range=(0, 1))):
+        with pytest.raises(BadImage, match="not finite"):
+            read(path)
+
+
+def test_images_of_8_bits_do_not_depend_on_the_intensity_range(write):
+    for kind in ("PNG", "JPEG"):
+        path = write(encoded(Image.fromarray(CORNERS), kind))
+        assert not check_header(path)
+        plain = read_image(path)
+        assert np.array_equal(read_image(path, intensity_range=(100, 120)), plain)
+        with pytest.raises(BadImage, match="8 bits"):
+            read_intensities(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "highest"), [(RAMP, 4095), (RAMP * 16, None), (COLOURS, 4095), (RAMP / 65535, None)]
+)
+def test_images_that_are_read_nearly_black_are_reported(write, values, highest):
+    seen = []
+    if values.dtype.kind == "f":
+        content = encoded(Image.fromarray(values.astype(np.float32)), "TIFF")
+    else:
+        content = tiff(values)
+    path = write(content)
+    read_image(path, on_dark=seen.append)
+    assert seen == [highest] * (highest is not None)
+    read_image(path, intensity_range=(0, 4095), on_dark=seen.append)
+    assert len(seen) <= 1
+
+
+HEIC_START = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_heic_images_are_read_upright_with_their_extra(write, orientation):
+    heif = pytest.importorskip("pillow_heif")
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](CORNERS)))
+    heif.register_heif_opener()
+    content = encoded(stored, "HEIF", quality=95, exif=exif(orientation))
+    Image.OPEN.pop("HEIF")  # as in a process that has read none
+    path = write(content, "x.heic")
+    assert check_header(path) is False
+    assert_shows(path, CORNERS, 20)
+    assert "a HEIC image" in refusal(write(content[: len(content) // 2]))
+
+
+def test_a_heic_image_without_the_extra_has_one_line_with_the_remedy(write, monkeypatch):
+    monkeypatch.setattr(image_io, "reads_heic", lambda: False)
+    reason = refusal(write(HEIC_START + bytes(300), "x.heic"))
+    assert "pip install 'vit-toolkit[heic]'" in reason
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_transparency_is_composited_over_white(write, mode):
     image = Image.fromarray(CORNERS).convert(mode)
@@ -225,7 +391,7 @@ def test_images_of_one_pixel_width_or_height_are_read(write, size):
         (b'{"error": "rate limited"}', "JSON"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(300), "HEIC image: convert it"),
+        (HEIC_START + bytes(300), "HEIC image"),
         (b"%PDF-1.4\n", "PDF"),
         (b"PK\x03\x04" + bytes(99), "ZIP"),
         (b"\xff\xd8\xff\xd9", "damaged"),
@@ -326,7 +492,7 @@ def test_file_names_that_are_not_utf8_are_read(tmp_path):
 
 def test_any_exception_of_a_decoder_becomes_a_bad_image(write, monkeypatch):
     path = write(encoded(Image.fromarray(CORNERS), "PNG"))
-    monkeypatch.setattr(image_io, "to_rgb", lambda _: 1 / 0)
+    monkeypatch.setattr(image_io, "to_rgb", lambda *_: 1 / 0)
     assert "division by zero" in refusal(path)
 
 

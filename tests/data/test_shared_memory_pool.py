@@ -107,6 +107,7 @@ class LargerSecondEpoch:
 
 class FloatTransform:
     image_size = (SIZE, SIZE)
+    intensity_range = None
 
     def __call__(self, image):
         return torch.full((3, SIZE, SIZE), image.width / 2)

@@ -37,7 +37,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
     """
     # defaults are set here and suppressed below, so that the help can describe them in words
     parser.set_defaults(batch_size=None, device=None, workers=None)
-    parser.set_defaults(merge_tokens=None, patch_size=None)
+    parser.set_defaults(merge_tokens=None, patch_size=None, intensity_range=None)
     group = parser.add_argument_group("how the network runs")
     group.add_argument(
         "-b",
@@ -74,6 +74,15 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
         action="store_true",
         help="keep the aspect ratio of images, with at most as many patches as usual, instead of a "
         "square crop",
+    )
+    group.add_argument(
+        "--intensity-range",
+        nargs=2,
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar=("LOW", "HIGH"),
+        help="values of images of more than 8 bits per channel that become black and white "
+        "(default: as in training)",
     )
     add_patch_options(group)
     return group
@@ -159,7 +168,8 @@ def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
     and --tta and --compile."""
     names = ("device", "batch_size", "precision", "workers", "keep_aspect", "merge_tokens")
     settings = {name: getattr(args, name) for name in (*names, "patch_size", "tta", "compile")}
-    return {**settings, "search": search_from_args(args)}
+    deep = None if args.intensity_range is None else tuple(args.intensity_range)
+    return {**settings, "search": search_from_args(args), "intensity_range": deep}
 
 
 def count(word: str) -> int:

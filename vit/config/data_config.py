@@ -1,11 +1,26 @@
 """Settings of the data: dataset, loading, evaluation transform, augmentation."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from vit.config.config_section import Section, setting
+from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
+
+
+def check_intensity_range(values: tuple[float, float] | None) -> None:
+    """Refuse a range whose two values are not in order.
+
+    Raises:
+        ConfigError: The message has the values.
+    """
+    if values is None:
+        return
+    if len(values) != 2 or not all(map(math.isfinite, values)) or not values[0] < values[1]:
+        given = " ".join(f"{value:g}" for value in values)
+        raise ConfigError(f"intensity_range={given}: must be two numbers, the first the smaller")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +71,8 @@ class DataConfig(Section):
     """Mean of each colour channel in [0, 1], subtracted from images."""
     std: Triple = (0.5, 0.5, 0.5)
     """Standard deviation of each colour channel in [0, 1], by which images are divided."""
+    intensity_range: tuple[float, float] | None = None
+    """Values of 16-bit and float images that become black and white; measured when left empty."""
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "batch_size")
@@ -82,6 +99,7 @@ class DataConfig(Section):
             self.refuse("crop_share", "must be more than 0 and at most 1")
         if min(self.std) <= 0:
             self.refuse("std", "must be more than 0 in every channel")
+        check_intensity_range(self.intensity_range)
         if self.accumulate is not None:
             self.check_at_least(1, "accumulate")
             if self.batch_size % self.accumulate:

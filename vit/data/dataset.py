@@ -194,14 +194,15 @@ class ImageDataset(Dataset[Batch]):
             generator.set_state(state)
 
     def _transformed(self, sample: int, path: str, transform: Transform) -> Tensor:
+        deep = transform.intensity_range
         if not isinstance(transform, TrainingTransform):
-            return transform(read_image(path))
+            return transform(read_image(path, intensity_range=deep))
         cached = None if self.cache is None else self.cache.pixels(sample)
         if cached is not None:
             return transform.apply(lambda _min_size: cached)
         if transform.fast_crop:
-            return transform.apply(partial(read_pixels, path))
-        return transform(read_image(path))
+            return transform.apply(partial(read_pixels, path, intensity_range=deep))
+        return transform(read_image(path, intensity_range=deep))
 
 
 def seed_counters(key: SampleKey) -> tuple[int, ...]:

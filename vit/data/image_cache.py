@@ -4,10 +4,10 @@
     index     offset, height, width, fingerprint of the image's file
     pixels    RGB, (height, width, 3) uint8 each
 
-The file's name is a hash of the paths, their order and the side. A cache is written under another
-name and renamed when it is complete and on the disk; the next builder deletes what an interrupted
-one left. Unreadable images have no pixels in it: they are read from their files, which raises their
-error again.
+The file's name is a hash of the paths, their order, the side and the intensity range. A cache is
+written under another name and renamed when it is complete and on the disk; the next builder deletes
+what an interrupted one left. Unreadable images have no pixels in it: they are read from their
+files, which raises their error again.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from vit.data.free_space import free_bytes
-from vit.data.image_io import Pixels, file_fingerprint, read_pixels, read_size
+from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError
 from vit.file_lock import lock_file, locked
 from vit.paths import user_cache
@@ -105,6 +105,7 @@ def open_cache(
     side: int,
     kind: Kind,
     folder: Path | None = None,
+    intensity_range: IntensityRange | None = None,
     threads: int = 2,
     notify: Callable[[str], None] = lambda _: None,
     advance: Callable[[int], object] = lambda _: None,
@@ -117,6 +118,7 @@ def open_cache(
         kind: `disk` keeps the cache for other runs; `ram` until this process and its children end:
             the caller calls `unlink` when all of them have opened it.
         folder: Where `disk` caches are stored; by default in the user's cache folder.
+        intensity_range: With which deep images are read.
         threads: Number of decoding threads.
         notify: Called with messages about what is built, where, and what is deleted for it.
         advance: Called with the number of images just added.
@@ -125,7 +127,7 @@ def open_cache(
         DataError: There is not enough space, it cannot be written, or it would not be private.
     """
     folder = _folder(kind, folder)
-    file = folder / _file_name(paths, side)
+    file = folder / _file_name(paths, side, intensity_range)
     try:
         _make_folder(folder, private=kind == "ram")
         index = new_index(paths)
@@ -134,7 +136,7 @@ def open_cache(
             with locked(_lock_file(file)):
                 cache = _open_valid(file, index)  # another process may have built it meanwhile
                 if cache is None:
-                    builder = _Builder(paths, index, side, file, threads)
+                    builder = _Builder(paths, index, side, file, threads, intensity_range)
                     builder.reserve_space(kind, notify)
                     cache = builder.build(advance)
         return cache
@@ -174,10 +176,11 @@ def _make_folder(folder: Path, *, private: bool) -> None:
         )
 
 
-def _file_name(paths: Sequence[str], side: int) -> str:
+def _file_name(paths: Sequence[str], side: int, intensity_range: IntensityRange | None) -> str:
     folder = os.getcwd()
     absolute = (os.path.join(folder, path) for path in paths)
-    key = hashlib.sha256("\0".join([str(side), *absolute]).encode("utf-8", "surrogateescape"))
+    settings = [str(side), *map(str, intensity_range or ())]
+    key = hashlib.sha256("\0".join([*settings, *absolute]).encode("utf-8", "surrogateescape"))
     return f"images-{key.hexdigest()[:24]}"
 
 
@@ -197,10 +200,16 @@ class _Builder:
     """Builds the cache `file`; `index` is `new_index` of `paths`."""
 
     def __init__(
-        self, paths: Sequence[str], index: Index, side: int, file: Path, threads: int
+        self,
+        paths: Sequence[str],
+        index: Index,
+        side: int,
+        file: Path,
+        threads: int,
+        intensity_range: IntensityRange | None,
     ) -> None:
         self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
-        self.threads = threads
+        self.threads, self.intensity_range = threads, intensity_range
         sampled = paths[:: math.ceil(len(paths) / MAX_SIZED)]
         with ThreadPoolExecutor(threads, "cache-size") as pool:
             size = sum(pool.map(self._pixel_bytes, sampled, chunksize=CHUNK))
@@ -286,7 +295,7 @@ class _Builder:
 
     def _decode(self, path: str) -> Pixels | None:
         try:
-            pixels = read_pixels(path, self._min_size)
+            pixels = read_pixels(path, self._min_size, intensity_range=self.intensity_range)
         except BadImage:
             return None
         height, width = pixels.shape[:2]

@@ -6,24 +6,29 @@ never block on a pipe, decompress a bomb, return a truncated image or leak a par
     several frames       the first
     EXIF orientation     applied; a damaged tag is ignored
     transparency         composited over white
-    16 bits per channel  scaled, not clipped; 32-bit integers count as 16-bit
-    floating point       in [0, 1], or in [0, 255] if a value is above 1
+    more than 8 bits     scaled by `intensity_range`; without one by 0 to 65535, floats by 0 to 1,
+                         or by 0 to 255 if a value is above 1
+    HEIC, HEIF           with pillow-heif, if it is installed
 
 JPEGs are decoded by libjpeg-turbo, without Pillow's overhead: the same pixels, byte for byte, in
 less time. It takes only files of which it has no complaint and leaves the others to Pillow, so
 whether an image is readable does not depend on the decoder.
 """
 
+import contextlib
 import errno
+import importlib.util
+import io
 import os
 import re
 import stat
 import struct
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -34,6 +39,8 @@ from vit.errors import BadImage
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 """RGB, (height, width, 3) uint8."""
+IntensityRange = tuple[float, float]
+"""Values of a deep image (more than 8 bits per channel) that become 0 and 255."""
 MinSize = Callable[[int, int], tuple[int, int]]
 """(width, height) of an image -> the smallest (width, height) at which it may be decoded."""
 
@@ -66,14 +73,21 @@ SWAPS_SIDES = {EXIF_TRANSPOSE[number] for number in (5, 6, 7, 8)}
 def read_image(
     path: str | os.PathLike[str],
     *,
+    intensity_range: IntensityRange | Literal["own"] | None = None,
     before_decode: Callable[[int], object] = lambda _pixels: None,
+    on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
     """Read the image at `path`: its first frame, upright, RGB.
 
     Args:
         path: A file, or an image inside an archive (vit.data.archives).
+        intensity_range: Of a deep image, the values that become 0 and 255; others are clipped.
+            `own` is the range that the image itself uses, which makes it visible but removes its
+            absolute intensity. None: the range of its type, see above.
         before_decode: Called with the number of pixels before they are decoded; it may block until
             there is memory for them.
+        on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
+            it uses a small part of the range of its type and `intensity_range` is None.
 
     Raises:
         BadImage: The image cannot be read; the reason is short and does not repeat the path.
@@ -81,20 +95,29 @@ def read_image(
     with _open_image(path) as image:
         before_decode(image.width * image.height)
         pixels = _decode_intact_jpeg(image, None)
-        if pixels is None:
-            image.load()
+        deep = pixels is None and is_deep(image)
+        rgb = _decode_rgb(image, intensity_range) if pixels is None else Image.fromarray(pixels)
+        if deep and on_dark is not None and intensity_range is None:
+            highest = _largest_value(image)
+            if highest <= NEARLY_BLACK:
+                on_dark(highest)
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
-        rgb = to_rgb(image) if pixels is None else Image.fromarray(pixels)
         return rgb if transpose is None else rgb.transpose(transpose)
 
 
-def read_pixels(path: str | os.PathLike[str], min_size: MinSize) -> Pixels:
+def read_pixels(
+    path: str | os.PathLike[str],
+    min_size: MinSize,
+    *,
+    intensity_range: IntensityRange | None = None,
+) -> Pixels:
     """Read the image at `path` as an array: its first frame, upright, RGB.
 
     Args:
         path: As in `read_image`.
         min_size: A JPEG is decoded at half, a quarter or an eighth of its size where that is not
             smaller than this, which is faster. Not called for other formats.
+        intensity_range: As in `read_image`.
 
     Raises:
         BadImage: As in `read_image`.
@@ -107,12 +130,29 @@ def read_pixels(path: str | os.PathLike[str], min_size: MinSize) -> Pixels:
             size = min_size(*image.size[::-1]) if swapped else min_size(*image.size)
             pixels = _decode_intact_jpeg(image, size[::-1] if swapped else size)
         if pixels is None:
-            image.load()
+            rgb = _decode_rgb(image, intensity_range)
             transpose = EXIF_TRANSPOSE.get(_orientation(image))
         elif transpose is None:
             return pixels
-        rgb = to_rgb(image) if pixels is None else Image.fromarray(pixels)
+        else:
+            rgb = Image.fromarray(pixels)
         return np.array(rgb if transpose is None else rgb.transpose(transpose))
+
+
+def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
+    """Read the values of a deep image as stored, (height, width) or (height, width, 3).
+
+    Raises:
+        BadImage: It cannot be read, is not deep, or has values that are not finite.
+    """
+    with _open_image(path) as image:
+        if not is_deep(image):
+            raise UnusableFile("has 8 bits per channel")
+        values = _decode_deep(image)
+        values = values[..., :3] if values.ndim == 3 else values
+        if not np.isfinite(values).all():
+            raise UnusableFile("grey values that are not finite")
+        return values
 
 
 def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -121,15 +161,20 @@ def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         return image.size
 
 
-def check_header(path: str | os.PathLike[str]) -> None:
+def check_header(path: str | os.PathLike[str]) -> bool:
     """Check what can be checked without decoding: file type, format, size, a truncated PNG.
+
+    Returns:
+        Whether the image is deep, and `intensity_range` applies to it.
 
     Raises:
         BadImage: As in `read_image`, which may still refuse an image that passes.
     """
     with _open_image(path) as image:
+        deep = is_deep(image)
         if image.format == "PNG" and image.fp is not None:
             _check_png(image.fp)
+        return deep
 
 
 class Header(NamedTuple):
@@ -143,6 +188,8 @@ class Header(NamedTuple):
     """Whether its EXIF orientation changes it."""
     alpha: bool
     """Whether pixels may be transparent."""
+    deep: bool
+    """Whether it has more than 8 bits per channel."""
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -150,7 +197,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     with _open_image(path) as image:
         alpha = "A" in image.mode.upper() or "transparency" in image.info
         rotated = _orientation(image) in EXIF_TRANSPOSE
-        return Header(image.format or "", image.mode, rotated, alpha)
+        return Header(image.format or "", image.mode, rotated, alpha, is_deep(image))
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -202,8 +249,26 @@ def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         file.seek(0)
-        content = guess_content(file.read(512))
-        raise UnusableFile(f"not a readable image ({content})") from None
+        start = file.read(512)
+        if guess_content(start) == HEIC and reads_heic():
+            file.seek(0)
+            with contextlib.suppress(UnidentifiedImageError):
+                return _open_heic(file)
+            raise UnusableFile("damaged or cut short (a HEIC image)") from None
+        raise UnusableFile(f"not a readable image ({guess_content(start)})") from None
+
+
+def reads_heic() -> bool:
+    """Whether the decoder of HEIC and HEIF images is installed."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
+def _open_heic(file: BinaryIO) -> ImageFile.ImageFile:
+    if "HEIF" not in Image.OPEN:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    return Image.open(file, formats=("HEIF",))
 
 
 def _orientation(image: Image.Image) -> object:
@@ -294,9 +359,10 @@ def file_fingerprint(path: str) -> Fingerprint:
     return 0, 0, 0, 0
 
 
+HEIC = "a HEIC image: pip install 'vit-toolkit[heic]', or convert it to JPEG or PNG"
 # What is often found under an image's name: pattern of the first bytes, description.
 FILE_SIGNATURES = (
-    (rb"\A....ftyp(hei|hev|mif1|msf1)", "a HEIC image: convert it to JPEG or PNG"),
+    (rb"\A....ftyp(hei|hev|mif1|msf1)", HEIC),
     (rb"\A....ftypavi", "a damaged AVIF image, or AVIF is missing in this Pillow"),
     (rb"\A....ftyp", "a video"),
     (rb"\A(\xff\x0a|\0\0\0\x0cJXL )", "a JPEG XL image: convert it to JPEG or PNG"),
@@ -389,10 +455,80 @@ def _check_png(file: IO[bytes]) -> None:
         position = end + 4
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]")
+"""Pillow's names of colour channels of 16 bits, of which it reads the upper 8."""
+NEARLY_BLACK = 4095
+"""Largest value of a 16-bit image up to which less than 1/16 of its range is used."""
+MAX_QUANTILE_VALUES = 2**20
+INTENSITY_QUANTILES = (0.001, 0.999)
+
+
+def is_deep(image: ImageFile.ImageFile) -> bool:
+    """Whether an image that is not yet loaded has more than 8 bits per channel."""
+    return image.mode[0] in "IF" or _is_deep_colour(image)
+
+
+def _is_deep_colour(image: ImageFile.ImageFile) -> bool:
+    return image.mode in ("RGB", "RGBA") and bool(image.tile) and all(map(_rawmode, image.tile))
+
+
+def _rawmode(tile: Any) -> str:
+    """The raw mode of 16-bit colour channels; empty for any other tile."""
+    name = tile[3] if isinstance(tile[3], str) else (tile[3] or ("",))[0]
+    return name if isinstance(name, str) and DEEP_COLOUR.fullmatch(name) else ""
+
+
+def _decode_rgb(
+    image: ImageFile.ImageFile, intensity_range: IntensityRange | Literal["own"] | None
+) -> Image.Image:
+    """Decode an image, and convert it to RGB."""
+    if intensity_range is None or not _is_deep_colour(image):
+        image.load()
+        return to_rgb(image, intensity_range)
+    values = _decode_deep(image)
+    colours = scale_to_8_bit(values[..., :3], intensity_range)
+    alpha = (values[..., 3:] >> 8).astype(np.uint8)
+    return to_rgb(Image.fromarray(np.concatenate([colours, alpha], axis=2)))
+
+
+def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
+    """Decode a deep image: grey values of any type, or (height, width, channels) uint16."""
+    if not _is_deep_colour(image):
+        image.load()
+        return np.asarray(image)
+    assert image.fp is not None
+    # Pillow unpacks one byte of two: that of the other byte order is the lower one
+    with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as lower:
+        lower.tile = [_with_other_byte(tile) for tile in lower.tile]
+        lower.load()
+        low = np.asarray(lower)
+    image.load()
+    return (np.asarray(image).astype(np.uint16) << 8) | low
+
+
+def _with_other_byte(tile: Any) -> Any:
+    name = _rawmode(tile)
+    native = "L" if sys.byteorder == "little" else "B"
+    order = name[-1].replace("N", native)
+    swapped = name[:-1] + {"L": "B", "B": "L"}[order]
+    return tile._replace(args=swapped if isinstance(tile[3], str) else (swapped, *tile[3][1:]))
+
+
+def _largest_value(image: Image.Image) -> int:
+    """The largest value of a loaded deep image; of 16-bit colours, the largest possible one."""
+    if image.mode[0] == "F":
+        return NEARLY_BLACK + 1
+    largest = int(np.asarray(image).max())
+    return largest if image.mode[0] == "I" else 256 * largest + 255
+
+
+def to_rgb(
+    image: Image.Image, intensity_range: IntensityRange | Literal["own"] | None = None
+) -> Image.Image:
     """Convert a decoded image of any mode to RGB; transparency over white, deep channels scaled."""
     if image.mode[0] in "IF":
-        return Image.fromarray(_scale_to_8_bit(np.asarray(image))).convert("RGB")
+        grey = scale_to_8_bit(np.asarray(image), intensity_range)
+        return Image.fromarray(grey).convert("RGB")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
@@ -407,12 +543,42 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _scale_to_8_bit(grey: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Grey values of 16 or 32 bits, (height, width), as uint8."""
+def scale_to_8_bit(
+    values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
+) -> Pixels:
+    """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`.
+
+    Raises:
+        UnusableFile: They are not finite, or without a range not those of a known scale.
+    """
+    if intensity_range is None:
+        return _scale_by_type(values)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise UnusableFile("grey values that are not finite")
+    low, high = intensity_quantiles(values) if intensity_range == "own" else intensity_range
+    # float32 has all integers of 16 bits, not those of 32
+    dtype = np.float32 if values.dtype.itemsize <= 2 else np.float64
+    scaled = np.subtract(values, low, dtype=dtype)
+    scaled *= 255 / (high - low) if high > low else 0.0
+    return np.asarray(np.rint(scaled).clip(0, 255), dtype=np.uint8)
+
+
+def intensity_quantiles(values: np.ndarray[Any, Any]) -> IntensityRange:
+    """The range of the values of one image, without the 0.1 % at each end: damaged pixels."""
+    step = max(values.size // MAX_QUANTILE_VALUES, 1) | 1
+    low, high = np.quantile(values.ravel()[::step], INTENSITY_QUANTILES)
+    return float(low), float(high)
+
+
+def _scale_by_type(grey: np.ndarray[Any, Any]) -> Pixels:
+    """Values as uint8, by the range of their type."""
     low, high = float(grey.min()), float(grey.max())
     limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 else 255.0
     if not 0 <= low <= high <= limit:  # also false for NaN
-        raise UnusableFile(f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}")
+        raise UnusableFile(
+            f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}, or --intensity-range "
+            "LOW HIGH"
+        )
     scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
     return np.asarray(scaled, dtype=np.uint8)
 

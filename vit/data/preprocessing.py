@@ -17,6 +17,7 @@ from einops import rearrange
 from PIL import Image
 
 from vit.config import DataConfig
+from vit.config.data_config import check_intensity_range
 from vit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Preprocessing:
         interpolation: Resampling filter.
         mean: Subtracted from each channel, in [0, 1].
         std: Divides each channel afterwards.
+        intensity_range: Values of images of more than 8 bits per channel that become 0 and 255, as
+            in `read_image`; None is the whole range of their type.
 
     Raises:
         ConfigError: A value is invalid.
@@ -59,6 +62,7 @@ class Preprocessing:
     interpolation: Interpolation = "bicubic"
     mean: Triple = (0.5, 0.5, 0.5)
     std: Triple = (0.5, 0.5, 0.5)
+    intensity_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         size = self.image_size
@@ -76,6 +80,7 @@ class Preprocessing:
                 raise ConfigError(f"{name}={value!r}: must be three finite numbers")
         if min(self.std) <= 0:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
+        check_intensity_range(self.intensity_range)
 
     def __call__(self, image: Image.Image) -> "Tensor":
         """RGB image -> (3, height, width) uint8."""
@@ -170,13 +175,15 @@ class Preprocessing:
             interpolation=data.interpolation,
             mean=data.mean,
             std=data.std,
+            intensity_range=data.intensity_range,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON."""
+        """Values for JSON; without `intensity_range` if there is none, as older versions wrote."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
+            if (name, value) != ("intensity_range", None)
         }
 
     @classmethod
@@ -186,11 +193,11 @@ class Preprocessing:
         Raises:
             ConfigError: A key is missing or unknown, or a value has the wrong type.
         """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != names:
+        names = {field.name for field in fields(cls)} - {"intensity_range"}
+        if not isinstance(values, dict) or values.keys() - {"intensity_range"} != names:
             found = sorted(values) if isinstance(values, dict) else values
             raise ConfigError(f"preprocessing has {found!r}; expected exactly {sorted(names)}")
-        for name in ("image_size", "mean", "std"):
+        for name in ("image_size", "mean", "std", *(values.keys() & {"intensity_range"})):
             if not isinstance(values[name], list | tuple) or not all(map(_is_number, values[name])):
                 raise ConfigError(f"preprocessing.{name}={values[name]!r}: expected numbers")
         if not _is_number(values["crop_share"]):

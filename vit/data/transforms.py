@@ -30,7 +30,7 @@ from vit.data.preprocessing import (
 )
 
 if TYPE_CHECKING:
-    from vit.data.image_io import MinSize, Pixels
+    from vit.data.image_io import IntensityRange, MinSize, Pixels
 
 
 Box = tuple[float, float, float, float]
@@ -53,6 +53,10 @@ class Transform(Protocol):
     @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) of every result."""
+
+    @property
+    def intensity_range(self) -> "IntensityRange | None":
+        """With which deep images are read."""
 
     def __call__(self, image: Image.Image) -> Tensor:
         """RGB image -> (3, height, width) uint8."""
@@ -133,6 +137,7 @@ class TrainingTransform:
         self.config = config
         self.preprocessing = preprocessing
         self.image_size = preprocessing.image_size
+        self.intensity_range = preprocessing.intensity_range
         self.operations = build_operations(config, preprocessing.mean_colour)
 
     def __call__(self, image: Image.Image) -> Tensor:

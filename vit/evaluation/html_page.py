@@ -83,7 +83,7 @@ class Thumbnail:
 def read_thumbnail(path: str) -> Thumbnail | None:
     """A thumbnail of the image in `path`, without its metadata; None if it is unreadable."""
     try:
-        image = read_image(path)
+        image = read_image(path, intensity_range="own")
         image.thumbnail((THUMBNAIL, THUMBNAIL))
     except (BadImage, OSError, ValueError, MemoryError):
         return None

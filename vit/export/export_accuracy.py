@@ -78,7 +78,7 @@ def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> 
     readable: list[Sample] = []
     for sample in samples:
         try:
-            image = read_image(sample.path)
+            image = read_image(sample.path, intensity_range=run.preprocessing.intensity_range)
         except BadImage:
             continue
         exported = session({"images": np.asarray(image)[None]})[0][0]

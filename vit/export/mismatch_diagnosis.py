@@ -38,9 +38,10 @@ def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
     """Differences between the metadata of the file and the run, one sentence each."""
     found = []
     ours, theirs = run.preprocessing.to_dict(), runner.preprocessing.to_dict()
-    for name, value in ours.items():
-        if theirs[name] != value:
-            found.append(f"its metadata say {name} {_text(theirs[name])}, the run {_text(value)}")
+    for name in {**ours, **theirs}:
+        value, other = ours.get(name), theirs.get(name)
+        if other != value:
+            found.append(f"its metadata say {name} {_text(other)}, the run {_text(value)}")
     found += _threshold_differences(run.thresholds, getattr(runner, "thresholds", None))
     if runner.classes != run.classes:
         found.append(_class_difference(run.classes, runner.classes))

@@ -79,7 +79,8 @@ def by_reference_code(
     outputs: Outputs = []
     for path in images:
         try:
-            pixels = run.preprocessing(read_image(path)).unsqueeze(0)
+            deep = run.preprocessing.intensity_range
+            pixels = run.preprocessing(read_image(path, intensity_range=deep)).unsqueeze(0)
         except BadImage as error:
             outputs.append(error.reason)
             continue

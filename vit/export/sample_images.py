@@ -15,7 +15,7 @@ from PIL import ExifTags, Image
 
 from vit.config.parser import make_config, read_settings
 from vit.data.dataset_types import Sample
-from vit.data.image_io import check_header, read_image
+from vit.data.image_io import IntensityRange, check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split
@@ -33,10 +33,11 @@ class SampleImages(Sequence[Array]):
 
     Args:
         paths: Paths of the images.
+        intensity_range: With which deep images are read.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = paths
+    def __init__(self, paths: Sequence[str], intensity_range: IntensityRange | None = None) -> None:
+        self.paths, self.intensity_range = paths, intensity_range
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -47,8 +48,8 @@ class SampleImages(Sequence[Array]):
     def __getitem__(self, index: slice) -> "SampleImages": ...
     def __getitem__(self, index: int | slice) -> "Array | SampleImages":
         if isinstance(index, slice):
-            return SampleImages(self.paths[index])
-        return np.asarray(read_image(self.paths[index]))
+            return SampleImages(self.paths[index], self.intensity_range)
+        return np.asarray(read_image(self.paths[index], intensity_range=self.intensity_range))
 
 
 def validation_samples(
@@ -69,7 +70,10 @@ def validation_samples(
 
 
 def calibration_images(
-    options: Options, classes: tuple[str, ...], validation: Sequence[Sample]
+    options: Options,
+    classes: tuple[str, ...],
+    validation: Sequence[Sample],
+    intensity_range: IntensityRange | None = None,
 ) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
 
@@ -77,6 +81,7 @@ def calibration_images(
         options: Options with the data and the number of images.
         classes: Class names of the model.
         validation: Images that are left out, since the accuracy is measured on them.
+        intensity_range: With which deep images are read.
 
     Raises:
         DataError: There are none, or fewer than requested.
@@ -97,7 +102,7 @@ def calibration_images(
         )
     count = min(options.samples or SAMPLES, len(paths))
     indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
-    return SampleImages([paths[index] for index in indices])
+    return SampleImages([paths[index] for index in indices], intensity_range)
 
 
 def is_readable(path: str) -> bool:

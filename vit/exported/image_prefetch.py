@@ -6,15 +6,18 @@ batches, and the same results, every time.
 
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import read_image, read_size
+from vit.data.image_io import IntensityRange, read_image, read_size
+from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError
 from vit.exported.onnx_session import Array
 
@@ -24,6 +27,11 @@ DecodedImage = tuple[str, Array | BadImage]
 BATCH_SIZE = 16
 PIXEL_LIMIT = 2**25
 """Pixels in memory, unless a single image has more: 100 MB as bytes, more while decoding."""
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a note."""
+    print(line, file=sys.stderr)
 
 
 def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tuple[int, int]:
@@ -55,6 +63,8 @@ def prefetch_images(
     *,
     workers: int,
     window_size: int,
+    intensity_range: IntensityRange | None = None,
+    notify: Callable[[str], object] = lambda _note: None,
 ) -> Iterator[list[DecodedImage]]:
     """Yield windows of images in order, while threads decode the next ones.
 
@@ -65,9 +75,14 @@ def prefetch_images(
         window_size: Maximum images of a window. A window always ends at a multiple of
             `window_size` in the list, so that a list can be continued from there; it is shorter
             where images are large. A window is emptied once the next one is requested.
+        intensity_range: With which deep images are read.
+        notify: Called with a note about the first image that is read nearly black.
     """
+    read = partial(
+        _decode, prepare=prepare, intensity_range=intensity_range, note=DarkImageNote(notify)
+    )
     with ThreadPoolExecutor(workers, thread_name_prefix="read-image") as pool:
-        queue = _PrefetchQueue(paths, lambda path: pool.submit(_decode, path, prepare), window_size)
+        queue = _PrefetchQueue(paths, lambda path: pool.submit(read, path), window_size)
         try:
             while window := queue.next_window():
                 yield window
@@ -133,9 +148,16 @@ def _expected_pixels(path: str) -> int:
         return 0
 
 
-def _decode(path: str, prepare: Callable[[Image.Image], object]) -> Array | BadImage:
+def _decode(
+    path: str,
+    *,
+    prepare: Callable[[Image.Image], object],
+    intensity_range: IntensityRange | None,
+    note: DarkImageNote,
+) -> Array | BadImage:
     try:
-        return np.asarray(prepare(read_image(path)))
+        image = read_image(path, intensity_range=intensity_range, on_dark=partial(note, path))
+        return np.asarray(prepare(image))
     except BadImage as error:
         return error
     except (ValueError, OSError, MemoryError) as error:

@@ -23,6 +23,7 @@ def load_exported(
     workers: int | None = None,
     threads: int | None = None,
     search: Any = None,
+    intensity_range: tuple[float, float] | None = None,
     **settings: Any,
 ) -> "ExportedClassifier | ExportedCaptioner":
     """Load an exported network; settings of the torch Predictor that it lacks are refused.
@@ -34,6 +35,7 @@ def load_exported(
         threads: As for ExportedClassifier.
         search: A vit.generation Search, or None; only min_tokens and max_tokens may differ from
             their defaults.
+        intensity_range: As for ExportedClassifier.
         settings: Other settings of the Predictor; each must have its default value.
 
     Raises:
@@ -46,7 +48,7 @@ def load_exported(
     precision = _check_settings(settings)
     if engine == "onnx" and read_metadata(path).get("graph") in ("encoder", "decoder"):
         _check_precision(precision, "fp32")
-        return _load_captioner(path, batch_size, workers, threads, search)
+        return _load_captioner(path, batch_size, workers, threads, search, intensity_range)
     if search is not None:
         changed = _changed_settings(search)
         names = ", ".join(f"{name}={value!r}" for name, value in changed.items())
@@ -57,10 +59,16 @@ def load_exported(
         from vit.exported.openvino_session import OpenVINOSession
 
         graph = OpenVINOSession(path) if threads is None else OpenVINOSession(path, threads=threads)
-        classifier = ExportedClassifier(graph, batch_size=batch_size, workers=workers)
+        classifier = ExportedClassifier(
+            graph, batch_size=batch_size, workers=workers, intensity_range=intensity_range
+        )
     else:
         classifier = ExportedClassifier(
-            path, batch_size=batch_size, workers=workers, threads=threads
+            path,
+            batch_size=batch_size,
+            workers=workers,
+            threads=threads,
+            intensity_range=intensity_range,
         )
     _check_precision(precision, classifier.precision)
     return classifier
@@ -98,7 +106,12 @@ def _changed_settings(search: Any) -> dict[str, Any]:
 
 
 def _load_captioner(
-    path: PathLike, batch_size: int | None, workers: int | None, threads: int | None, search: Any
+    path: PathLike,
+    batch_size: int | None,
+    workers: int | None,
+    threads: int | None,
+    search: Any,
+    intensity_range: tuple[float, float] | None,
 ) -> "ExportedCaptioner":
     from vit.exported.onnx_captioner import ExportedCaptioner
 
@@ -109,5 +122,10 @@ def _load_captioner(
             f"{name}={value!r}: an exported network decodes greedily only; give the run"
         )
     return ExportedCaptioner(
-        path, batch_size=batch_size, workers=workers, threads=threads, **limits
+        path,
+        batch_size=batch_size,
+        workers=workers,
+        threads=threads,
+        intensity_range=intensity_range,
+        **limits,
     )

@@ -6,18 +6,21 @@ Images are decoded and resized by the code that training used. Decoding is greed
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.image_io import IntensityRange
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
     PathLike,
     image_paths,
     prefetch_images,
+    print_to_stderr,
     resolve_batch_and_workers,
 )
 from vit.exported.onnx_classifier import top_k_classes
@@ -41,6 +44,7 @@ class ExportedCaptioner:
         min_tokens: Minimum length of a caption in tokens.
         max_tokens: Maximum length in tokens; default: the decoder's maximum.
         threads: Compute threads; default: one per core.
+        intensity_range, notify: As for ExportedClassifier.
 
     Attributes:
         classes: Class names; empty if the model has no classification head.
@@ -70,7 +74,10 @@ class ExportedCaptioner:
         min_tokens: int = 1,
         max_tokens: int | None = None,
         threads: int | None = None,
+        intensity_range: IntensityRange | None = None,
+        notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
+        self.notify = notify
         self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
         self.block_size = self.batch_size
         decoder = decoder or Path(path).with_suffix(f".decoder{Path(path).suffix}")
@@ -92,6 +99,8 @@ class ExportedCaptioner:
                 f"{printable(decoder)}: its metadata are damaged ({printable(error)}); export it "
                 "again"
             ) from None
+        if intensity_range is not None:
+            self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
         self.min_tokens, self.max_tokens = min_tokens, longest if max_tokens is None else max_tokens
         if not 1 <= self.max_tokens <= longest:
             raise ConfigError(f"max_tokens={max_tokens}: this decoder writes 1 to {longest}")
@@ -122,6 +131,8 @@ class ExportedCaptioner:
             self.preprocessing.resize_and_crop,
             workers=self.workers,
             window_size=self.batch_size,
+            intensity_range=self.preprocessing.intensity_range,
+            notify=self.notify,
         )
         for batch in batches:
             decoded = [image for _, image in batch if not isinstance(image, BadImage)]

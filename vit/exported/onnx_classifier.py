@@ -8,11 +8,13 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from vit.data.image_io import IntensityRange
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
@@ -20,6 +22,7 @@ from vit.exported.image_prefetch import (
     PathLike,
     image_paths,
     prefetch_images,
+    print_to_stderr,
     resolve_batch_and_workers,
 )
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
@@ -50,6 +53,9 @@ class ExportedClassifier:
         batch_size: Maximum images per forward pass.
         workers: Threads that decode images; default: one per core, at most 8.
         threads: Compute threads; default: one per core.
+        intensity_range: Values of images of more than 8 bits per channel that become black and
+            white; default: those of the training.
+        notify: Called with a note about the first image that is read nearly black.
 
     Attributes:
         classes: Class names, by output of the network.
@@ -77,7 +83,10 @@ class ExportedClassifier:
         batch_size: int | None = None,
         workers: int | None = None,
         threads: int | None = None,
+        intensity_range: IntensityRange | None = None,
+        notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
+        self.notify = notify
         self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
         self.block_size = WINDOW_BATCHES * self.batch_size
         if isinstance(path, str | os.PathLike):
@@ -98,6 +107,8 @@ class ExportedClassifier:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
             ) from None
+        if intensity_range is not None:
+            self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
         self._check_signature(getattr(self._session, "signature", {}))
 
     def _check_graph(self) -> None:
@@ -196,7 +207,12 @@ class ExportedClassifier:
         self, paths: Iterator[str], names: Sequence[str] = (OUTPUT,)
     ) -> Iterator[tuple[str, OutputRow | BadImage]]:
         windows = prefetch_images(
-            paths, np.asarray, workers=self.workers, window_size=self.block_size
+            paths,
+            np.asarray,
+            workers=self.workers,
+            window_size=self.block_size,
+            intensity_range=self.preprocessing.intensity_range,
+            notify=self.notify,
         )
         for window in windows:
             rows = self._run_window(window, names)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, read_image
+from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
 
@@ -58,11 +60,19 @@ class ImageReader:
         preprocessing: Preprocessing of the network.
         patch_size: Patch side in pixels, to keep the aspect ratio of images; None for squares.
         crops: Return five crops of each image instead of one.
+        notify: Called with a note about the first image that is read nearly black.
     """
 
     def __init__(
-        self, preprocessing: Preprocessing, *, patch_size: int | None = None, crops: bool = False
+        self,
+        preprocessing: Preprocessing,
+        *,
+        patch_size: int | None = None,
+        crops: bool = False,
+        notify: Callable[[str], object] = lambda _note: None,
     ) -> None:
+        self.intensity_range = preprocessing.intensity_range
+        self.note_dark = DarkImageNote(notify)
         self.prepare: Callable[..., Tensor] = preprocessing
         if crops:
             self.prepare = preprocessing.five_crops
@@ -79,7 +89,13 @@ class ImageReader:
             held.append(pixels)
 
         try:
-            return self.prepare(read_image(path, before_decode=admit))
+            image = read_image(
+                path,
+                intensity_range=self.intensity_range,
+                before_decode=admit,
+                on_dark=partial(self.note_dark, path),
+            )
+            return self.prepare(image)
         except BadImage as error:
             return error
         except (ValueError, OSError, MemoryError) as error:

@@ -54,6 +54,7 @@ def evaluate(
     search: Search | None = None,
     tta: Views | None = None,
     compile: bool = False,  # noqa: A002
+    intensity_range: tuple[float, float] | None = None,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def evaluate(
         model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
         split, images: As in DatasetSpec, which replaces them; `val` is the first validation split.
-        device, batch_size, ..., compile: As for Predictor.
+        device, batch_size, ..., intensity_range: As for Predictor.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
 
@@ -84,6 +85,7 @@ def evaluate(
         search=search,
         tta=tta,
         compile=compile,
+        intensity_range=intensity_range,
         notify=notify,
     )
     spec = (

@@ -103,6 +103,7 @@ class PredictionConfig:
     search: "Search | None" = None
     tta: Literal["flip", "crops"] | None = None
     compile: bool = False
+    intensity_range: tuple[float, float] | None = None
     """These from `device` on: as for vit.Predictor."""
 
     @property
@@ -124,7 +125,12 @@ class PredictionConfig:
         """Settings of the Predictor, or of `load_exported`."""
         names = ("device", "batch_size", "precision", "workers", "keep_aspect", "merge_tokens")
         settings = {name: getattr(self, name) for name in (*names, "patch_size", "search")}
-        optional = {"tta": self.tta, "compile": self.compile, "embeddings": bool(self.embeddings)}
+        optional = {
+            "tta": self.tta,
+            "compile": self.compile,
+            "embeddings": bool(self.embeddings),
+            "intensity_range": self.intensity_range and tuple(self.intensity_range),
+        }
         return settings | {name: value for name, value in optional.items() if value}
 
     def check(self, engine: str, processes: int) -> None:
@@ -506,7 +512,7 @@ class PredictionJob:
             "format": self.style,
             "top_k": self.top_k,
             "processes": self.group.processes,
-        }
+        } | ({"intensity_range": [*config.intensity_range]} if config.intensity_range else {})
 
     def predict_and_merge(
         self, output: ResumableOutput, settings: dict[str, Any], *, resuming: bool

@@ -7,12 +7,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from vit.data.image_io import IntensityRange
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.classification_metrics import ranking
 from vit.generation.caption import Caption
@@ -95,6 +96,8 @@ class Predictor:
         compile: Compile the network with torch.compile, which takes a minute and pays for many
             images (docs/predict.md).
         embeddings: Return an `embedding` with each prediction; the weights then need no head.
+        intensity_range: Values of images of more than 8 bits per channel that become black and
+            white; by default those of the training (docs/data.md).
         notify: Called with notes: what foreign weights are, and which precision was chosen.
 
     Raises:
@@ -116,6 +119,7 @@ class Predictor:
         tta: Views | None = None,
         compile: bool = False,  # noqa: A002
         embeddings: bool = False,
+        intensity_range: IntensityRange | None = None,
         notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("workers", workers)):
@@ -130,6 +134,8 @@ class Predictor:
         loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
+        if intensity_range is not None:
+            self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
         self.model = loaded.model.eval().to(self.device)
         self.caption_generator = make_caption_generator(loaded, search)
         captions = self.caption_generator is not None
@@ -151,7 +157,9 @@ class Predictor:
             activation=self.task.activation(),
         )
         side = self.model.patch_embed.patch_size if keep_aspect else None
-        self.read = ImageReader(self.preprocessing, patch_size=side, crops=tta == "crops")
+        self.read = ImageReader(
+            self.preprocessing, patch_size=side, crops=tta == "crops", notify=notify
+        )
         self.batch_size = batch_size or default_batch_size(
             loaded.config, self.device, captions=captions
         )

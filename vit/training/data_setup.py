@@ -9,8 +9,9 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.checks.unreadable_images import exclude_images, find_unreadable
+from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
+from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
@@ -53,10 +54,12 @@ def prepare_data(
     splits = open_data(config, listing)
     config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete_for_data(config, splits, given)
-    bad = find_bad_images(splits, config, accelerator)
-    splits = exclude_images(splits, bad)
+    scan = scan_images(splits, config, accelerator)
+    splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
         notify(f"note: {note}")
+    if resumed is None:  # the run began with its own range, or without one
+        config = complete_intensity_range(config, splits, scan.deep, accelerator, notify)
     if config.training.captions:
         config, splits = prepare_captions(config, splits, accelerator, resumed, tokenizer, notify)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
@@ -69,7 +72,7 @@ def prepare_data(
             f"note: each epoch leaves out {lost:.0%} of the images, others every time, since "
             f"batch_size={batch_size} does not divide {images}; a smaller -b leaves out fewer"
         )
-    return config, splits, {image.path: image.reason for image in bad}
+    return config, splits, {image.path: image.reason for image in scan.bad}
 
 
 def task_of(config: Config) -> Task:
@@ -148,13 +151,34 @@ def complete_for_data(config: Config, splits: Splits, given: Sequence[str]) -> C
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
 
 
-def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) -> list[BadImage]:
-    """Find images whose headers cannot be read; the main process reads them.
+def complete_intensity_range(
+    config: Config,
+    splits: Splits,
+    deep: Sequence[str],
+    accelerator: Accelerator,
+    notify: Notify,
+) -> Config:
+    """Measure `intensity_range` on the training images if it is not set and some are `deep`.
+
+    If only validation images are deep, it is measured on those.
+    """
+    data = config.data
+    if data.intensity_range is not None or not deep:
+        return config
+    trained = {sample.path for sample in splits.train}
+    paths = [path for path in deep if path in trained] or list(deep)
+    found = on_main(accelerator, lambda: measure_intensity_range(paths, notify))
+    return dataclasses.replace(config, data=dataclasses.replace(data, intensity_range=found))
+
+
+def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
+    """Read the headers of all images in the main process, to find unreadable and deep ones.
 
     Raises:
-        BadImage: There are some and `on_bad_image` is stop.
+        BadImage: Some cannot be read and `on_bad_image` is stop.
     """
-    bad = on_main(accelerator, lambda: find_unreadable([*splits.train, *splits.val]))
+    scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val]))
+    bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
@@ -166,7 +190,7 @@ def find_bad_images(splits: Splits, config: Config, accelerator: Accelerator) ->
             "leave such files out with "
             "--on-bad-image skip",
         )
-    return bad
+    return scan
 
 
 def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:

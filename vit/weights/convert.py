@@ -180,6 +180,12 @@ def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -
         )
     preprocessing, assumed = preprocessing_or_default(pretrained)
     lines += [assumed] if assumed else []
+    if preprocessing.intensity_range is not None:
+        low, high = preprocessing.intensity_range
+        lines.append(
+            f"note: values from {low:g} to {high:g} of images of more than 8 bits per channel "
+            "became black to white in training; scale them so before the other library reads them"
+        )
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
     lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]

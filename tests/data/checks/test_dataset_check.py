@@ -64,9 +64,10 @@ def test_all_problems_of_a_folder_are_found_at_once(folder):
     shutil.copy(train / "a/3.png", train / "a/again.png")
     scene(6, 192, 144).convert("RGB").save(val / "a/near.jpg", quality=60)  # train/a/6.png
     (train / "empty_one").mkdir()
+    (train / "a/nothing").mkdir()
     shutil.copytree(val / "b", val / "extra")
     (train / "loose.png").write_bytes(whole)
-    (train / "a/photo.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    (train / "a/photo.psd").write_bytes(b"8BPS")
     (train / "a/notes.txt").write_text("x")
     (train / "a/.hidden.png").write_bytes(whole)
     os.symlink(".", train / "a/again")
@@ -293,3 +294,40 @@ def test_the_statistics_of_an_image_are_correct(tmp_path):
     assert isinstance(facts, ImageStats)
     assert facts[:8] == ("PNG", "RGB", 96, 72, False, False, True, False)
     assert compute_stats(str(tmp_path / "missing.png")) == "no such file"
+
+
+def save_grey(path, values):
+    Image.fromarray(values.astype(np.uint8)).save(path)
+
+
+def test_dark_flat_and_over_exposed_images_are_named(folder, tmp_path):
+    random, place = np.random.default_rng(0), folder / "train/a"
+    noise = random.integers(0, 20, (60, 60))
+    save_grey(place / "dark.png", noise)
+    save_grey(place / "flat.png", 100 + noise)
+    save_grey(place / "white.png", 236 + noise)
+    night, shadows, paper = noise.copy(), 10 * noise, 236 + noise
+    night[:4] = 230  # a lamp in the dark
+    paper[:20] = 90  # an object before a white wall
+    for name, values in (("night", night), ("shadows", shadows), ("paper", paper)):
+        save_grey(place / f"{name}.png", values)
+    for number in range(9):  # of 16 bits, and compared with the range that training would use
+        values = random.integers(1000, 4000, (60, 60)) if number else 1000 + noise
+        Image.fromarray(values.astype(np.uint16)).save(place / f"deep{number}.tif")
+    reports = [
+        check_dataset(str(folder), workers=1, cache_folder=tmp_path / "cache") for _ in range(2)
+    ]
+    assert reports[0].problems == reports[1].problems  # the second has read no image
+    named = {
+        kind: [Path(p).name for one in reports[0].problems if one.kind == kind for p in one.images]
+        for kind in ("dark", "flat", "overexposed", "blank", "deep")
+    }
+    assert named == {
+        "dark": ["dark.png", "deep0.tif"],
+        "flat": ["flat.png"],
+        "overexposed": ["white.png"],
+        "blank": [],
+        "deep": [f"deep{number}.tif" for number in range(9)],
+    }
+    (deep,) = [one for one in reports[0].problems if one.kind == "deep"]
+    assert "values from about 1000 to 4000" in deep.detail

@@ -1,11 +1,15 @@
 """Opening a dataset: layouts, class names, what is left out, what is refused."""
 
 import os
+from collections import Counter
 
 import pytest
 from PIL import Image
 
+from vit.config import DataConfig
 from vit.data.archives import relative
+from vit.data.sources import file_walk
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split, open_splits
 from vit.errors import DataError
 from vit.paths import did_you_mean
@@ -95,11 +99,24 @@ def test_hidden_and_system_names_are_left_out_with_a_note(make_tree):
 
 def test_files_that_are_no_images_are_counted(make_tree):
     root = make_tree(SPLIT)
-    for name in ("1.heic", "2.HEIC", "notes.txt", "nosuffix"):
+    for name in ("1.psd", "2.PSD", "notes.txt", "nosuffix"):
         (root / "train/a" / name).write_bytes(b"x")
     splits = open_data(root)
-    text = "left out 4 files not taken for images: .heic 2, .txt 1, no suffix 1; convert them"
+    text = (
+        "left out 4 files not taken for images: .psd 2, .txt 1, no suffix 1; convert .psd to JPEG"
+    )
     assert has_note(splits, text)
+
+
+def test_the_note_about_heic_files_has_the_extra_that_reads_them(monkeypatch):
+    monkeypatch.setattr(file_walk, "UNSUPPORTED_SUFFIXES", frozenset((".heic", ".psd")))
+    note = file_walk.ignored_suffixes_note(Counter({".heic": 2, ".txt": 1}), "file")
+    assert note.endswith(".heic 2, .txt 1; to read .heic: pip install 'vit-toolkit[heic]'")
+    note = file_walk.ignored_suffixes_note(Counter({".heic": 2, ".psd": 1}), "file")
+    assert note.endswith(
+        "; to read .heic: pip install 'vit-toolkit[heic]'; convert .psd to JPEG or PNG"
+    )
+    assert file_walk.unsupported_advice([".txt"]) == ""
 
 
 def test_special_files_are_left_out_with_a_note(make_tree):
@@ -163,7 +180,7 @@ def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make
         ({"train/a": 20, "val/a": 3}, r"only one class \(a\)"),
         ({"a": 20}, r"only one class \(a\)"),
         ({"val/a": 3}, "has val but no train"),
-        (SPLIT | {"train/empty": 0}, "no readable images in class empty"),
+        (SPLIT | {"train/empty": 0}, "class empty has no images; .*--on-bad-image skip"),
         ({"a": 0, "b": 0}, "no images in the class folders a, b"),
         (SPLIT | {"val/extra": 2}, "val has classes that train does not have: extra;"),
         (SPLIT | {"val/aa": 2}, r"does not have: aa \(is aa a\?\)"),
@@ -175,6 +192,16 @@ def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make
 def test_datasets_that_cannot_be_trained_on_are_refused(make_tree, tree, message):
     with pytest.raises(DataError, match=message):
         open_data(make_tree(tree))
+
+
+def test_empty_classes_are_left_out_on_request(make_tree):
+    root = make_tree(SPLIT | {"train/empty": 0})
+    settings = {"val_share": 0.25, "seed": 0}
+    splits = open_splits(DatasetSpec(str(root), skip_empty=True), **settings)
+    assert splits.classes == ("a", "b")
+    assert has_note(splits, "left out folders without images: train/empty")
+    spec = DatasetSpec.from_config(DataConfig(data="x", on_bad_image="skip"))
+    assert spec.skip_empty
 
 
 def test_missing_data_and_files_are_refused(tmp_path):

@@ -207,7 +207,7 @@ def test_webdataset_label_files_are_read(tmp_path):
 
 
 def test_ignored_members_get_a_note(tmp_path):
-    members = {"a/1.jpg": b"x", "b/2.jpg": b"x", "b/3.heic": b"x", "a/._1.jpg": b"x", "m.json": b""}
+    members = {"a/1.jpg": b"x", "b/2.jpg": b"x", "b/3.psd": b"x", "a/._1.jpg": b"x", "m.json": b""}
     path = pack(tmp_path / "x.tar", members)
     with tarfile.open(path, "a") as tar:
         for name, kind in (("a/l.jpg", tarfile.SYMTYPE), ("a/p.jpg", tarfile.FIFOTYPE)):
@@ -217,7 +217,7 @@ def test_ignored_members_get_a_note(tmp_path):
     found = read_shards(DatasetSpec(str(path)))
     assert sum(map(len, found.splits.values())) == 2
     assert found.notes == [
-        "left out 1 member not taken for images: .heic 1; convert them to JPEG or PNG",
+        "left out 1 member not taken for images: .psd 1; convert .psd to JPEG or PNG",
         "left out special members of the shards: 1 device, 1 link",
         "left out hidden and system names: ._1.jpg",
         "left out 1 file .json beside no image",

@@ -277,9 +277,9 @@ def test_what_is_no_image_at_all(bad_images, colour_data, tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_not_kept(colour_data, tmp_path, monkeypatch):
     sample = samples_of(shutil.copytree(colour_data, tmp_path / "data"))[0]
 
-    def swapping(path: str) -> Image.Image:
+    def swapping(path: str, **settings) -> Image.Image:
         Image.new("RGB", (20, 18), "white").save(path)
-        return read_image(path)
+        return read_image(path, **settings)
 
     monkeypatch.setattr(feature_extraction, "read_image", swapping)
     with pytest.raises(BadImage, match="it changed while it was read"):

@@ -1,5 +1,6 @@
 """Dataset check of `vit check`: reads every image and reports the problems of the dataset."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from vit.data.checks.image_stats import (
 )
 from vit.data.checks.problems import KINDS, Problem, problem_kind, shared_property
 from vit.data.image_io import Fingerprint, file_fingerprint
+from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import (
     few_note,
@@ -35,6 +37,12 @@ EXTREME_ASPECT = 4.0
 """Ratio of long to short side above which an image is reported."""
 HUGE_PIXELS = 30_000_000
 """Pixels above which decoding is slow."""
+DARK_LEVEL = 64 / 255
+"""Share of the range below which 99.9 % of the pixels of a dark image lie."""
+BRIGHT_LEVEL = 200 / 255
+"""Share of the range above which 99 % of the pixels of an over-exposed image lie."""
+FLAT_CONTRAST = 50 / 255
+"""Share of the range that 99.8 % of the pixels of a flat image use."""
 TINY_FACTOR = 4
 """An image is tiny if its short side is this many times below the median."""
 
@@ -242,7 +250,7 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
     if not total:
         return []
     median = statistics.median(min(one.width, one.height) for one in stats.values())
-    tests: dict[str, tuple[Callable[[ImageStats], bool], str]] = {
+    tests: dict[str, tuple[Test, str]] = {
         "tiny": (
             lambda one: min(one.width, one.height) * TINY_FACTOR < median,
             f"have a short side below a quarter of the median ({median:g} pixels)",
@@ -259,6 +267,7 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
         "alpha": (lambda one: one.alpha, "may be transparent: they are composited over white"),
         "blank": (lambda one: one.blank, "are blank: all pixels are equal"),
     }
+    tests |= exposure_tests(stats)
     problems = []
     for kind, (test, words) in tests.items():
         problems += shared_property(
@@ -271,6 +280,53 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
     if len(grey) < total:
         problems += shared_property("greyscale", grey, total, "have no colours")
     return problems
+
+
+Test = Callable[[ImageStats], bool]
+
+
+def exposure_tests(stats: Mapping[str, ImageStats]) -> dict[str, tuple[Test, str]]:
+    """Tests of deep images and of images without contrast, relative to the range of training."""
+    deep = [one.levels for one in stats.values() if one.deep]
+    floating = {levels.floating for levels in deep}
+    found = None
+    if len(floating) == 1:
+        ranges = [(levels.lowest, levels.highest) for levels in deep]
+        found = common_range(ranges, whole=not floating.pop())
+    words = ""
+    if found is not None:
+        words = f"; training reads values from about {found[0]:g} to {found[1]:g} as black to white"
+
+    def share(one: ImageStats, value: float, *, offset: bool = True) -> float:
+        """`value` as a share of the range."""
+        low, high = (0.0, 255.0) if not one.deep else found or (0.0, math.inf)
+        return (value - low * offset) / (high - low)
+
+    def dark(one: ImageStats) -> bool:
+        unknown = one.deep and found is None
+        return not one.blank and not unknown and share(one, one.levels.highest) < DARK_LEVEL
+
+    def bright(one: ImageStats) -> bool:
+        return not one.blank and share(one, one.levels.shadow) > BRIGHT_LEVEL
+
+    def flat(one: ImageStats) -> bool:
+        contrast = share(one, one.levels.contrast, offset=False)
+        unknown = one.deep and found is None
+        usual = not (one.blank or unknown or dark(one) or bright(one))
+        return usual and contrast < FLAT_CONTRAST
+
+    return {
+        "deep": (lambda one: one.deep, f"have more than 8 bits per channel{words}"),
+        "dark": (dark, f"are dark: 99.9 % of the pixels are below {DARK_LEVEL:.0%} of white"),
+        "overexposed": (
+            bright,
+            f"are over-exposed: 99 % of the pixels are above {BRIGHT_LEVEL:.0%} of white",
+        ),
+        "flat": (
+            flat,
+            f"have no contrast: 99.8 % of the pixels are within {FLAT_CONTRAST:.0%} of the range",
+        ),
+    }
 
 
 def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:

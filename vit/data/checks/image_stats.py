@@ -23,12 +23,12 @@ from PIL import Image
 
 from vit.cpu_cores import usable_cores
 from vit.data.archives import open_member
-from vit.data.image_io import Fingerprint, read_header, read_image
+from vit.data.image_io import Fingerprint, read_header, read_image, read_intensities
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
 from vit.text import printable
 
-VERSION = 2
+VERSION = 3
 """Of the statistics; those of another version are computed again."""
 THUMBNAIL_SIDE = 32
 """Of the grey thumbnail, in pixels."""
@@ -43,6 +43,24 @@ TIMEOUT_SECONDS = 60.0
 CHUNK = 32
 """Images that a process gets at a time."""
 MAX_WORKERS = 16
+LEVEL_SHARES = (0.001, 0.01, 0.999)
+"""Shares of an image's pixels of which `Levels` has the values."""
+MAX_LEVEL_VALUES = 2**20
+
+
+class Levels(NamedTuple):
+    """Values that few pixels of an image exceed, in the unit in which it is stored."""
+
+    lowest: float
+    """Of 0.1 % of the pixels, in the darkest channel."""
+    shadow: float
+    """Of 1 % of the pixels, in the darkest channel."""
+    highest: float
+    """Of 99.9 % of the pixels, in the brightest channel."""
+    contrast: float
+    """Largest difference between the values of 99.9 % and 0.1 % of the pixels of a channel."""
+    floating: bool
+    """Whether the values are floating-point numbers."""
 
 
 class ImageStats(NamedTuple):
@@ -63,6 +81,9 @@ class ImageStats(NamedTuple):
     """Whether it has no colours, in whichever mode it is stored."""
     blank: bool
     """Whether all pixels are equal."""
+    deep: bool
+    """Whether it has more than 8 bits per channel."""
+    levels: Levels
     digest: bytes
     """Hash of the file's content."""
     thumbnail: bytes
@@ -77,14 +98,16 @@ def compute_stats(path: str) -> StatsOrReason:
     """Compute the statistics of the image at `path`."""
     try:
         header = read_header(path)
-        image = read_image(path)
+        image = read_image(path, intensity_range="own" if header.deep else None)
+        levels = deep_levels(read_intensities(path)) if header.deep else None
         digest = content_digest(path)
     except BadImage as bad:
         return bad.reason
     except OSError as error:
         return error.strerror or "cannot be read again"
     small = np.asarray(downscaled(image), dtype=np.int16)
-    extrema: Any = image.getextrema()  # of each channel
+    histogram = np.array(image.histogram()).reshape(3, 256)
+    used = [np.flatnonzero(channel) for channel in histogram]
     flat = int(np.ptp(small, axis=(0, 1)).max()) <= 4 * BLANK_TOLERANCE
     return ImageStats(
         format=header.format,
@@ -94,9 +117,36 @@ def compute_stats(path: str) -> StatsOrReason:
         exif_rotated=header.exif_rotated,
         alpha=header.alpha,
         grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
-        blank=flat and all(high - low <= BLANK_TOLERANCE for low, high in extrema),
+        blank=flat and all(values[-1] - values[0] <= BLANK_TOLERANCE for values in used),
+        deep=header.deep,
+        levels=levels or levels_of_histogram(histogram),
         digest=digest,
         thumbnail=encode_thumbnail(small),
+    )
+
+
+def levels_of_histogram(histogram: np.ndarray[Any, Any]) -> Levels:
+    """`Levels` of an 8-bit image, from the counts of each channel, (3, 256)."""
+    shares = histogram.cumsum(axis=1) / histogram.sum(axis=1, keepdims=True)
+    low, shadow, high = ((shares < share).sum(axis=1) for share in LEVEL_SHARES)
+    return _levels(low, shadow, high, floating=False)
+
+
+def deep_levels(values: np.ndarray[Any, Any]) -> Levels:
+    """`Levels` of a deep image, (height, width) or (height, width, channels)."""
+    channels = values.reshape(-1, 1 if values.ndim == 2 else values.shape[2])
+    step = max(len(channels) // MAX_LEVEL_VALUES, 1) | 1
+    low, shadow, high = np.quantile(channels[::step], LEVEL_SHARES, axis=0)
+    return _levels(low, shadow, high, floating=values.dtype.kind == "f")
+
+
+def _levels(low: Any, shadow: Any, high: Any, *, floating: bool) -> Levels:
+    return Levels(
+        float(low.min()),
+        float(shadow.min()),
+        float(high.max()),
+        float((high - low).max()),
+        floating,
     )
 
 
@@ -305,7 +355,8 @@ class StatsCache:
             ):
                 name = os.fsdecode(path)
                 if fingerprints.get(name) == tuple(fingerprint):
-                    found[name] = ImageStats._make([*json.loads(stats), digest, thumbnail])
+                    *plain, levels = json.loads(stats)
+                    found[name] = ImageStats._make([*plain, Levels(*levels), digest, thumbnail])
         return found
 
     def write(self, entries: Iterable[tuple[str, Fingerprint, ImageStats]]) -> None:

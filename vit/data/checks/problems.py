@@ -49,6 +49,9 @@ KINDS: dict[str, Severity] = {
     "two_labels": "warning",
     "near_two_labels": "warning",
     "blank": "warning",
+    "dark": "warning",
+    "overexposed": "warning",
+    "flat": "warning",
     "not_a_file": "warning",
     "link": "warning",
     "loose_picture": "warning",
@@ -75,6 +78,7 @@ KINDS: dict[str, Severity] = {
     "turned": "note",
     "alpha": "note",
     "mode": "note",
+    "deep": "note",
     "greyscale": "note",
 }
 """Severity of each kind."""

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from vit.data.dataset_types import Sample, Splits
 from vit.data.image_io import check_header
@@ -14,14 +15,30 @@ THREADS = 8
 CHUNK = 64
 
 
+class HeaderScan(NamedTuple):
+    """What the headers of images show, in the order of the images."""
+
+    bad: list[BadImage]
+    """Images that cannot be read."""
+    deep: list[str]
+    """Paths of the images with more than 8 bits per channel."""
+
+
 def find_unreadable(samples: Sequence[Sample], threads: int = THREADS) -> list[BadImage]:
-    """Check the headers of `samples`, and return the errors in their order.
+    """Check the headers of `samples`, and return the errors in their order."""
+    return scan_headers(samples, threads).bad
+
+
+def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderScan:
+    """Check the headers of `samples`.
 
     More threads than cores hide the latency of a slow disk or network.
     """
     chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
     with ThreadPoolExecutor(threads) as pool:
-        return [bad for found in pool.map(_check_chunk, chunks) for bad in found]
+        scans = [*pool.map(_check_chunk, chunks)]
+    bad = [image for scan in scans for image in scan.bad]
+    return HeaderScan(bad, [path for scan in scans for path in scan.deep])
 
 
 def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
@@ -48,13 +65,13 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     return dataclasses.replace(splits, train=train, val=val, notes=notes)
 
 
-def _check_chunk(samples: Sequence[Sample]) -> list[BadImage]:
-    found = []
+def _check_chunk(samples: Sequence[Sample]) -> HeaderScan:
+    found = HeaderScan([], [])
     for sample in samples:
         try:
-            check_header(sample.path)
+            if check_header(sample.path):
+                found.deep.append(sample.path)
         except BadImage as bad:  # noqa: PERF203
-            found.append(
-                BadImage(bad.path, bad.reason)
-            )  # without the traceback, which holds memory
+            # without the traceback, which holds memory
+            found.bad.append(BadImage(bad.path, bad.reason))
     return found

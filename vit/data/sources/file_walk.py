@@ -6,8 +6,10 @@ visited already or that contains the current one.
 
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from vit.data.image_io import reads_heic
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -17,9 +19,15 @@ READABLE = (
 )
 IMAGE_SUFFIXES = frozenset(f".{name}" for name in READABLE.split())
 """Suffixes of files that are taken for images, whatever their content."""
-UNREADABLE = "heic heif jxl svg psd raw dng cr2 nef arw"
+HEIC_SUFFIXES = frozenset((".heic", ".heif", ".hif"))
+"""Suffixes of images that are read if pillow-heif is installed."""
+UNREADABLE = "jxl svg psd raw dng cr2 nef arw"
 UNSUPPORTED_SUFFIXES = frozenset(f".{name}" for name in UNREADABLE.split())
 """Suffixes of image formats that have no decoder here."""
+if reads_heic():
+    IMAGE_SUFFIXES |= HEIC_SUFFIXES
+else:
+    UNSUPPORTED_SUFFIXES |= HEIC_SUFFIXES
 SYSTEM_NAMES = frozenset(
     ("__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "__pycache__")
 )
@@ -29,8 +37,17 @@ def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
     """A note about files that are not taken for images, by suffix; `noun` is what they are."""
     ordered = sorted(suffixes.items(), key=lambda item: (-item[1], item[0]))
     numbers = join_names([f"{printable(suffix)} {number}" for suffix, number in ordered])
-    advice = "; convert them to JPEG or PNG" if UNSUPPORTED_SUFFIXES & suffixes.keys() else ""
+    advice = unsupported_advice(suffixes)
     return f"left out {plural(suffixes.total(), noun)} not taken for images: {numbers}{advice}"
+
+
+def unsupported_advice(suffixes: Collection[str]) -> str:
+    """What to do about images of formats that are not read; empty if there are none."""
+    heic = sorted(HEIC_SUFFIXES & UNSUPPORTED_SUFFIXES & {*suffixes})
+    others = sorted((UNSUPPORTED_SUFFIXES - HEIC_SUFFIXES) & {*suffixes})
+    install = f"; to read {' and '.join(heic)}: pip install 'vit-toolkit[heic]'" if heic else ""
+    convert = f"; convert {', '.join(others)} to JPEG or PNG" if others else ""
+    return install + convert
 
 
 @dataclass

@@ -93,6 +93,7 @@ def with_cache(
             side=cache_side(config.model.image_size, config.augment.min_crop),
             kind=data.cache,
             folder=None if data.cache_folder is None else Path(data.cache_folder).expanduser(),
+            intensity_range=data.intensity_range,
             threads=max(data.workers or default_workers(1), 1),
             notify=notify,
             advance=bar.update,

@@ -120,7 +120,8 @@ def stored_config(folder: Path) -> Config:
 def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> Config:
     """`config` with settings of config.yaml that were measured when the run in `folder` began.
 
-    These are the number of epochs that fits `time` and of micro-batches that fits the memory.
+    These are the number of epochs that fits `time`, of micro-batches that fits the memory, and the
+    range of the values of deep images, which older runs do not have.
     With pretrained weights, all settings that the user did not choose: the weights may be gone.
     """
     stored = stored_config(folder)
@@ -134,6 +135,8 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
         training = dataclasses.replace(training, time=None, **measured)
     if data.accumulate is None:
         data = dataclasses.replace(data, accumulate=stored.data.accumulate)
+    if "intensity_range" not in given:
+        data = dataclasses.replace(data, intensity_range=stored.data.intensity_range)
     return dataclasses.replace(config, training=training, data=data)
 
 

@@ -243,7 +243,8 @@ class FeatureExtractor:
     def read(self, key: bytes, path: str) -> Tensor | BadImage:
         """One prepared image, uint8 (3, height, width), or the reason why it is unreadable."""
         try:
-            image = self.preprocessing(read_image(path))
+            deep = self.preprocessing.intensity_range
+            image = self.preprocessing(read_image(path, intensity_range=deep))
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except (ValueError, OSError, MemoryError) as error:

@@ -1,0 +1,124 @@
+"""Range of the values of deep images (more than 8 bits per channel), measured on training images.
+
+    low   = quantile 0.01 over images of (quantile 0.001 of an image's values)
+    high  = quantile 0.99 over images of (quantile 0.999 of an image's values)
+
+One range for all images keeps their absolute intensities comparable. The inner quantiles leave out
+damaged pixels, the outer ones failed exposures.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from vit.data.image_io import IntensityRange, intensity_quantiles, read_intensities
+from vit.errors import BadImage
+from vit.text import plural, printable
+
+MAX_MEASURED = 256
+"""Images that are measured, evenly spaced over the training images."""
+THREADS = 4
+IMAGE_QUANTILES = (0.01, 0.99)
+SIGNIFICANT_DIGITS = 4
+"""Of the range of floating-point images."""
+
+
+def measure_intensity_range(
+    paths: Sequence[str], notify: Callable[[str], object]
+) -> IntensityRange | None:
+    """Measure the range of values of deep images.
+
+    Args:
+        paths: All deep images; some of them are read.
+        notify: Called with a note that has the range, or the reason why there is none.
+
+    Returns:
+        The range; None if there are no deep images, all values are equal, or some images have
+        integers and others floating-point numbers.
+    """
+    chosen = evenly_spaced(paths, MAX_MEASURED)
+    with ThreadPoolExecutor(THREADS) as pool:
+        measured = [found for found in pool.map(_quantiles, chosen) if found is not None]
+    if not measured:
+        return None
+    if len({is_float for *_, is_float in measured}) > 1:
+        notify(
+            "note: some images have integers of 16 bits or more and others floating-point "
+            "numbers: each is read by the range of its type; --intensity-range LOW HIGH sets one "
+            "for all"
+        )
+        return None
+    found = common_range([(low, high) for low, high, _ in measured], whole=not measured[0][2])
+    if found is None:
+        return None
+    low, high = found
+    notify(
+        f"note: {plural(len(paths), 'image')} with more than 8 bits per channel: values from "
+        f"{low:g} to {high:g} become black to white (--intensity-range {low:g} {high:g}, measured "
+        f"on {len(measured):,})"
+    )
+    return found
+
+
+def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> IntensityRange | None:
+    """The range of several images from the range of each; None if all their values are equal.
+
+    Args:
+        ranges: `intensity_quantiles` of each image.
+        whole: Whether the values are integers.
+    """
+    table = np.array(ranges)
+    low = float(np.quantile(table[:, 0], IMAGE_QUANTILES[0]))
+    high = float(np.quantile(table[:, 1], IMAGE_QUANTILES[1]))
+    if not low < high:
+        return None
+    if whole:
+        return float(math.floor(low)), float(math.ceil(high))
+    unit = 10.0 ** (math.floor(math.log10(high - low)) + 1 - SIGNIFICANT_DIGITS)
+    return float(f"{math.floor(low / unit) * unit:.12g}"), float(
+        f"{math.ceil(high / unit) * unit:.12g}"
+    )
+
+
+def evenly_spaced(paths: Sequence[str], most: int) -> list[str]:
+    """At most `most` of `paths`, evenly spaced."""
+    count = min(most, len(paths))
+    return [paths[number * len(paths) // count] for number in range(count)]
+
+
+def _quantiles(path: str) -> tuple[float, float, bool] | None:
+    """The range of an image, and whether it has floating-point values; None if unreadable."""
+    try:
+        values = read_intensities(path)
+    except BadImage:  # reported when training reads it
+        return None
+    return *intensity_quantiles(values), values.dtype.kind == "f"
+
+
+class DarkImageNote:
+    """Writes one note about the first image that is read nearly black.
+
+    Args:
+        notify: Called with the note, at most once; by any thread.
+    """
+
+    def __init__(self, notify: Callable[[str], object]) -> None:
+        self.notify = notify
+        self.lock = threading.Lock()
+        self.written = False
+
+    def __call__(self, path: str, highest: int) -> None:
+        """Report that `path`, whose values are up to `highest` of 65535, is read nearly black."""
+        with self.lock:
+            if self.written:
+                return
+            self.written = True
+        top = (1 << highest.bit_length()) - 1
+        self.notify(
+            f"note: {printable(path)} has 16 bits per channel and values up to {highest:,} of "
+            "65,535, and the network has no range for such images: it is read nearly black; "
+            f"--intensity-range 0 {top} reads 0 to {top:,} as black to white"
+        )
