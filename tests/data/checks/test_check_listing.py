@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.check_listing import list_dataset
+from vit.data.checks.dataset_check import CheckReport, check_dataset
 from vit.data.checks.problems import KINDS
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
@@ -317,3 +318,29 @@ def test_an_invalid_group_setting_is_a_one_line_error(patients, capsys, group, e
         checked(patients, group=group)
     assert main(["check", str(patients), "--group", group]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_with_captions_has_the_flag_in_its_errors(make_tree):
+    root = make_tree({"images": 6})
+    (one,) = [p for p in list_dataset(str(root)).problems if p.kind == "one_class"]
+    assert "--task caption" not in one.detail
+    (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
+    (one,) = [p for p in list_dataset(str(root)).problems if p.kind == "one_class"]
+    assert one.detail.endswith("; for the captions in it, add --task caption")
+
+
+def test_a_list_of_captions_has_no_classes_to_count(make_tree):
+    root = make_tree({"images": 6})
+    (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
+    listing = list_dataset(DatasetSpec(str(root), captions=True, labels=False))
+    assert CheckReport(listing, {}, []).lines(5)[0] == "6 images (all 6) with captions"
+    listing = list_dataset(str(make_tree({"train/a": 2, "train/b": 1})))
+    assert CheckReport(listing, {}, []).lines(5)[0] == "3 images (train 3) in 2 classes"
+
+
+def test_an_empty_class_is_one_problem(make_tree):
+    problems = list_dataset(str(make_tree({"train/a": 2, "train/b": 1, "train/c": 0}))).problems
+    assert [one.kind for one in problems if "c" in one.detail and one.severity == "error"] == [
+        "empty_class"
+    ]
+    assert "empty_folder" not in {one.kind for one in problems}

@@ -79,11 +79,14 @@ class CheckReport:
         """Lines for a terminal: the number of problems per kind, and the first `limit` errors."""
         listing, found = self.listing, self.severities()
         splits = ", ".join(
-            f"{printable(split)} {sum(listing.counts(split).values()):,}"
+            f"{printable(split)} {sum(one.split == split for one in listing.images):,}"
             for split in listing.splits
         )
         head = f"{plural(len(listing.images), 'image')} ({splits or 'none'})"
-        lines = [f"{head} in {len(listing.classes):,} classes"]
+        captions = listing.spec is not None and listing.spec.captions
+        classes = plural(len(listing.classes), "class", "classes")
+        what = "with captions" if captions and not listing.classes else f"in {classes}"
+        lines = [f"{head} {what}"]
         if not self.problems:
             return [*lines, "no problems found"]
         words = ", ".join(plural(number, name) for name, number in found.items())
