@@ -99,7 +99,7 @@ def read_image(
         rgb = _decode_rgb(image, intensity_range) if pixels is None else Image.fromarray(pixels)
         if deep and on_dark is not None and intensity_range is None:
             highest = _largest_value(image)
-            if highest <= NEARLY_BLACK:
+            if 0 < highest <= NEARLY_BLACK:
                 on_dark(highest)
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
         return rgb if transpose is None else rgb.transpose(transpose)

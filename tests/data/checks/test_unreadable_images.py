@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.data.checks.unreadable_images import exclude_images, find_unreadable
+from vit.data.checks.unreadable_images import exclude_images, scan_headers
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
@@ -17,7 +17,7 @@ def open_data(root):
 
 def checked(root):
     splits = open_data(root)
-    return exclude_images(splits, find_unreadable(splits.train + splits.val))
+    return exclude_images(splits, scan_headers(splits.train + splits.val).bad)
 
 
 def has_note(splits, text: str) -> bool:
@@ -34,7 +34,7 @@ def test_unreadable_images_are_found_in_order_and_excluded(make_tree):
     (root / "train/a/7.png").write_bytes(b"<html>404</html>")
     truncate(root / "val/a/1.png")
     splits = open_data(root)
-    bad = find_unreadable(splits.train + splits.val)
+    bad = scan_headers(splits.train + splits.val).bad
     assert [Path(image.path).relative_to(root).as_posix() for image in bad] == [
         "train/a/7.png",
         "train/b/3.png",

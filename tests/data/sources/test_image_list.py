@@ -7,7 +7,7 @@ from PIL import Image
 
 from vit.config.parser import make_config
 from vit.data.archives import relative
-from vit.data.checks.unreadable_images import find_unreadable
+from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.list_columns import cell_group
@@ -376,7 +376,7 @@ def test_absolute_names_and_detours_inside_are_taken_and_outside_where_allowed(w
 def test_a_missing_file_is_told_with_its_line(write):
     path = write(table([*ROWS, ("a/none.png", "a")]))
     splits = opened(path)
-    bad = find_unreadable([*splits.train, *splits.val])
+    bad = scan_headers([*splits.train, *splits.val]).bad
     assert [image.reason for image in bad] == ["no such file"]
     assert locate_in_lists(DatasetSpec(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
 

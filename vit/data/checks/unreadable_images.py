@@ -1,4 +1,4 @@
-"""Finds unreadable images by their headers before training, and excludes them."""
+"""Finds unreadable and deep images by their headers before training, and excludes the former."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,11 +22,6 @@ class HeaderScan(NamedTuple):
     """Images that cannot be read."""
     deep: list[str]
     """Paths of the images with more than 8 bits per channel."""
-
-
-def find_unreadable(samples: Sequence[Sample], threads: int = THREADS) -> list[BadImage]:
-    """Check the headers of `samples`, and return the errors in their order."""
-    return scan_headers(samples, threads).bad
 
 
 def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderScan:
