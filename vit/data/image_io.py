@@ -503,7 +503,8 @@ def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
         lower.load()
         low = np.asarray(lower)
     image.load()
-    return (np.asarray(image).astype(np.uint16) << 8) | low
+    values: np.ndarray[Any, Any] = (np.asarray(image).astype(np.uint16) << 8) | low
+    return values
 
 
 def _with_other_byte(tile: Any) -> Any:

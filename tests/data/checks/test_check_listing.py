@@ -75,7 +75,7 @@ def test_every_bad_line_of_a_table_is_reported_and_the_others_are_checked(write,
     assert not any("left out" in one.detail for one in report.problems)
     errors = [one for one in report.to_dict()["problems"] if one["severity"] == "error"]
     assert {one["kind"] for one in errors} == {*FAULTS[:3], "contradiction", "unreadable"}
-    with pytest.raises(DataError, match=r"list\.csv, line 6: 3 cells, but 2 in the header"):
+    with pytest.raises(DataError, match=r"list\.csv: 7 lines .*: line 6: 3 cells, but 2 in the"):
         open_splits(path, val_share=0.2, seed=0)
 
 

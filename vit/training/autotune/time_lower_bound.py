@@ -45,9 +45,10 @@ def check_time(config: Config, splits: Splits, accelerator: Accelerator, *, bega
         return
     spent = max_over_processes(accelerator, time.monotonic() - began)
     needed = 0.0
-    if accelerator.device.type == "cpu" and config.finetune.method != "probe":
+    timed = accelerator.device.type == "cpu" and config.finetune.method != "probe"
+    if timed and spent < seconds:
         operations = least_operations(config, len(splits.val)) / accelerator.num_processes
-        if operations > SLOW_MACHINE * max(seconds - spent, 0.0):
+        if operations > SLOW_MACHINE * (seconds - spent):
             speed = -max_over_processes(accelerator, -product_speed())
             needed = operations / speed
     if spent + needed < seconds:
