@@ -63,6 +63,18 @@ def test_small_images_are_cached_unchanged(paths, tmp_path):
             assert np.array_equal(cache.pixels(number), np.asarray(image))
 
 
+def test_deep_images_are_cached_with_their_intensity_range(tmp_path):
+    values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 16
+    Image.fromarray(values).save(tmp_path / "deep.tif")
+    caches = [
+        built([str(tmp_path / "deep.tif")], tmp_path, intensity_range=deep)[0]
+        for deep in ((0.0, 4080.0), (0.0, 65535.0), None)
+    ]
+    assert np.array_equal(caches[0].pixels(0)[..., 0], values // 16)
+    assert caches[1].pixels(0).max() == caches[2].pixels(0).max() == 16
+    assert len({cache.file for cache in caches}) == 3
+
+
 def test_the_cache_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
     built(paths, tmp_path)
     assert built(paths, tmp_path)[1] == []
