@@ -54,5 +54,21 @@ def test_weights_add_a_check_of_features(tiny_run, tiny_data, tmp_path, capsys):
     words = ["--weights", str(tiny_run), "--device", "cpu"]
     code, told, _ = checked(tiny_data / "val", tmp_path, *words)
     assert code == 0
-    capsys.readouterr()
     assert told["images"] == 27
+    # the network is not trained: its features cannot tell these classes, so nothing is suspected
+    agreement = told["neighbour_agreement"]
+    assert agreement < 0.6
+    assert f"have the same label for {agreement:.1%}" in capsys.readouterr().out
+    assert told["kinds"]["weak_features"] == 1
+    assert "suspected_label" not in told["kinds"]
+
+
+def test_rows_of_other_images_are_refused(tiny_data, tmp_path, capsys):
+    row = {"image": "other.png", "label": "apple", "label_score": 0.5, "predictions": []}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row))
+    assert main(["check", str(tiny_data), "--rows", str(rows)]) == 2
+    assert "none of its 1 image, such as other.png, is in the data" in capsys.readouterr().err
+    words = ["check", str(tiny_data), "--rows", str(rows), "--weights", "runs/x"]
+    assert main(words) == 2
+    assert "give one of both" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`vit evaluate`: numbers for people and for programs, equal to what `vit predict` answers."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -49,6 +50,61 @@ def test_the_json_file_has_the_scores_of_the_function(tiny_run, tiny_data, tmp_p
     assert f"{scores['top1']:.2%}" in captured.out
     assert "weakest classes" in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("top_k", [2, 5])
+def test_rows_are_those_of_vit_predict_with_the_label(tiny_run, tiny_data, tmp_path, top_k):
+    data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
+    (data / "val" / "apple" / "0.png").write_text("no image")
+    out, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    flags = ["--top-k", str(top_k), "--precision", "fp32"]
+    words = ["evaluate", str(tiny_run), str(data), "--out", str(out)]
+    assert main([*words, *flags, "--json", str(tmp_path / "scores.json")]) == 1
+    assert main(["predict", str(tiny_run), str(data / "val"), "--out", str(answers), *flags]) == 1
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    expected = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 27
+    for row, other in zip(rows, expected, strict=True):
+        label, score = row.pop("label"), row.pop("label_score")
+        assert row == other
+        assert label == Path(row["image"]).parent.name
+        if "error" in row:
+            assert score is None
+        elif (scores := {one["label"]: one["score"] for one in row["predictions"]}).get(label):
+            assert score == scores[label]
+    scores = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
+    good = [row for row in rows if "error" not in row]
+    right = [row["predictions"][0]["label"] == Path(row["image"]).parent.name for row in good]
+    assert sum(right) / len(right) == scores["top1"]
+
+
+def test_rows_as_csv_have_the_label_after_the_image(tiny_run, tiny_data, tmp_path, capsys):
+    out = tmp_path / "rows.csv"
+    words = ["evaluate", str(tiny_run), str(tiny_data), "--top-k", "1", "--out", str(out)]
+    assert main(words) == 0
+    with open(out, encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [*rows[0]] == ["image", "label", "label_score", "label_1", "score_1", "error"]
+    right = [row for row in rows if row["label"] == row["label_1"]]
+    assert right
+    assert all(row["label_score"] == row["score_1"] for row in right)
+    assert main(["evaluate", str(tiny_run), str(tiny_data), "--out", str(tmp_path / "a.txt")]) == 2
+    assert "rows are written as .jsonl or .csv" in capsys.readouterr().err
+
+
+def test_rows_with_several_labels_have_all_of_them(several_run, several_list, tmp_path):
+    for name in ("rows.csv", "rows.jsonl"):
+        out = tmp_path / name
+        assert main(["evaluate", str(several_run), str(several_list), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    with open(several_list, encoding="utf-8", newline="") as file:
+        expected = [row["labels"].split("|") for row in csv.DictReader(file)]
+    assert [row["true_labels"] or [""] for row in rows] == expected
+    with open(tmp_path / "rows.csv", encoding="utf-8", newline="") as file:
+        cells = [*csv.DictReader(file)]
+    assert [row["true_labels"].split("|") for row in cells] == expected
+    predicted = ["|".join(one["label"] for one in row["predictions"]) for row in rows]
+    assert [row["labels"] for row in cells] == predicted
 
 
 def test_unreadable_images_give_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):

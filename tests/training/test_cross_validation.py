@@ -1,5 +1,6 @@
 """Cross-validation: every image is measured once, and what all folds say together."""
 
+import csv
 import json
 import math
 import shutil
@@ -112,15 +113,41 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
         *("fold", "fold", "mean", "95%", "(95%"),
     ]
     assert "Nadeau and Bengio" in printed
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    (tmp_path / "fold-1/rows.jsonl").unlink()  # as after an earlier version
     assert main(["train", "--resume", "--out", out]) == 0
     again = capsys.readouterr()
     assert again.out == printed
+    assert f"label errors: {len(suspects(tmp_path))} of 36 images are suspected" in again.err
+    assert rows == [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    # every image has a row, by the fold that held it out
+    where = {row["image"]: row["fold"] for row in rows}
+    for fold in (1, 2):
+        held = json.loads((tmp_path / f"fold-{fold}/split.json").read_text())["val"]
+        assert {str(data / name) for name in held} == {n for n in where if where[n] == fold}
+    scores = json.loads((tmp_path / "folds.json").read_text())["scores"]
+    right = [row["predictions"][0]["label"] == row["label"] for row in rows if row["fold"] == 1]
+    assert sum(right) / len(right) == scores["1"]["top1"]
+    # the suspected labels are shown by the check, too
+    found = tmp_path / "found.json"
+    words = ["check", str(data), "--rows", str(tmp_path / "rows.jsonl"), "--json", str(found)]
+    assert main(words) == 0
+    problems = json.loads(found.read_text())["problems"]
+    listed = [one["image"] for one in problems if one["kind"] == "suspected_label"]
+    assert listed == suspects(tmp_path)
+    assert "21 of 57 images have no row" in capsys.readouterr().err
     assert "fold 2 of 2 is finished" in again.err
     sides = [json.loads((tmp_path / f"fold-{n}/split.json").read_text())["val"] for n in (1, 2)]
     numbers = [{name.rsplit("/", 1)[1] for name in side} for side in sides]
     assert not numbers[0] & numbers[1]
     scores = json.loads((tmp_path / "folds.json").read_text())["scores"]
     assert [scores[fold]["count"] for fold in ("1", "2")] == [*map(len, sides)]
+
+
+def suspects(folder):
+    """The images in label_errors.csv."""
+    with open(folder / "label_errors.csv", encoding="utf-8", newline="") as file:
+        return [row["image"] for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("freedom", range(1, 12))

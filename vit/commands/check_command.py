@@ -20,7 +20,7 @@ MAX_ERROR_LINES = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(html=None, weights=None, workers=None, device=None)
+    parser.set_defaults(html=None, weights=None, rows=None, workers=None, device=None)
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="a run folder, timm/NAME, hf/OWNER/NAME, ...: its features find suspected labels and "
         "more images that are alike",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="rows.jsonl of vit train --folds, or of vit evaluate --out: predictions that find "
+        "suspected labels, of networks that have not seen the images",
     )
     parser.add_argument(
         "--device",
@@ -74,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         report = check(
             dataset_spec(args, group=settings_from_args(args).get("group")),
             weights=args.weights,
+            rows=args.rows,
             device=args.device,
             workers=args.workers,
             cache=not args.no_cache,

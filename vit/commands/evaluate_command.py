@@ -14,8 +14,10 @@ from vit.commands.command_options import (
     add_search_options,
     dataset_spec,
     inference_settings,
+    positive_int,
 )
 from vit.commands.command_output import image_bar, notify, write_json
+from vit.errors import ConfigError
 from vit.output.output_file import check_output, standard_output
 from vit.text import printable
 
@@ -38,6 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
+    parser.set_defaults(out=None, top_k=None)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="a row for each image, .jsonl or .csv: image, label, its score, predictions; an older "
+        "file is replaced",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=positive_int,
+        metavar="K",
+        default=argparse.SUPPRESS,
+        help="predicted classes in a row of --out (default: 5)",
+    )
     add_search_options(parser)
     add_network_options(parser)
     parser.set_defaults(tta=None)
@@ -46,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json, overwrite=True)
+    for path in (args.json, args.out):
+        check_output(path, overwrite=True)
+    if args.top_k is not None and args.out is None:
+        raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
 
     from vit.inference.evaluate import evaluate
 
@@ -55,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             dataset_spec(args, split=args.split),
             **inference_settings(args),
+            out=args.out,
+            top_k=args.top_k,
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
         )

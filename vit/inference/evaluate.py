@@ -9,12 +9,14 @@ The loss of a captioner is measured twice, as in the validation of its training:
     loss_shuffled  the same captions, each paired with another image
 
 The two are equal for a decoder that ignores the images.
+
+With `out`, each image has a row in a file: what the data say of it, and the prediction.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,23 @@ import torch
 
 from vit.config.parser import make_config, read_settings
 from vit.data.archives import relative
-from vit.data.dataset_types import Sample
+from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, resolve_folder
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split
-from vit.errors import DataError, RunError
+from vit.errors import ConfigError, DataError, RunError
 from vit.generation.generation_config import Search
-from vit.inference.predictor import PathLike, Predictor
+from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
+from vit.output.output_file import open_output
+from vit.output.prediction_results import FORMATS, Layout, Truth, check_top_k, resolve_top_k
 from vit.precision import autocast
 from vit.tasks.task import Task
 from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 SPLIT_FILE = "split.json"
+ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv"}
 
 
 def evaluate(
@@ -55,6 +60,8 @@ def evaluate(
     tta: Views | None = None,
     compile: bool = False,  # noqa: A002
     intensity_range: tuple[float, float] | None = None,
+    out: PathLike | None = None,
+    top_k: int | None = None,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -67,12 +74,16 @@ def evaluate(
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
         split, images: As in DatasetSpec, which replaces them; `val` is the first validation split.
         device, batch_size, ..., intensity_range: As for Predictor.
+        out: File of a row for each image, .jsonl or .csv; an older file is replaced.
+        top_k: Number of predicted classes in a row; 5 by default.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
 
     Raises:
         VitError: The model, the data or a setting cannot be used.
     """
+    style = None if out is None else row_style(os.fspath(out))
+    check_top_k(top_k)
     predictor = Predictor(
         model,
         device=device,
@@ -92,15 +103,100 @@ def evaluate(
         data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
     )
     samples = load_samples(predictor.task, model, spec, predictor.classes, notify)
-    return measure(predictor, samples, notify, progress, where=spec.data)
+    if out is None or style is None:
+        return measure(predictor, samples, notify, progress, where=spec.data)
+    names = predictor.task.label_names(spec, predictor.classes)
+    rows = EvaluationRows(predictor, samples, names, style, top_k)
+    with open_output(os.fspath(out)) as file:
+        file.write(rows.header)
+
+        def write(outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> None:
+            file.writelines(rows.lines(outputs, samples))
+
+        return measure(predictor, samples, notify, progress, where=spec.data, write=write)
 
 
-def evaluate_held_out(run: PathLike) -> dict[str, Any]:
+def row_style(out: str) -> str:
+    """The format of rows by the suffix of their file.
+
+    Raises:
+        ConfigError: There is no such format.
+    """
+    style = ROW_STYLES.get(Path(out).suffix.lower())
+    if style is None:
+        raise ConfigError(
+            f"out={printable(out)}: rows are written as .jsonl or .csv; give such a name"
+        )
+    return style
+
+
+class EvaluationRows:
+    """Makes the rows of an evaluation.
+
+    Args:
+        predictor: The network.
+        samples: The images.
+        names: Class names that their labels are indices into.
+        style: A format of vit/output/prediction_results.py.
+        top_k: Number of predicted classes in a row; 5 by default.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        samples: Sequence[Sample],
+        names: Sequence[str],
+        style: str,
+        top_k: int | None = None,
+    ) -> None:
+        self.predictor, self.names, self.top_k = predictor, names, top_k
+        multilabel = predictor.thresholds is not None
+        self.truth = ["true_labels"] if multilabel else []
+        if not multilabel and any(sample.label != NO_LABEL for sample in samples):
+            self.truth = ["label"]
+            if predictor.task.activation_name == "softmax":
+                self.truth.append("label_score")
+        if any(sample.captions for sample in samples):
+            self.truth.append("references")
+        classes = predictor.classes
+        most, _ = resolve_top_k(classes, predictor.thresholds, top_k, None)
+        layout = Layout(
+            min(most, len(classes)),
+            classes,
+            [sample.path for sample in samples],
+            predictor.n_best,
+            multilabel,
+            self.truth,
+        )
+        self.header, self.format_row = FORMATS[style](layout)
+
+    def lines(self, outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> Iterator[str]:
+        """Rows of a batch of `samples`."""
+        predictions = self.predictor.to_predictions(outputs, self.top_k)
+        for prediction, output, sample in zip(predictions, outputs, samples, strict=True):
+            truth = {name: self.truth_of(name, output, sample) for name in self.truth}
+            yield self.format_row(dataclasses.replace(prediction, truth=truth))
+
+    def truth_of(self, name: str, output: ImageOutput, sample: Sample) -> Truth:
+        """A value of `Prediction.truth`; None if the data or the network has none."""
+        if name == "references":
+            return sample.captions
+        if name == "true_labels":
+            return tuple(self.names[label] for label in sample.labels)
+        if sample.label == NO_LABEL:
+            return None
+        if name == "label":
+            return self.names[sample.label]
+        found = output.probabilities
+        return None if found is None else float(found[sample.label])
+
+
+def evaluate_held_out(run: PathLike, *, out: PathLike | None = None) -> dict[str, Any]:
     """Evaluate a run folder on the validation images of its training; see `evaluate`."""
     config = make_config(read_settings(Path(run) / "config.yaml"), complete=True)
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
     device = config.run.device
-    return evaluate(run, spec, device=None if device == "auto" else device)
+    return evaluate(run, spec, device=None if device == "auto" else device, out=out)
 
 
 def load_samples(
@@ -204,8 +300,11 @@ def measure(
     progress: Callable[[int, int], object],
     *,
     where: str,
+    write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
+
+    `write` is called with the outputs of each batch, and its samples.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
@@ -218,6 +317,8 @@ def measure(
         for outputs in predictor.batches(paths):
             with autocast(predictor.precision, predictor.device):
                 evaluation.add(outputs, done)
+            if write is not None:
+                write(outputs, evaluation.samples[done : done + len(outputs)])
             failed += [
                 {"image": output.image, "error": output.error}
                 for output in outputs

@@ -1,19 +1,24 @@
-"""Label errors and near duplicates, found by the features of a trained network.
+"""Label errors and near duplicates, found by the features of a trained network or by predictions.
 
-A label is suspected if another class is more probable among the nearest neighbours of the image,
-and at least as probable as on average in its own images: confident learning with out-of-sample
-probabilities from nearest neighbours. Source: Northcutt et al., "Confident Learning", section 3,
-arXiv:1911.00068; neighbours: Wu et al., arXiv:1805.01978, section 3.4.
+A label is suspected if another class is more probable, and at least as probable as on average in
+its own images (vit/evaluation/confident_learning.py). Probabilities are those of the nearest
+neighbours in feature space, or those in the rows of an evaluation.
+
+Source: Northcutt et al., "Confident Learning", section 3, arXiv:1911.00068; neighbours: Wu et al.,
+arXiv:1805.01978, section 3.4.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit.config.parser import read_settings
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
     CheckReport,
@@ -25,8 +30,15 @@ from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError, DataError
+from vit.evaluation.confident_learning import (
+    LabeledRow,
+    find_disagreement,
+    find_suspect_rows,
+    read_labeled_rows,
+)
 from vit.inference.predictor import Predictor
-from vit.text import printable
+from vit.text import plural, printable
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -36,6 +48,8 @@ COPY = 0.9
 """Cosine from which on two images may be near duplicates."""
 CENTROID_WEIGHT = 10.0
 """Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
+MIN_AGREEMENT = 0.4
+"""Agreement of labels and neighbours beyond chance, 0 to 1, below which suspicions mean nothing."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
@@ -63,14 +77,33 @@ def check(
     data: str | DatasetSpec,
     *,
     weights: str | None = None,
+    rows: str | Path | None = None,
     device: str | None = None,
     workers: int | None = None,
     cache: bool = True,
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Callable[[str], object] = lambda _note: None,
 ) -> CheckReport:
-    """Check a dataset, as `vit check`: `check_dataset`, then `find_label_errors` with `weights`."""
+    """Check a dataset, as `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
+
+    Args:
+        data: As for `check_dataset`.
+        weights: As for `find_label_errors`.
+        rows: As for `add_row_errors`.
+        device, notify: As for `find_label_errors`.
+        workers, cache, progress: As for `check_dataset`.
+
+    Raises:
+        VitError: The data, the weights or the rows cannot be used.
+    """
+    if rows is not None and weights is not None:
+        raise ConfigError(
+            f"rows={printable(rows)}: weights find label errors too; give one of both"
+        )
+    found = None if rows is None else read_labeled_rows(rows)
     report = check_dataset(data, workers=workers, cache=cache, progress=progress, notify=notify)
+    if found is not None:
+        return add_row_errors(report, found, where=str(rows), notify=notify)
     if weights is None:
         return report
     return find_label_errors(report, weights, device=device, notify=notify)
@@ -113,11 +146,76 @@ def find_label_errors(
     indices = {name: index for index, name in enumerate(names)}
     if all(len(one.labels) == 1 and one.labels[0] in indices for one in rows):
         labels = torch.tensor([indices[one.labels[0]] for one in rows])
+        agreement = neighbour_agreement(nearest, labels, len(names))
         suspected = [
             _label_problem(rows[one.image], names[one.likely], one.margin)
             for one in suspects(features, nearest, labels, len(names))
         ]
-        problems += report.listing.with_lines(suspected)
+        largest = float(torch.bincount(labels).max()) / len(labels)
+        if agreement - largest < MIN_AGREEMENT * (1 - largest):
+            detail = (
+                f"these features cannot tell the classes apart: the nearest images have the same "
+                f"label for {agreement:.0%}, and {largest:.0%} are of one class. So "
+                f"{plural(len(suspected), 'suspected label')} would mean nothing and are not "
+                "listed; give weights that separate these classes, or use vit train --folds"
+            )
+            problems.append(Problem("weak_features", detail))
+        else:
+            problems += report.listing.with_lines(suspected)
+        report = dataclasses.replace(report, neighbour_agreement=agreement)
+        if has_learned(weights, report.listing.root):
+            notify(
+                f"note: {printable(weights)} was trained on these labels, errors included, and "
+                "agrees with some of them; vit train --folds judges each image by a network that "
+                "has not seen it"
+            )
+    return dataclasses.replace(report, problems=sort_by_severity(problems))
+
+
+def has_learned(weights: str, root: Path) -> bool:
+    """Whether `weights` is a run that was trained on the data in folder `root`."""
+    path = Path(weights)
+    settings = (path.parent if path.is_file() else path) / "config.yaml"
+    if not settings.is_file():
+        return False
+    data = Path(str(read_settings(settings).get("data")))
+    return data.exists() and root.resolve() in (data.resolve(), data.resolve().parent)
+
+
+def add_row_errors(
+    report: CheckReport,
+    rows: Sequence[LabeledRow],
+    *,
+    where: str,
+    notify: Callable[[str], object] = lambda _note: None,
+) -> CheckReport:
+    """Add the labels that out-of-sample predictions contradict to `report`.
+
+    Args:
+        report: Report of the dataset.
+        rows: Predictions of networks that were not trained on these images.
+        where: Name of their file, for messages.
+        notify: Called with a note about images without a row.
+
+    Raises:
+        DataError: No row is about an image of the dataset.
+    """
+    listed = {os.path.realpath(one.path): one for one in report.listing.images}
+    known = [row for row in rows if os.path.realpath(row.image) in listed]
+    if not known:
+        raise DataError(
+            f"{printable(where)}: none of its {plural(len(rows), 'image')}, such as "
+            f"{printable(rows[0].image)}, is in the data; give the rows of these data, and run "
+            "this in the folder in which the rows were made"
+        )
+    if len(known) < len(listed):
+        notify(f"note: {len(listed) - len(known)} of {plural(len(listed), 'image')} have no row")
+    suspected = []
+    for found in find_suspect_rows(known):
+        image = listed[os.path.realpath(found.row.image)]
+        if image.labels == (found.row.label,):  # a label that was corrected since is no problem
+            suspected.append(_label_problem(image, found.likely, found.margin))
+    problems = [*report.problems, *report.listing.with_lines(suspected)]
     return dataclasses.replace(report, problems=sort_by_severity(problems))
 
 
@@ -184,6 +282,26 @@ def similar_pairs(nearest: Neighbours) -> list[tuple[int, int, float]]:
     return [(*pair, cosine) for pair, cosine in sorted(pairs.items())]
 
 
+def neighbour_probabilities(nearest: Neighbours, labels: Tensor, classes: int) -> Tensor:
+    """Share of each class among the neighbours of an image, weighted, (images, classes).
+
+    Copies of the image do not count.
+    """
+    similarity = nearest.similarity
+    weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
+    weights = weights.masked_fill(similarity > SAME, 0.0)
+    votes = weights.new_zeros(len(labels), classes).scatter_add_(
+        1, labels[nearest.indices], weights
+    )
+    return votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
+
+
+def neighbour_agreement(nearest: Neighbours, labels: Tensor, classes: int) -> float:
+    """Share of images whose label is the most probable one among its neighbours."""
+    found = neighbour_probabilities(nearest, labels, classes).argmax(1)
+    return float((found == labels).double().mean())
+
+
 def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
     """Images whose label is probably wrong, the most certain first.
 
@@ -196,19 +314,9 @@ def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int
         labels: (images,).
         classes: Number of classes.
     """
-    similarity = nearest.similarity
-    weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
-    weights = weights.masked_fill(similarity > SAME, 0.0)
-    votes = weights.new_zeros(len(labels), classes).scatter_add_(
-        1, labels[nearest.indices], weights
+    wrong, likely, margin = find_disagreement(
+        neighbour_probabilities(nearest, labels, classes), labels
     )
-    probabilities = votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
-    own = probabilities.gather(1, labels[:, None]).squeeze(1)
-    count = torch.bincount(labels, minlength=classes).clamp(min=1)
-    threshold = torch.zeros(classes).scatter_add_(0, labels, own) / count
-    best, likely = probabilities.masked_fill(probabilities < threshold, -1.0).max(1)
-    wrong = (best > own) & (likely != labels) & (best > 0)
-    margin = best - own
     normalised = F.normalize(features.float(), dim=1)
     means = torch.zeros(classes, normalised.shape[1]).index_add_(0, labels, normalised)
     cosines = normalised @ F.normalize(means, dim=1).T

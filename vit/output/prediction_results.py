@@ -9,7 +9,7 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,9 @@ class Prediction:
         error: Reason of a failure, or None.
         captions: The best first; empty on an error, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
+        truth: What the data say of the image, in rows of an evaluation: `label`, and the
+            probability of it, `label_score`; `true_labels` if there may be several; `references`,
+            captions.
     """
 
     image: str
@@ -50,6 +53,7 @@ class Prediction:
     error: str | None = None
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
+    truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def caption(self) -> str | None:
@@ -97,6 +101,7 @@ class Layout:
         images: Paths of the images.
         n_best: Captions of an image; 0 from a network that writes none.
         several: Whether an image may have several classes, or none: how many differs.
+        truth: The keys of `Prediction.truth`, in rows of an evaluation.
     """
 
     top_k: int
@@ -104,6 +109,7 @@ class Layout:
     images: Sequence[str]
     n_best: int = 0
     multilabel: bool = False
+    truth: Sequence[str] = ()
 
     @property
     def caption_columns(self) -> list[tuple[str, str]]:
@@ -115,6 +121,7 @@ class Layout:
 
 
 Line = Callable[[Prediction], str]
+Truth = str | float | Sequence[str] | None
 
 
 def json_lines(layout: Layout) -> tuple[str, Line]:
@@ -122,7 +129,8 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 
     "predictions": [{"label", "score"}], "caption", "score", and where more than one was asked for
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
-    Where no class was probable enough, "predictions" is an empty list.
+    Where no class was probable enough, "predictions" is an empty list. A row of an evaluation has
+    `Prediction.truth` after the image.
     """
     multilabel, named = layout.n_best > 1, layout.top_k > 0
     return "", lambda prediction: json_line(prediction, multilabel=multilabel, named=named)
@@ -131,7 +139,7 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 def json_line(prediction: Prediction, *, multilabel: bool = False, named: bool = False) -> str:
     """One line of `json_lines`: with all captions if `multilabel`, of a network with classes if
     `named`."""
-    record: dict[str, Any] = {"image": prediction.image}
+    record: dict[str, Any] = {"image": prediction.image, **prediction.truth}
     if prediction.error is not None:
         return to_json({**record, "error": prediction.error}) + "\n"
     captions = [caption_record(caption) for caption in prediction.captions]
@@ -166,23 +174,25 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
 
     Captions are image,caption,score,error, or image,caption_1,score_1,...; where there are classes
     too, they come after these, and their scores are called caption_score. Where an image may have
-    several classes: image,labels,scores,error, both with | between them.
+    several classes: image,labels,scores,error, both with | between them. A row of an evaluation has
+    `Prediction.truth` after the image, a list with | between its parts.
 
     Raises:
         ConfigError: It may have several, and the name of one has a |.
     """
     if layout.multilabel:
         return _multilabel_in_csv(layout)
-    header = ["image"]
+    header = ["image", *layout.truth]
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
     header += chain(*layout.caption_columns)
 
     def line(prediction: Prediction) -> str:
-        cells = [csv_text(prediction.image)]
+        cells = [csv_text(prediction.image), *truth_cells(prediction, layout)]
         for label, score in prediction.predictions:
             cells += [csv_text(label), repr(score)]
-        cells += [""] * (1 + 2 * layout.top_k - len(cells))  # of classes that were not named
+        named = 1 + len(layout.truth) + 2 * layout.top_k
+        cells += [""] * (named - len(cells))  # of classes that were not named
         for caption in prediction.captions:
             cells += [csv_text(caption.text), repr(caption.score)]
         empty = [""] * (len(header) - len(cells))
@@ -203,10 +213,23 @@ def _multilabel_in_csv(layout: Layout) -> tuple[str, Line]:
     def line(prediction: Prediction) -> str:
         labels = BETWEEN.join(label for label, _ in prediction.predictions)
         scores = BETWEEN.join(repr(score) for _, score in prediction.predictions)
-        cells = [csv_text(prediction.image), csv_text(labels), scores]
-        return csv_row([*cells, csv_text(prediction.error or "")])
+        cells = [csv_text(prediction.image), *truth_cells(prediction, layout)]
+        return csv_row([*cells, csv_text(labels), scores, csv_text(prediction.error or "")])
 
-    return csv_row(["image", "labels", "scores", "error"]), line
+    return csv_row(["image", *layout.truth, "labels", "scores", "error"]), line
+
+
+def truth_cells(prediction: Prediction, layout: Layout) -> list[str]:
+    """Cells of what the data say of an image."""
+    cells = []
+    for name in layout.truth:
+        value = prediction.truth.get(name)
+        if isinstance(value, float):
+            cells.append(repr(value))
+        else:
+            parts = [value] if isinstance(value, str) else value or []
+            cells.append(BETWEEN.join(csv_text(part) for part in parts))
+    return cells
 
 
 def unended_note(unended: int, captions: int) -> str:

@@ -59,6 +59,8 @@ class CheckReport:
     """Statistics of the readable images, by path."""
     problems: list[Problem]
     """The most severe first."""
+    neighbour_agreement: float | None = None
+    """Share of images whose nearest neighbours by features have the same label, if measured."""
 
     @property
     def failed(self) -> bool:
@@ -87,6 +89,11 @@ class CheckReport:
         classes = plural(len(listing.classes), "class", "classes")
         what = "with captions" if captions and not listing.classes else f"in {classes}"
         lines = [f"{head} {what}"]
+        if self.neighbour_agreement is not None:
+            lines.append(
+                f"the nearest images by features have the same label for "
+                f"{self.neighbour_agreement:.1%}"
+            )
         if not self.problems:
             return [*lines, "no problems found"]
         words = ", ".join(plural(number, name) for name, number in found.items())
@@ -116,6 +123,11 @@ class CheckReport:
             "class_counts": {split: listing.counts(split) for split in listing.splits},
             "statistics": summarize_stats([*self.stats.values()]),
             "problems": [problem.to_dict() for problem in self.problems],
+            **(
+                {}
+                if self.neighbour_agreement is None
+                else {"neighbour_agreement": self.neighbour_agreement}
+            ),
         }
 
 

@@ -58,6 +58,7 @@ KINDS: dict[str, Severity] = {
     "foreign_format": "warning",
     "beside_train": "warning",
     "suspected_label": "warning",
+    "weak_features": "warning",
     "lone_label": "warning",
     "group_in_test": "warning",
     # worth knowing

@@ -1,0 +1,110 @@
+"""Confident learning: planted label errors are found; rows that are none are refused."""
+
+import json
+
+import pytest
+import torch
+
+from vit.errors import DataError
+from vit.evaluation.confident_learning import (
+    LabeledRow,
+    find_disagreement,
+    find_suspect_rows,
+    read_labeled_rows,
+)
+
+
+def draw(images: int = 600, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Probabilities that know the true class, labels, and which labels are planted errors."""
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randint(classes, (images,), generator=generator)
+    logits = torch.randn(images, classes, generator=generator, dtype=torch.float64)
+    logits[torch.arange(images), true] += 4.0
+    planted = torch.rand(images, generator=generator) < 0.05
+    return logits.softmax(1), torch.where(planted, (true + 1) % classes, true), planted
+
+
+def test_planted_errors_come_first():
+    probabilities, labels, planted = draw()
+    found = find_disagreement(probabilities, labels)
+    order = found.margin.masked_fill(~found.suspected, -9).argsort(descending=True)
+    suspects = planted[order[: int(found.suspected.sum())]]
+    assert int(planted.sum()) >= 20
+    assert suspects[:12].all()
+    assert suspects.sum() >= 0.6 * planted.sum()
+
+
+def test_the_rule_is_that_of_the_paper():
+    """Each image by itself, from the definition."""
+    probabilities, labels, _ = draw(80)
+    found = find_disagreement(probabilities, labels)
+    thresholds = [float(probabilities[labels == j, j].mean()) for j in range(5)]
+    for image, row in enumerate(probabilities.tolist()):
+        label = int(labels[image])
+        confident = [j for j in range(5) if row[j] >= thresholds[j]]
+        likely = max(confident, key=lambda j: row[j], default=label)
+        suspected = likely != label and row[likely] > row[label]
+        assert bool(found.suspected[image]) == suspected
+        if suspected:
+            assert int(found.likely[image]) == likely
+            assert float(found.margin[image]) == pytest.approx(row[likely] - row[label])
+    assert found.suspected.any()
+
+
+def rows_of(probabilities: torch.Tensor, labels: torch.Tensor, top: int) -> list[LabeledRow]:
+    rows = []
+    for number, (row, label) in enumerate(
+        zip(probabilities.tolist(), labels.tolist(), strict=True)
+    ):
+        best = sorted(range(5), key=lambda j: -row[j])[:top]
+        pairs = tuple((f"class{j}", row[j]) for j in best)
+        rows.append(LabeledRow(f"{number}.png", f"class{label}", row[label], pairs))
+    return rows
+
+
+@pytest.mark.parametrize("top", [1, 3, 5])
+def test_rows_with_the_first_classes_alone_give_the_same_suspects(top):
+    probabilities, labels, _ = draw()
+    found = find_disagreement(probabilities, labels)
+    suspects = find_suspect_rows(rows_of(probabilities, labels, top))
+    assert {int(one.row.image[:-4]) for one in suspects} >= set(
+        (found.suspected & (probabilities.argmax(1) == found.likely)).nonzero().squeeze(1).tolist()
+    )
+    assert len(suspects) <= int(found.suspected.sum())
+    margins = [one.margin for one in suspects]
+    assert margins == sorted(margins, reverse=True)
+    assert margins[0] == pytest.approx(float(found.margin[found.suspected].max()))
+
+
+ROW = {
+    "image": "a.png",
+    "label": "cat",
+    "label_score": 0.25,
+    "predictions": [{"label": "dog", "score": 0.75}],
+}
+
+
+def test_rows_are_read_without_those_of_unreadable_images(tmp_path):
+    lines = [ROW, {"image": "b.png", "label": "cat", "error": "no image"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_labeled_rows(tmp_path / "rows.jsonl") == [
+        LabeledRow("a.png", "cat", 0.25, (("dog", 0.75),))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(ROW) + "\nimage,label", "line 2: not a row of"),
+        (json.dumps({"image": "a.png", "predictions": []}), "line 1: not a row of"),
+        ("[1]", "line 1: not a row of"),
+        ("", "has no rows of readable images"),
+        (None, "No such file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_labeled_rows(path)

@@ -1,0 +1,121 @@
+"""Confident learning: labels that out-of-sample probabilities contradict.
+
+    threshold of class j    mean of p(j | x) over the images x labelled j
+    suspected               p(j | x) >= threshold of j, and p(j | x) > p(label | x), for a class j
+    margin                  p(j | x) - p(label | x), of the most probable such class j
+
+The probabilities of an image must come from a model that was not trained on its label, such as
+that of another fold of a cross-validation, or from its nearest neighbours.
+
+Source: Northcutt et al., "Confident Learning: Estimating Uncertainty in Dataset Labels", section 3,
+arXiv:1911.00068.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vit.errors import DataError
+from vit.text import printable
+
+
+class Disagreement(NamedTuple):
+    """Where probabilities contradict labels; tensors of shape (images,)."""
+
+    suspected: Tensor
+    likely: Tensor
+    """The most probable class that reaches its threshold, of suspected images."""
+    margin: Tensor
+    """Its probability less that of the label."""
+
+
+def find_disagreement(probabilities: Tensor, labels: Tensor) -> Disagreement:
+    """Compare out-of-sample `probabilities`, (images, classes), with `labels`, (images,)."""
+    classes = probabilities.shape[1]
+    own = probabilities.gather(1, labels[:, None]).squeeze(1)
+    count = torch.bincount(labels, minlength=classes).clamp(min=1)
+    threshold = own.new_zeros(classes).scatter_add_(0, labels, own) / count
+    best, likely = probabilities.masked_fill(probabilities < threshold, -1.0).max(1)
+    suspected = (best > own) & (likely != labels) & (best > 0)
+    return Disagreement(suspected, likely, best - own)
+
+
+@dataclass(frozen=True)
+class LabeledRow:
+    """A row of `vit evaluate --out FILE.jsonl`."""
+
+    image: str
+    label: str
+    label_score: float
+    """Probability of the label."""
+    predictions: tuple[tuple[str, float], ...]
+    """The most probable classes with their probabilities."""
+
+
+class SuspectRow(NamedTuple):
+    """A row whose label may be wrong."""
+
+    row: LabeledRow
+    likely: str
+    likely_score: float
+
+    @property
+    def margin(self) -> float:
+        """Probability of the likely class less that of the label."""
+        return self.likely_score - self.row.label_score
+
+
+def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
+    """Rows whose labels are probably wrong, the largest margin first.
+
+    A class that is not among the predictions of a row counts as improbable.
+    """
+    names = sorted({row.label for row in rows} | {n for row in rows for n, _ in row.predictions})
+    index = {name: place for place, name in enumerate(names)}
+    table = torch.zeros(len(rows), len(names), dtype=torch.float64)
+    for place, row in enumerate(rows):
+        for name, score in row.predictions:
+            table[place, index[name]] = score
+        table[place, index[row.label]] = row.label_score
+    found = find_disagreement(table, torch.tensor([index[row.label] for row in rows]))
+    order = found.margin.masked_fill(~found.suspected, -torch.inf).argsort(
+        descending=True, stable=True
+    )
+    return [
+        SuspectRow(rows[at], names[int(found.likely[at])], float(table[at, found.likely[at]]))
+        for at in order[: int(found.suspected.sum())].tolist()
+    ]
+
+
+def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
+    """Read rows of `vit evaluate --out FILE.jsonl`; those of unreadable images are left out.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not such a row.
+    """
+    rows, number = [], 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                record = json.loads(line)
+                if "error" in record:
+                    continue
+                pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
+                score = float(record["label_score"])
+                rows.append(LabeledRow(record["image"], str(record["label"]), score, tuple(pairs)))
+    except OSError as error:
+        raise DataError(f"{printable(path)}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(
+            f"{printable(path)}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "
+            "one class an image; give the rows.jsonl of `vit train --folds`, or such a file"
+        ) from None
+    if not rows:
+        raise DataError(f"{printable(path)} has no rows of readable images; give another file")
+    return rows

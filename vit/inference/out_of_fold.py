@@ -1,0 +1,82 @@
+"""Out-of-fold predictions of a cross-validation, and the label errors that they show.
+
+    fold-1/rows.jsonl, fold-2/rows.jsonl, ...    each image by the network that has not seen it
+    rows.jsonl           all of them, one row an image, with the number of the fold
+    label_errors.csv     suspected labels, the largest margin first
+
+Source: vit/evaluation/confident_learning.py.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vit.evaluation.confident_learning import (
+    SuspectRow,
+    find_suspect_rows,
+    read_labeled_rows,
+)
+from vit.inference.evaluate import evaluate_held_out
+from vit.output.output_file import atomic_file
+from vit.output.prediction_results import csv_row, csv_text, to_json
+from vit.text import plural, printable, quoted
+
+ROWS_FILE = "rows.jsonl"
+LABEL_ERRORS_FILE = "label_errors.csv"
+COLUMNS = ("image", "label", "label_score", "likely", "likely_score", "margin")
+
+
+def evaluate_fold(run: Path) -> dict[str, Any]:
+    """Evaluate the run of a fold on its held-out images, and write their rows."""
+    return evaluate_held_out(run, out=run / ROWS_FILE)
+
+
+def join_folds(folder: Path, folds: int, data: str) -> list[str]:
+    """Write rows.jsonl and, with one class an image, label_errors.csv of a cross-validation.
+
+    Args:
+        folder: Folder of the finished runs fold-1, fold-2, ...
+        folds: Their number.
+        data: The data, for the command that shows the label errors.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        VitError: A run cannot be evaluated, or a file cannot be written.
+    """
+    single = True
+    with atomic_file(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
+        for fold in range(1, folds + 1):
+            rows = folder / f"fold-{fold}" / ROWS_FILE
+            if not rows.is_file():  # of an earlier version
+                evaluate_fold(rows.parent)
+            with open(rows, encoding="utf-8") as file:
+                for line in file:
+                    record = json.loads(line)
+                    single = single and ("error" in record or "label_score" in record)
+                    out.write(to_json({**record, "fold": fold}) + "\n")
+    path, errors = folder / ROWS_FILE, folder / LABEL_ERRORS_FILE
+    lines = [f"out-of-fold predictions: {printable(path)}"]
+    if not single:
+        return lines
+    found = read_labeled_rows(path)
+    suspects = find_suspect_rows(found)
+    write_label_errors(errors, suspects)
+    return [
+        *lines,
+        f"label errors: {len(suspects):,} of {plural(len(found), 'image')} are suspected, the most "
+        f"certain first in {printable(errors)}; as images: vit check {quoted(data)} --rows "
+        f"{quoted(path)} --html FILE",
+    ]
+
+
+def write_label_errors(path: Path, suspects: Sequence[SuspectRow]) -> None:
+    """Write suspected labels as CSV."""
+    with atomic_file(path, "w", encoding="utf-8", newline="") as out:
+        out.write(csv_row(COLUMNS))
+        for one in suspects:
+            texts = [csv_text(one.row.image), csv_text(one.row.label)]
+            likely = [csv_text(one.likely), repr(one.likely_score), repr(one.margin)]
+            out.write(csv_row([*texts, repr(one.row.label_score), *likely]))
