@@ -1,6 +1,7 @@
 """Whole trainings: what they leave behind, how they stop, and that they continue exactly."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from vit.training.checkpoint.run_folder import delete_run
 from vit.training.train import resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
+from vit.weights.saved_model import load_run
 
 TIMES = {"images_per_second", "data_wait", "seconds"}
 
@@ -172,16 +174,29 @@ def test_a_checkpoint_of_another_version_is_refused(tiny_config, tmp_path, monke
         train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
 
 
-def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_data):
+def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_data, capsys):
     import shutil
 
     copy = tmp_path / "data"
     shutil.copytree(colour_data, copy)
     train(tiny_config(epochs=1, warmup_epochs=0, data=str(copy)), tmp_path / "run")
     shutil.copy(copy / "train/red/0.png", copy / "train/red/new.png")
-    with pytest.raises(DataError, match="the data set changed"):
-        config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
+    config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
+    with pytest.raises(DataError, match=r"the data set changed .* vit train .* --weights .*run "):
         train(config, tmp_path / "run", resume=True)
+    for split in ("train", "val"):
+        shutil.copytree(copy / split / "red", copy / split / "violet")
+    changed = r"the data set changed .*num_classes=3 then, 4 now.* --weights .*run --out"
+    with pytest.raises(DataError, match=changed):
+        train(config, tmp_path / "run", resume=True)
+    # config.yaml has the number of classes, and nobody gave it
+    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert re.search(changed, capsys.readouterr().err)
+    # nor does it stand in the way of a new run with the same settings
+    words = ["train", "--config", str(tmp_path / "run/config.yaml"), "--out", str(tmp_path / "b")]
+    assert main(words) == 0
+    assert "4 classes instead of num_classes=3 of the settings file" in capsys.readouterr().err
+    assert load_run(tmp_path / "b").classes == ("blue", "green", "red", "violet")
 
 
 def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):

@@ -4,14 +4,15 @@ import argparse
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
 from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
-from vit.config.merge_settings import collect_settings
-from vit.config.parser import all_settings, checked, make_config
+from vit.config.merge_settings import collect_settings, names_of_chosen
+from vit.config.parser import all_settings, checked, default_run_folder, make_config
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, resolve_link
 from vit.text import printable
@@ -79,24 +80,26 @@ def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
+    flags = chosen_settings(args)
     values, stored = collect_settings(
-        chosen_settings(args),
+        flags,
         config=args.config,
         out=args.out,
         resume=args.resume,
         notify=notify_on_main,
     )
     require_data(values, args, "run")
+    given = names_of_chosen(values, flags) if stored else [*values]
     if args.show_batch is not None:
         check_show_batch(args)
     config: Config | dict[str, Any] = make_config(values) if stored else values
     if args.show_batch is not None:
         from vit.training.show_batch import show_batch
 
-        show_batch(config, resolve_link(args.show_batch), given=[*values])
+        show_batch(config, resolve_link(args.show_batch), given=given)
         return 0
     if values.get("folds") is not None and values.get("fold") is None:
-        return run_folds(config, args, [*values])
+        return run_folds(config, args, given)
     from vit.training.train import train
 
     result = train(
@@ -104,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         resume=args.resume,
         overwrite=args.overwrite,
-        given=[*values],
+        given=given,
         began=began,
     )
     return int(bool(result.failed))
@@ -152,20 +155,23 @@ def check_show_batch(args: argparse.Namespace) -> None:
 
 
 def run_folds(config: Config | dict[str, Any], args: argparse.Namespace, given: list[str]) -> int:
-    """Train every fold, and print their scores with mean and interval."""
-    from vit.inference.evaluate import evaluate_held_out
+    """Train every fold; print their scores with mean and interval, and the label errors."""
+    from vit.inference.out_of_fold import evaluate_fold, join_folds
     from vit.training.cross_validation import train_folds
 
     record = train_folds(
         config,
         args.out,
-        measure=evaluate_held_out,
+        measure=evaluate_fold,
         resume=args.resume,
         overwrite=args.overwrite,
         given=given,
     )
     if os.environ.get("RANK", "0") == "0":
         print(format_folds(record), flush=True)
+        data = config.data.data if isinstance(config, Config) else str(config["data"])
+        for line in join_folds(Path(args.out or default_run_folder(data)), record["folds"], data):
+            notify(line)
     return int(bool(record["failed"]))
 
 

@@ -59,6 +59,20 @@ def collect_settings(
     return {**values, **_scaled_warmup(values, chosen, notify), **chosen}, True
 
 
+def names_of_chosen(values: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Names of the settings in `values` that somebody chose.
+
+    config.yaml of a run also has settings that its data decided: the number of classes, and the
+    epochs that its steps make. Only a flag chooses them.
+
+    Args:
+        values: Settings, as `collect_settings` returns them.
+        flags: Those of the command line.
+    """
+    decided = {"num_classes"} | ({"epochs"} if values.get("steps") is not None else set())
+    return [name for name in values if name in flags or name not in decided]
+
+
 def read_fold_settings(path: Path) -> dict[str, Any]:
     """Settings in the record of a cross-validation.
 

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.run_report import (
@@ -30,6 +31,7 @@ def write_classification_report(
     events: Sequence[Event],
     outcomes: Outcomes,
     paths: Sequence[str],
+    recall: Sequence[RecallRow] = (),
 ) -> None:
     """Write `folder`/report.html.
 
@@ -39,6 +41,7 @@ def write_classification_report(
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Of the validation images that could be read, at least one.
         paths: Their files, in the same order.
+        recall: Of old and new classes, if classes were added to another run.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -54,6 +57,7 @@ def write_classification_report(
         mistakes=find_mistakes(outcomes, paths, facts),
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
+        recall=recall[:MAX_ROWS],
         **score,
         **class_findings(outcomes, facts.classes),
     )

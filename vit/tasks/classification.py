@@ -1,8 +1,10 @@
 """Single-label classification: cross-entropy with label smoothing, MixUp and CutMix."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
-from vit.errors import ConfigError
+from vit.errors import ConfigError, VitError
+from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.losses import smoothed_cross_entropy
@@ -33,6 +36,7 @@ from vit.tasks.task import (
     one_class_needed,
 )
 from vit.text import printable
+from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run
 
 MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""
@@ -115,12 +119,17 @@ class Classification(Task):
         for batch, logits in run.logits(samples, failed):
             outcomes.append(Outcomes.of(logits.softmax(dim=1), batch.labels))
             paths += [samples[index].path for index in batch.indices.tolist()]
+        measured = Outcomes.cat(outcomes)
+        recall = recall_after_increment(run, measured)
+        for line in recall_lines(recall) if recall else []:
+            run.notify(line)
         write_classification_report(
             run.folder,
             facts=run.facts(failed),
             events=run.events,
-            outcomes=Outcomes.cat(outcomes),
+            outcomes=measured,
             paths=paths,
+            recall=recall,
         )
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
@@ -142,6 +151,46 @@ class Classification(Task):
     def tally(self, samples: Sequence[Sample]) -> "ClassTally":
         """Start a validation."""
         return ClassTally(count_classes(samples))
+
+
+def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallRow]:
+    """Recall of old and new classes, where the training added classes to those of another run.
+
+    Args:
+        run: The finished training, whose weights began as those of the other run.
+        outcomes: Of its validation images.
+
+    Returns:
+        The rows; none if no class was added, or if the other run is not there any more.
+    """
+    old = previous_classifier(run.config.finetune.weights)
+    classes = run.splits.classes
+    change = ClassChange.between(None if old is None else old.classes, classes)
+    if old is None or not (change.kept and change.added):
+        return []
+    old.model.to(run.device)
+    samples = [sample for sample in run.splits.val if classes[sample.label] in change.kept]
+    right: Counter[str] = Counter()
+    for batch, logits in run.logits(samples, {}, network=old) if samples else ():
+        answers = [old.classes[answer] for answer in logits.argmax(dim=1).tolist()]
+        labels = [classes[label] for label in batch.labels.tolist()]
+        right.update(
+            label for label, answer in zip(labels, answers, strict=True) if label == answer
+        )
+    return compare_recall(change, outcomes, classes, right)
+
+
+def previous_classifier(weights: str | None) -> LoadedRun | None:
+    """The run folder `weights` of a single-label classifier; None if it is none."""
+    path = Path(weights or "")
+    folder = path.parent if path.is_file() else path
+    if weights is None or not (folder / CONFIG_FILE).is_file():
+        return None
+    try:
+        found = load_run(folder)
+    except VitError:  # weights of another library
+        return None
+    return found if found.classes and found.task_name == "classify" else None
 
 
 class ClassEvaluation(Evaluation):

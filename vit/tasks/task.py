@@ -113,9 +113,16 @@ class FinishedRun(Protocol):
         """
 
     def logits(
-        self, samples: Sequence[Sample], failed: dict[str, str]
+        self,
+        samples: Sequence[Sample],
+        failed: dict[str, str],
+        *,
+        network: "LoadedRun | None" = None,
     ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` and the logits of the best weights, float64 (images, classes)."""
+        """Batches of `samples` and logits, float64 (images, classes).
+
+        Those of the best weights, or of another `network` on their device.
+        """
 
 
 class ImageOutput(Protocol):

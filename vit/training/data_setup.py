@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from vit.config import Config
+from vit.config import Config, ModelConfig
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
@@ -19,6 +19,8 @@ from vit.errors import BadImage, ConfigError
 from vit.tasks.task import Task, get_task
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
+from vit.training.finetune.finetuning import complete_for_added_classes
+from vit.weights.formats.pretrained import Pretrained
 
 Notify = Callable[[str], None]
 
@@ -31,6 +33,7 @@ def prepare_data(
     resumed: Path | None = None,
     tokenizer: Tokenizer | None = None,
     listing: Listing | None = None,
+    source: Pretrained | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
     """Open the data, and complete the settings that they decide.
 
@@ -42,6 +45,7 @@ def prepare_data(
         resumed: Folder of the run to resume, if any.
         tokenizer: Tokenizer of a pretrained decoder.
         listing: What `list_data` returned, if the data were listed before.
+        source: Pretrained weights of a new run, whose classes are compared with those of the data.
 
     Returns:
         Settings, the images, and the unreadable images with the reason.
@@ -53,7 +57,9 @@ def prepare_data(
     """
     splits = open_data(config, listing)
     config, splits = task_of(config).check_data(config, splits, given, notify)
-    config = complete_for_data(config, splits, given)
+    config = complete_for_data(config, splits, given, notify)
+    if source is not None:
+        config = complete_for_added_classes(config, source, splits.classes, given, notify)
     scan = scan_images(splits, config, accelerator)
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
@@ -129,24 +135,30 @@ def check_channels(channels: int) -> None:
         )
 
 
-def complete_for_data(config: Config, splits: Splits, given: Sequence[str]) -> Config:
+def complete_for_data(
+    config: Config, splits: Splits, given: Sequence[str], notify: Notify = lambda _: None
+) -> Config:
     """Set the size of the head, and what else of the network the task decides.
 
     Args:
         config: Settings as requested.
         splits: The data.
         given: Names of the settings that the user chose.
+        notify: Receives log lines.
 
     Raises:
         ConfigError: A chosen `num_classes`, `pooling` or `final_norm` does not fit the data.
     """
     task = task_of(config)
     found = len(task.output_names(splits))
-    if "num_classes" in given and config.model.num_classes != found:
+    stated = config.model.num_classes
+    if stated != found and "num_classes" in given:
         raise ConfigError(
-            f"num_classes={config.model.num_classes}: the data has {found} classes; "
-            "leave it out and it is taken from the data"
+            f"num_classes={stated}: the data has {found} classes; leave it out and it is taken "
+            "from the data"
         )
+    if stated not in (found, ModelConfig.num_classes):
+        notify(f"note: {found} classes instead of num_classes={stated} of the settings file")
     config = task.complete(config, given)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
 

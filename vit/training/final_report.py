@@ -80,29 +80,39 @@ class BestWeights:
         return autocast(self.precision, self.device)
 
     def logits(
-        self, samples: Sequence[Sample], failed: dict[str, str]
+        self,
+        samples: Sequence[Sample],
+        failed: dict[str, str],
+        *,
+        network: LoadedRun | None = None,
     ) -> Generator[tuple[Batch, Tensor], None, None]:
         """Batches of `samples` and their logits, float64 (images, classes); see `batches`."""
-        with contextlib.closing(self.batches(samples, failed)) as batches:
+        model = (network or self.loaded).model
+        with contextlib.closing(self.batches(samples, failed, network=network)) as batches:
             for batch, images in batches:
                 with torch.inference_mode(), self.autocast():
-                    logits = self.loaded.model(images)
+                    logits = model(images)
                 yield batch, logits.float().cpu().double()
 
     def batches(
-        self, samples: Sequence[Sample], failed: dict[str, str]
+        self,
+        samples: Sequence[Sample],
+        failed: dict[str, str],
+        *,
+        network: LoadedRun | None = None,
     ) -> Generator[tuple[Batch, Tensor], None, None]:
         """Batches of `samples` with their normalised images, on the device.
 
         Args:
             samples: The images.
             failed: Receives the files that cannot be read, with the reason.
+            network: The network whose preprocessing applies; the best weights if omitted.
 
         Raises:
             DataError: No image can be read.
             Interrupted: A signal was received.
         """
-        run, preprocessing = self.run, self.loaded.preprocessing
+        run, preprocessing = self.run, (network or self.loaded).preprocessing
         loader = EvaluationLoader(
             samples,
             preprocessing,

@@ -206,7 +206,7 @@ def resolve(
         config = complete_for_weights(config, source, given)
     tokenizer = pretrained_tokenizer(config, source, given)
     config, splits, failed = prepare_data(
-        config, given, accelerator, notify, resumed, tokenizer, planned or listing
+        config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
     if resumed is not None:
         require_same_settings(config, resumed)

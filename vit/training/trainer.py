@@ -17,7 +17,7 @@ from vit.text import quoted
 from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_manager import CheckpointManager
-from vit.training.checkpoint.run_folder import write_config
+from vit.training.checkpoint.run_folder import train_on, write_config
 from vit.training.distributed.collectives import (
     agreed_signal,
     max_over_processes,
@@ -165,7 +165,7 @@ class Trainer:
             DataError: The images are not those that the run began with.
             RunError: The best weights so far are missing.
         """
-        state.require_same_data(self.data)
+        state.require_same_data(self.data, remedy=train_on(self.folder))
         self.epoch, self.part = state.epoch, dict(state.part)
         self.checkpoints.resume(state)
         state.restore(self.run)

@@ -94,8 +94,9 @@ def adapt_weights(
             classes, settings without weights (dropout, token merging, expert capacity), and may
             have experts where the source has MLPs.
         classes: Class names of the target, by output. If the source has names too, head rows are
-            kept by name and new classes start from zeros. If None, the head is kept when it has
-            the same number of classes, and starts from zeros otherwise.
+            kept by name, and new classes start from the mean of all its rows, or from zeros if
+            none is kept. If None, the head is kept when it has the same number of classes, and
+            starts from zeros otherwise.
 
     Returns:
         The tensors (unchanged ones share memory with the source), and a report.
@@ -411,6 +412,8 @@ def _adapt_head(
     like = meta_model(config).state_dict()
     for name in HEAD:
         tensor = torch.zeros(like[name].shape)
+        if kept:  # a new class begins as an average one, neither preferred nor excluded
+            tensor += state[name].mean(0)
         for new, old in enumerate(rows):
             if old is not None:
                 tensor[new] = state[name][old]

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from tests.training.children import complete
 from tests.training.runs import cut_and_continued, events, last_weights
 from vit.config.parser import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.train import train
 from vit.training.trainer import Trainer
@@ -163,7 +165,55 @@ def test_rows_of_the_head_are_kept_by_name(fine, backbone, capfd):
         one = ours.model.head.weight[ours.classes.index(name)]
         other = theirs.model.head.weight[theirs.classes.index(name)]
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-    assert ours.model.head.weight[ours.classes.index("blue")].abs().max() < 1e-6
+    new = ours.model.head.weight[ours.classes.index("blue")]
+    torch.testing.assert_close(new, theirs.model.head.weight.mean(0), atol=1e-6, rtol=0)
+
+
+@pytest.fixture
+def four_colours(colour_data, tmp_path) -> Path:
+    """The data of `backbone` with another class, which is lighter."""
+    data = tmp_path / "more"
+    shutil.copytree(colour_data, data)
+    for split in ("train", "val"):
+        shutil.copytree(data / split / "blue", data / split / "azure")
+        for path in (data / split / "blue").iterdir():
+            Image.eval(Image.open(path), lambda value: 255 - value).save(path)
+    return data
+
+
+def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
+    four_colours, backbone, tmp_path, capfd
+):
+    given = {"data": str(four_colours), "weights": str(backbone), "batch_size": 12}
+    given |= {"device": "cpu", "workers": 0, "precision": "fp32"}
+    given["feature_cache"] = str(tmp_path / "features")
+    folder = train(given, tmp_path / "new").folder
+    told = capfd.readouterr().err
+    assert "1 new class (blue): epochs=2 after the probe, with the optimizer" in told
+    assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
+    mine, theirs = (read_settings(run / "config.yaml") for run in (folder, backbone))
+    assert [mine[name] for name in ("lr", "min_crop", "smoothing")] == [3e-3, 0.08, 0.1]
+    assert mine["layer_decay"] == theirs["layer_decay"] == 1.0
+    # by code of its own: what each network gets right of the same images
+    counts = {}
+    for run in (backbone, folder):
+        answers = Predictor(run, precision="fp32")(sorted(four_colours.glob("val/*/*.png")))
+        for one in answers:
+            right = one.predictions[0][0] == Path(one.image).parent.name
+            counts.setdefault((run, Path(one.image).parent.name), []).append(right)
+    old = ("azure", "green", "red")
+    before, now = (sum(sum(counts[run, name]) for name in old) / 21 for run in (backbone, folder))
+    table = [line.split() for line in told[told.index("recall") :].splitlines()]
+    assert table[1] == ["3", "old", "classes", "21", f"{before:.1%}", f"{now:.1%}"]
+    blue = f"{sum(counts[folder, 'blue']) / 7:.1%}"
+    assert table[2] == ["1", "new", "class", "7", "-", blue]
+    assert table[-2][0] == "blue" or ["blue", "7", "-", blue] in table
+    assert "Old and new classes" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_forgotten_classes_are_named(fine, capfd):
+    fine(method="probe")
+    assert "will be forgotten, without images here: azure; to keep them" in capfd.readouterr().err
 
 
 def test_other_sizes_are_adapted_to(fine, capfd):

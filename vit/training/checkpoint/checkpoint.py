@@ -94,8 +94,12 @@ class CheckpointState:
         if (scaler := run.accelerator.scaler) is not None:
             scaler.load_state_dict(self.scaler)
 
-    def require_same_data(self, now: Mapping[str, Any]) -> None:
+    def require_same_data(self, now: Mapping[str, Any], *, remedy: str) -> None:
         """Refuse a dataset whose fingerprint `now` differs from the stored one.
+
+        Args:
+            now: The fingerprint of the data.
+            remedy: How to train on changed data.
 
         Raises:
             DataError: The message has the number of images then and now.
@@ -105,8 +109,7 @@ class CheckpointState:
             raise DataError(
                 f"the data set changed since this run began ({then['train']} training and "
                 f"{then['val']} validation images then, {now['train']} and {now['val']} now; "
-                "some added, removed, renamed or relabelled): restore it, or start a new run with "
-                "another --out"
+                f"some added, removed, renamed or relabelled): restore it to resume, or {remedy}"
             )
 
 

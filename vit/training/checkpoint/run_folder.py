@@ -13,10 +13,10 @@ from vit.config.parser import flatten, make_config, read_settings, write_setting
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.file_lock import lock_file
-from vit.text import printable
+from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
@@ -152,14 +152,32 @@ def require_same_settings(config: Config, folder: Path) -> None:
         name for name in ours if ours[name] != theirs[name] and name not in RESUMABLE_CHANGES
     ]
     if changed:
-        name = changed[0]
+        name = "num_classes" if "num_classes" in changed else changed[0]
+        if name == "num_classes" or (name == "epochs" and theirs["steps"] is not None):
+            was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
+            raise DataError(
+                f"the data set changed since this run began ({was}): restore it to resume, or "
+                f"{train_on(folder)}"
+            )
         remedy = "leave the flag out, or start a new run with another --out"
         if name in FROM_DATA:
-            remedy = f"if nobody gave it, the data set changed: restore it; or {remedy}"
+            remedy = (
+                f"if nobody gave it, the data set changed: restore it, or {train_on(folder)}; or "
+                f"{remedy}"
+            )
         raise ConfigError(
             f"{name}={ours[name]!r} differs from {theirs[name]!r} in {where}: a run resumes with "
             f"its own settings; {remedy}"
         )
+
+
+def train_on(folder: Path) -> str:
+    """The remedy for a changed data set: more images or classes are learned by a new run."""
+    data = quoted(stored_config(folder).data.data)
+    return (
+        "train a new run from these weights: "
+        f"vit train {data} --weights {quoted(folder)} --out ANOTHER_FOLDER"
+    )
 
 
 def write_config(folder: Path, config: Config) -> None:

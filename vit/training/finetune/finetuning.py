@@ -7,16 +7,19 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.parser import flatten, make_config
+from vit.config.parser import flatten, make_config, read_settings
 from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
+from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
+from vit.text import join_names, plural
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
@@ -36,6 +39,14 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"smoothing": 0.1},
     "linear": {"lr": 1e-3, "weight_decay": 0.05, "smoothing": 0.1},
 }
+ADDED_CLASS_EPOCHS = 2
+"""Epochs after the probe where classes are added (measured: docs/fine-tuning.md)."""
+RECIPE = (
+    *("optimizer", "lr", "fallback_lr", "weight_decay", "betas", "clip_grad", "layer_decay"),
+    *("smoothing", "balance", "drop_path"),
+    *(field.name for field in dataclasses.fields(AugmentConfig)),
+)
+"""Settings that a training with added classes takes from the run whose weights it begins with."""
 # A probe is a single fit to images without augmentation.
 UNUSED_BY_PROBE = (
     *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
@@ -74,6 +85,8 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     if config.augment.random_crop == "simple":  # which keeps all of the short side
         found.pop("min_crop", None)
     found["num_classes"] = config.model.num_classes
+    if config.training.steps is not None:  # which decide the epochs
+        found["epochs"] = config.training.epochs
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
         found |= pretrained_image_size(source.config, source.preprocessing)
@@ -94,6 +107,62 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
             "equal; use --method full, or leave --feedforward out"
         )
     return completed
+
+
+def complete_for_added_classes(
+    config: Config,
+    source: Pretrained,
+    classes: Sequence[str],
+    given: Sequence[str],
+    notify: Callable[[str], object],
+) -> Config:
+    """Settings of a short training, if the data add classes to those that a run has learned.
+
+    The head of the probe, on features of old and new images, knows all classes before the first
+    step. A few epochs follow with the optimiser and augmentation that trained the network, on all
+    images, so that no class is forgotten.
+
+    Args:
+        config: Settings completed for the weights and the data.
+        source: The weights.
+        classes: Class names of the data.
+        given: Names of the settings that the user chose.
+        notify: Receives log lines.
+    """
+    change = ClassChange.between(source.classes, classes)
+    if not change.kept or not config.training.single_label:
+        return config
+    if change.lost:
+        notify(
+            f"note: {plural(len(change.lost), 'class', 'classes')} of {source.origin} will be "
+            f"forgotten, without images here: {join_names(change.lost)}; to keep them, put images "
+            "of them into the data"
+        )
+        return config
+    if not change.added or config.finetune.method != "full" or not config.finetune.probe_first:
+        return config
+    chosen = flatten(config)
+    found = recipe_of_run(str(config.finetune.weights))
+    if config.training.steps is None and config.training.time is None:
+        found["epochs"] = ADDED_CLASS_EPOCHS
+    kept = {name: chosen[name] for name in given if name in found}
+    config = make_config({**chosen, **found, **kept}, complete=True)
+    notify(
+        f"note: {plural(len(change.added), 'new class', 'new classes')} "
+        f"({join_names(change.added)}): epochs={config.training.epochs} after the probe, with "
+        "the optimizer and augmentation of the old run; --epochs and other flags change it"
+    )
+    return config
+
+
+def recipe_of_run(weights: str) -> dict[str, Any]:
+    """Optimiser and augmentation that trained the run `weights`; empty for other weights."""
+    path = Path(weights)
+    stored = (path.parent if path.is_file() else path) / "config.yaml"
+    if not stored.is_file():
+        return {}
+    settings = flatten(make_config(read_settings(stored), complete=True))
+    return {name: settings[name] for name in RECIPE}
 
 
 def caption_settings(
