@@ -248,7 +248,7 @@ def class_problems(listing: DatasetListing) -> list[Problem]:
         detail = f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}"
         problems.append(Problem("class_names", detail))
     for names in similar_names(listing.classes):
-        detail = f"classes {', '.join(map(ascii, names))} differ only in case or spaces"
+        detail = f"classes {', '.join(map(repr, names))} differ only in case or spaces"
         problems.append(Problem("similar_names", detail))
     counts = {
         name: number for name, number in listing.counts(listing.train_split).items() if number

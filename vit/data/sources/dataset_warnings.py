@@ -43,7 +43,7 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
 def name_notes(classes: Sequence[str]) -> list[str]:
     """Notes about class names that look the same, or nearly so."""
     similar = [
-        f"classes that differ only in case or spaces: {', '.join(map(ascii, names))}; give them "
+        f"classes that differ only in case or spaces: {', '.join(map(repr, names))}; give them "
         "one name if they are one class"
         for names in similar_names(classes)
     ]
