@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.training.searches import COSTS
-from vit.errors import BadImage, ConfigError, RunError
+from vit.errors import BadImage, ConfigError, DataError, RunError
 from vit.stop_signals import Interrupted
 from vit.training import successive_halving, training_loop
 from vit.training import tune as tuning
@@ -43,6 +43,12 @@ def test_settings_that_leave_nothing_to_search_are_refused(settings, message, tm
 def test_a_search_of_one_trial_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="trials=1: a search compares at least 2"):
         tune({"data": "digits", "time": "5m"}, tmp_path / "out", trials=1)
+
+
+def test_a_search_whose_data_are_refused_leaves_no_folder(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        tune({"data": str(tmp_path / "missing"), "time": "5m"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 TINY = {

@@ -46,6 +46,7 @@ from vit.training.checkpoint.run_folder import (
     RESUMABLE_CHANGES,
     WEIGHTS,
     delete_run,
+    delete_unused,
     lock_folder,
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
@@ -144,7 +145,12 @@ def tune(
         if record is None:
             if resume:
                 notify(f"note: no tuning in {printable(folder)} yet: starting one")
-            record = plan_search(values, seconds, trials, accelerator, began)
+            try:
+                record = plan_search(values, seconds, trials, accelerator, began)
+            except VitError:
+                if accelerator.is_main_process:
+                    delete_unused(folder)
+                raise
             record["seconds"] = time.monotonic() - began
             record = save(accelerator, folder, record)
         rungs = [

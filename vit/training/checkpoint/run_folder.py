@@ -90,6 +90,14 @@ def lock_folder(folder: Path) -> BinaryIO:
     return file
 
 
+def delete_unused(folder: Path) -> None:
+    """Delete a locked folder of a command that was refused, if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} == {LOCK}:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
 def delete_run(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
     clean_leftovers(folder)
