@@ -47,7 +47,8 @@ def test_a_search_of_one_trial_is_refused(tmp_path):
 
 def test_a_search_whose_data_are_refused_leaves_no_folder(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
-        tune({"data": str(tmp_path / "missing"), "time": "5m"}, tmp_path / "out")
+        settings = {"data": str(tmp_path / "missing"), "time": "5m", "precision": "fp32"}
+        tune(settings, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
