@@ -34,6 +34,12 @@ def untimed(folder: Path) -> list[dict]:
     return [{k: v for k, v in event.items() if k not in TIMES} for event in found]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tiny_config, tmp_path_factory) -> Path:
+    """A finished run of the usual settings; not to be written to."""
+    return train(tiny_config(), tmp_path_factory.mktemp("undisturbed") / "run").folder
+
+
 @pytest.fixture
 def interrupt_at(monkeypatch):
     """Make the process receive a signal in a given step, once."""
@@ -86,19 +92,19 @@ def test_the_written_config_repeats_the_run(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 7])
-def test_an_interrupted_run_resumes_to_the_same_result(tiny_config, tmp_path, interrupt_at, step):
-    whole = tiny_config()
-    train(whole, tmp_path / "whole")
+def test_an_interrupted_run_resumes_to_the_same_result(
+    tiny_config, tmp_path, undisturbed, interrupt_at, step
+):
     interrupt_at(step)
     with pytest.raises(Interrupted) as stopped:
-        train(whole, tmp_path / "parts")
+        train(tiny_config(), tmp_path / "parts")
     assert stopped.value.exit_code == 143
     assert "--resume" in str(stopped.value)
     train(tiny_config(workers=2), tmp_path / "parts", resume=True)
-    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
+    assert (undisturbed / "model.safetensors").read_bytes() == (
         tmp_path / "parts/model.safetensors"
     ).read_bytes()
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    assert untimed(undisturbed) == untimed(tmp_path / "parts")
 
 
 def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path, monkeypatch):
@@ -138,8 +144,7 @@ def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
     assert len(events(tmp_path / "run")) == 2
 
 
-def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, interrupt_at, capsys):
-    train(tiny_config(), tmp_path / "whole")
+def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, undisturbed, interrupt_at, capsys):
     interrupt_at(8)
     with pytest.raises(Interrupted):
         train(tiny_config(), tmp_path / "run")
@@ -149,7 +154,7 @@ def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, interrupt_at, ca
     newest.write_bytes(content)
     train(tiny_config(), tmp_path / "run", resume=True)
     assert "is damaged" in capsys.readouterr().err
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+    assert untimed(tmp_path / "run") == untimed(undisturbed)
 
 
 def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
