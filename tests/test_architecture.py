@@ -48,8 +48,8 @@ ALLOWED = {
     "vit.model": {"torch", "einops", *LEVEL_0},
     "vit.data.captions": {"numpy", "torch", "tokenizers", *LEVEL_0},
     "vit.data": {
-        *NUMERIC, "torchvision", "PIL", "einops", "pillow_heif", "simplejpeg", "pyarrow",
-        *LEVEL_0, "vit.data.captions",
+        *NUMERIC, "torchvision", "PIL", "einops", "openpyxl", "pillow_heif", "simplejpeg",
+        "pyarrow", *LEVEL_0, "vit.data.captions",
     },
     "vit.data.sources": {
         *NUMERIC, "torchvision", "PIL", "datasets", "fsspec", "pyarrow", *LEVEL_0,
@@ -121,6 +121,7 @@ ONLY = {
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},
     "onnxscript": {"vit/export/onnx_graph.py"},
+    "openpyxl": {"vit/data/workbook.py"},
     "pillow_heif": {"vit/data/image_io.py"},
     "pyarrow": {
         "vit/data/archives.py",

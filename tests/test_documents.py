@@ -1,14 +1,24 @@
 """What the README and docs tell people to type is understood, and the names they show exist."""
 
+import ast
 import importlib
+import pydoc
 import re
 import shlex
+import shutil
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from PIL import Image
 
 import vit
-from vit.commands.main import COMMANDS, Parser
+from vit.commands.command_parser import CommandParser
+from vit.commands.main import COMMANDS
+from vit.config.merge_settings import call_settings
+from vit.config.parser import make_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +58,7 @@ def test_a_documented_command_is_understood(page, words):
     if not words or words[0] in ("--help", "--version", "COMMAND"):
         return
     assert words[0] in COMMANDS, f"{page}: vit {words[0]} is not a command"
-    parser = Parser(prog=f"vit {words[0]}", exit_on_error=False)
+    parser = CommandParser(prog=f"vit {words[0]}", exit_on_error=False)
     importlib.import_module(f"vit.commands.{words[0]}_command").add_arguments(parser)
     parser.parse(words[1:])
 
@@ -81,3 +91,77 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target} is not there"
+
+
+@pytest.fixture
+def photos(tiny_run, tiny_data, tmp_path, monkeypatch):
+    """The working directory of the examples: photos/, runs/photos, cat.jpg and dog.png."""
+    shutil.copytree(tiny_run, tmp_path / "runs/photos")
+    shutil.copytree(tiny_data, tmp_path / "photos")
+    shutil.copytree(tiny_data / "val", tmp_path / "photos/train")
+    image = Image.open(tiny_data / "val/apple/0.png")
+    image.save(tmp_path / "cat.jpg")
+    image.save(tmp_path / "dog.png")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.auto_precision
+def test_the_examples_of_the_package_run(photos, monkeypatch, capsys):
+    """A training is checked up to its settings; everything else runs."""
+    trained = []
+
+    def train(first, out, **settings):
+        values, _ = call_settings(first, settings, out=out)
+        trained.append(make_config(values))
+        return SimpleNamespace(epoch=3, val_top1=0.5)
+
+    monkeypatch.setitem(vit.__dict__, "train", train)
+    examples = [text for text in vit.__doc__.split("\n\n") if text.startswith("    ")]
+    assert len(examples) == 5
+    names = {"vit": vit, "torch": torch, "Image": Image}
+    for example in examples:
+        exec(textwrap.dedent(example), names)
+    assert [config.training.time for config in trained] == ["20m", None]
+    assert trained[1].finetune.method == "probe"
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "3 50.0%"
+    assert out[1].startswith("cat.jpg ('")
+    assert out[2].startswith("dog.png ('")
+    assert 0 <= float(out[3].split()[0]) <= 1
+    assert names["logits"].shape == (8, 10)
+    assert names["model"].num_classes == 5
+
+
+def test_help_of_the_package_fits_three_screens():
+    text = pydoc.render_doc(vit, renderer=pydoc.plaintext)
+    assert len(text.splitlines()) < 3 * 40
+    assert "vit.Predictor" in text
+    assert {"train", "Predictor"} <= set(vit.__all__) == set(dir(vit))
+    described = vit.__doc__.split("Functions, each")[1]
+    commands = {"data": "export_data", "export": "export_model", "convert": "convert_model"}
+    for command in COMMANDS:
+        assert commands.get(command, command) in described
+    assert set(vit.__all__) == set(declared_names())
+
+
+def declared_names():
+    """The names of __all__ as type checkers read them."""
+    tree = ast.parse(Path(vit.__file__).read_text())
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    (found,) = (node for node in nodes if ast.unparse(node.targets[0]) == "__all__")
+    return ast.literal_eval(found.value)
+
+
+@pytest.mark.auto_precision
+def test_the_documented_training_loop_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = (text for page, text in blocks("python") if page == "training-loop.md")
+    names: dict = {}
+    exec(code, names)
+    epochs = capsys.readouterr().out.splitlines()
+    assert epochs[0].startswith("epoch 1  top-1 ")
+    assert names["right"] > 0.5 * len(names["splits"].val)  # it learns: ten classes
+    assert 1 <= names["balance"].item() < 2  # experts are used, and evenly
+    routers = [name for name in names["model"].state_dict() if "router" in name]
+    assert routers
+    assert vit.from_pretrained("runs/own", notify=lambda _: None).num_classes == 10

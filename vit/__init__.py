@@ -1,18 +1,51 @@
-"""Vision Transformers: training, evaluation, prediction and export.
+"""Vision Transformers: train, predict, evaluate, export, with one call each.
 
-The public names are imported on first use, so `import vit` costs nothing.
+Train on a folder with one folder per class, within a time; a plan chooses the other settings:
+
+    result = vit.train("photos/", "runs/photos", time="20m")
+    print(result.epoch, f"{result.val_top1:.1%}")
+
+Fine-tune pretrained weights; every flag of the command line is an argument of the same name:
+
+    result = vit.train("photos/", "runs/fine", weights="runs/photos", method="probe", seed=1)
+
+Predict images: paths, PIL images, arrays (height, width, 3), tensors (3, height, width):
+
+    predictor = vit.Predictor("runs/photos")
+    for result in predictor(["cat.jpg", Image.open("dog.png")], top_k=3):
+        print(result.image, result.error or result.predictions[0])
+
+Evaluate on labelled images, with confidence intervals; all shares are fractions:
+
+    scores = vit.evaluate("runs/photos", "photos/", device="cpu")
+    print(scores["top1"], scores["top1_interval"])
+
+Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as a torch module:
+
+    model = vit.create_model("vit_tiny_patch16_224", num_classes=10, image_size=32, patch_size=4)
+    logits = model(torch.zeros(8, 3, 32, 32))
+    model = vit.from_pretrained("runs/photos", num_classes=5)
+
+Functions, each a command of the same name: train, plan, tune, predict, evaluate, check, verify,
+report, summary; export_model, export_data, convert_model and list_models are `vit export`, `data`,
+`convert` and `models`. Classes: Predictor, Search (of captions), Config (by make_config),
+VisionTransformer, Captioner. Errors that you can fix are raised as vit.errors.VitError, in one line
+with the remedy. `help(vit.train)` explains one; docs/README.md has a page per question.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vit.version import __version__
 from vit.weights.library_registration import register
 
 if TYPE_CHECKING:
+    from vit.commands.summary_command import summary
     from vit.config import Config
     from vit.config.parser import make_config
     from vit.data.sources.dataset_export import export_data
+    from vit.export.export_formats import export_model
     from vit.export.export_onnx import export_onnx
     from vit.export.verification import verify
     from vit.generation.generation_config import Search
@@ -23,14 +56,43 @@ if TYPE_CHECKING:
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
     from vit.model.vision_transformer import VisionTransformer
+    from vit.training.final_report import report
     from vit.training.plan import plan_training
-    from vit.training.train import train
+    from vit.training.train import plan, train
     from vit.training.tune import tune
     from vit.weights.convert import convert_model
-    from vit.weights.load_model import from_pretrained
+    from vit.weights.load_model import from_pretrained, list_models
+
+    __all__ = [
+        "Captioner",
+        "Config",
+        "Predictor",
+        "Search",
+        "VisionTransformer",
+        "__version__",
+        "check",
+        "convert_model",
+        "create_model",
+        "evaluate",
+        "export_data",
+        "export_model",
+        "export_onnx",
+        "from_pretrained",
+        "list_models",
+        "make_config",
+        "plan",
+        "plan_training",
+        "predict",
+        "report",
+        "summary",
+        "train",
+        "tune",
+        "verify",
+    ]
 
 register()
 
+# public name -> the module that has it, which is imported on first use: `import vit` costs nothing
 _HOMES = {
     "Captioner": "vit.model.captioner",
     "Config": "vit.config",
@@ -42,44 +104,33 @@ _HOMES = {
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
     "export_data": "vit.data.sources.dataset_export",
+    "export_model": "vit.export.export_formats",
     "export_onnx": "vit.export.export_onnx",
     "from_pretrained": "vit.weights.load_model",
+    "list_models": "vit.weights.load_model",
     "make_config": "vit.config.parser",
+    "plan": "vit.training.train",
     "plan_training": "vit.training.plan",
     "predict": "vit.inference.prediction_job",
+    "report": "vit.training.final_report",
+    "summary": "vit.commands.summary_command",
     "train": "vit.training.train",
     "tune": "vit.training.tune",
     "verify": "vit.export.verification",
 }
 
-__all__ = [
-    "Captioner",
-    "Config",
-    "Predictor",
-    "Search",
-    "VisionTransformer",
-    "__version__",
-    "check",
-    "convert_model",
-    "create_model",
-    "evaluate",
-    "export_data",
-    "export_onnx",
-    "from_pretrained",
-    "make_config",
-    "plan_training",
-    "predict",
-    "train",
-    "tune",
-    "verify",
-]
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        # pydoc believes __all__, and would print every inherited method of torch.nn.Module:
+        # without it, help(vit) is the docstring above
+        if sys._getframe(1).f_globals.get("__name__") == "pydoc":
+            raise AttributeError(name)
+        return __dir__()
     if name not in _HOMES:
         raise AttributeError(f"module 'vit' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_HOMES, "__version__"])

@@ -1,10 +1,12 @@
-"""Suggestions for a path that does not exist, and the user's cache folder."""
+"""Paths as arguments, suggestions for one that does not exist, and the user's cache folder."""
 
 import difflib
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
+from vit.errors import ConfigError
 from vit.text import printable
 
 MAX_NAMES = 4096
@@ -12,6 +14,21 @@ MAX_NAMES = 4096
 MAX_NAME_LENGTH = 255
 MIN_SIMILARITY = 0.6
 """Smallest similarity (difflib) of a suggested name."""
+
+
+def path_argument(name: str, value: Any, wanted: str) -> str:
+    """`value`, the argument `name` of a Python call, as text.
+
+    Raises:
+        ConfigError: It is no path, with its type and what is `wanted`.
+    """
+    if isinstance(value, os.PathLike):
+        value = value.__fspath__()
+    if isinstance(value, str):
+        return value
+    shown = printable(repr(value))
+    text = f"{shown} ({type(value).__name__})" if len(shown) <= 40 else type(value).__name__
+    raise ConfigError(f"{name}={text}: give {wanted}")
 
 
 def did_you_mean(path: str | os.PathLike[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vit.commands.main import main
+from vit.data.workbook import read_sheet
 from vit.inference.evaluate import evaluate
 
 pytestmark = pytest.mark.auto_precision
@@ -88,6 +89,13 @@ def test_rows_as_csv_have_the_label_after_the_image(tiny_run, tiny_data, tmp_pat
     right = [row for row in rows if row["label"] == row["label_1"]]
     assert right
     assert all(row["label_score"] == row["score_1"] for row in right)
+    book = tmp_path / "rows.xlsx"
+    assert main([*words[:-1], str(book)]) == 0
+    header, *cells = read_sheet(str(book))
+    assert header == [*rows[0]]
+    assert [row[:2] for row in cells] == [[row["image"], row["label"]] for row in rows]
+    scores = [float(row["label_score"]) for row in rows]
+    assert [float(row[2]) for row in cells] == pytest.approx(scores, rel=1e-12)
     assert main(["evaluate", str(tiny_run), str(tiny_data), "--out", str(tmp_path / "a.txt")]) == 2
     assert "rows are written as .jsonl or .csv" in capsys.readouterr().err
 

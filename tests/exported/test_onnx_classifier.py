@@ -134,6 +134,19 @@ def test_predictions_equal_a_numpy_reference_in_input_order(file, input_images, 
     assert len(classifier(input_images[:1], top_k=99)[0].predictions) == len(NAMES)
 
 
+def test_images_in_memory_have_the_predictions_of_their_files(file, input_images):
+    classifier = ExportedClassifier(file)
+    images = [Image.open(path) for path in input_images[:6]]
+    arrays = [np.asarray(read_image(path)) for path in input_images[:6]]
+    expected = [one.predictions for one in classifier(input_images[:6])]
+    assert [one.predictions for one in classifier(images)] == expected
+    found = classifier(arrays)
+    assert [one.predictions for one in found] == expected
+    assert [one.image for one in found] == [f"images[{n}]" for n in range(6)]
+    with pytest.raises(ConfigError, match=r"images\[0\] is an array of float64"):
+        classifier([arrays[0] * 2.0])
+
+
 def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
     upright = [read_image(path).size for path in input_images]
     graph = Recorder()

@@ -1,19 +1,31 @@
 """vit.predict does what `vit predict` does, in one call and under the same names."""
 
 import argparse
+import csv
+import json
+import re
 from dataclasses import fields
+from itertools import chain
 
 import numpy as np
+import openpyxl
 import pytest
+from PIL import Image
 
 import vit
 from vit.commands.command_options import SEARCH_FIELDS
 from vit.commands.main import main
 from vit.commands.predict_command import add_arguments
+from vit.data.sources.image_inputs import list_images
 from vit.errors import ConfigError
 from vit.inference.prediction_job import PredictionConfig
 
 pytestmark = pytest.mark.auto_precision
+
+
+@pytest.fixture
+def input_images(tiny_data):
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
 
 
 def test_one_call_writes_what_the_command_writes(tiny_run, tiny_data, bad_images, tmp_path):
@@ -58,3 +70,76 @@ def test_settings_have_the_names_of_the_flags():
     add_arguments(parser)
     flags = {action.dest for action in parser._actions} - {"help", *SEARCH_FIELDS}
     assert flags == {one.name for one in fields(PredictionConfig)} - {"search"}
+
+
+def test_csv_for_a_spreadsheet_of_the_country(tiny_run, input_images, tmp_path):
+    exact, local = tmp_path / "exact.csv", tmp_path / "local.csv"
+    options = {"precision": "fp32", "top_k": 1}
+    vit.predict(tiny_run, input_images, out=str(exact), csv_digits="full", **options)
+    vit.predict(tiny_run, input_images, out=str(local), csv_separator="semicolon", **options)
+    assert exact.read_bytes().startswith(b"image,label_1")
+    assert local.read_bytes().startswith(b"\xef\xbb\xbfimage;label_1;score_1;error\r\n")
+    rows = list(csv.reader(exact.read_text().splitlines()))[1:]
+    found = list(csv.reader(local.read_text(encoding="utf-8-sig").splitlines(), delimiter=";"))[1:]
+    for row, other in zip(rows, found, strict=True):
+        assert len(row[2]) > 8
+        assert other == [*row[:2], f"{float(row[2]):.4f}".replace(".", ","), ""]
+    # a finished file of either form is recognised
+    again = {"resume": True, "out": str(local), "csv_separator": "semicolon"}
+    lines = []
+    assert vit.predict(tiny_run, input_images, notify=lines.append, **again, **options) == 0
+    assert "is complete" in lines[0]
+
+
+def test_names_that_are_not_ascii_have_a_byte_order_mark_in_a_file_only(tiny_run, tmp_path, capsys):
+    image = tmp_path / "Grün.png"
+    Image.new("RGB", (8, 8)).save(image)
+    out = tmp_path / "a.csv"
+    vit.predict(tiny_run, image, out=str(out), precision="fp32")
+    assert out.read_bytes().startswith(b"\xef\xbb\xbfimage,")
+    assert list_images([str(out)]) == [str(image)]
+    vit.predict(tiny_run, image, format="csv", precision="fp32")
+    assert capsys.readouterr().out.startswith("image,")
+
+
+def test_a_workbook_has_the_rows_of_the_json_lines(tiny_run, input_images, bad_images, tmp_path):
+    inputs = [*input_images[:5], bad_images[0]]
+    options = {"precision": "fp32", "top_k": 2, "batch_size": 2}
+    for name in ("a.xlsx", "a.jsonl"):
+        assert vit.predict(tiny_run, inputs, out=str(tmp_path / name), **options) == 1
+    rows = list(openpyxl.load_workbook(tmp_path / "a.xlsx").active.iter_rows(values_only=True))
+    assert rows[0] == ("image", "label_1", "score_1", "label_2", "score_2", "error")
+    for row, line in zip(rows[1:], (tmp_path / "a.jsonl").read_text().splitlines(), strict=True):
+        record = json.loads(line)
+        pairs = [(one["label"], one["score"]) for one in record.get("predictions", [])]
+        assert row[0] == record["image"]
+        expected = list(chain(*pairs)) or [None] * 4
+        assert [row[1], row[3]] == expected[::2]
+        for score, exact in zip((row[2], row[4]), expected[1::2], strict=True):
+            assert score == (exact and pytest.approx(exact, rel=1e-15))
+        assert row[5] == record.get("error")
+    lines = []
+    again = {"resume": True, "out": str(tmp_path / "a.xlsx"), "notify": lines.append}
+    assert vit.predict(tiny_run, inputs, **again, **options) == 1
+    assert "is complete: 6 images" in lines[0]
+    assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.jsonl", "a.xlsx"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "xlsx"}, "--format xlsx is a file: give --out FILE"),
+        ({"out": "a.xlsx", "explain": "maps"}, "--format xlsx is a file"),
+        ({"out": "a.jsonl", "csv_digits": 3}, "csv_digits=3: the format is jsonl"),
+        ({"out": "a.csv", "csv_digits": 40}, "csv_digits=40: choose 0 to 17, or full"),
+        ({"out": "a.csv", "csv_separator": "|"}, "csv_separator='|': choose one of comma"),
+        ({"otu": "a.csv"}, "otu is not a setting of a prediction; did you mean out?"),
+        ({"model": None}, "model=None (NoneType): give a run folder"),
+        ({"inputs": [np.zeros(3)]}, "inputs=array([0., 0., 0.]) (ndarray): give files, folders"),
+    ],
+)
+def test_wrong_settings_are_one_line(tiny_run, settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        vit.predict(**{"model": tiny_run, "inputs": ["a.jpg"], **settings})
+    assert not list(tmp_path.iterdir())

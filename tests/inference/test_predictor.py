@@ -258,3 +258,33 @@ def test_a_patch_size_of_the_training_can_be_selected(tiny_run):
     settings = dataclasses.replace(flexible.config, patch_sizes=(4,))
     flexible = dataclasses.replace(flexible, config=settings)
     assert change_patches(flexible, patch_size=4).config.training_patch_sizes == (4, 8)
+
+
+def test_images_in_memory_have_the_predictions_of_their_files(tiny_run, input_images):
+    predictor = Predictor(tiny_run, precision="fp32", batch_size=4, workers=2)
+    files = input_images[:6]
+    arrays = [np.array(Image.open(path).convert("RGB")) for path in files]
+    tensor = torch.from_numpy(arrays[3]).permute(2, 0, 1)
+    images = [files[0], Path(files[1]), arrays[2], tensor, tensor / 255, Image.open(files[5])]
+    expected = predictor([*files[:4], files[3], files[5]])
+    found = predictor(images)
+    assert [one.predictions for one in found] == [one.predictions for one in expected]
+    names = [files[0], files[1], "images[2]", "images[3]", "images[4]", files[5]]
+    assert [one.image for one in found] == names
+    batch = predictor(np.stack(arrays))
+    assert [one.predictions for one in batch] == [one.predictions for one in predictor(files)]
+    assert [one.image for one in batch] == [f"images[{n}]" for n in range(6)]
+
+
+def test_a_damaged_image_in_memory_has_an_error_and_another_type_stops(tiny_run, input_images):
+    predictor = Predictor(tiny_run, precision="fp32", batch_size=2)
+    with Image.open(input_images[0]) as closed:
+        pass
+    found = predictor([input_images[0], closed, input_images[1]])
+    assert [one.error is None for one in found] == [True, False, True]
+    with pytest.raises(ConfigError, match=r"images\[1\] is 5 \(int\); give paths, PIL images"):
+        predictor([input_images[0], 5])
+    with pytest.raises(ConfigError, match="give a list: "):
+        predictor.stream(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(ConfigError, match=r"weights=5 \(int\): give a run folder"):
+        Predictor(5)

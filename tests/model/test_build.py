@@ -139,7 +139,7 @@ def test_every_preset_has_the_parameters_of_timm(name):
 
 
 def test_create_model_accepts_settings():
-    model = create_model("vit_tiny_patch16_224", num_classes=7, depth=1, image_size=32)
+    model = create_model("vit_tiny_patch16_224", num_classes=7, depth=1, img_size=32)
     assert model.num_classes == 7
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
 
@@ -152,6 +152,9 @@ def test_create_model_accepts_settings():
         ("vit_tiny_patch16_224", {"experts_per_token": 3}, "did you mean top_k"),
         ("vit_tiny_patch16_224", {"zzz": 3}, "zzz is not a model setting; choose from image_size"),
         ("vit_tiny_patch16_224", {"lr": 1.0}, "lr is not a model setting"),
+        ("vit_tiny_patch16_224", {"pretrained": True}, "vit.from_pretrained.* opens pretrained"),
+        ("vit_tiny_patch16_224", {"img_size": 32, "image_size": 32}, "image_size is given twice"),
+        (5, {}, "name=5: give a preset"),
         ("vit_tiny_patch16_224", {"num_heads": 5}, "does not split"),
         ("vit_tiny_patch16_224", {"image_size": 225}, "not a multiple of patch_size=16"),
     ],

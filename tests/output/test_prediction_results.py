@@ -4,19 +4,26 @@ import csv
 import json
 import os
 
+import openpyxl
 import pytest
 
+from vit.errors import RunError
 from vit.generation.generate import Caption
 from vit.output.prediction_results import (
     FORMATS,
     Layout,
     Prediction,
+    count_failed_rows,
     csv_lines,
+    csv_text,
     display_width,
     json_line,
     table_lines,
     to_json,
+    write_workbook,
+    xlsx_lines,
 )
+from vit.text import printable
 
 NASTY = [
     "plain.jpg",
@@ -96,7 +103,7 @@ def test_table_is_one_safe_line_an_answer():
         assert row.endswith("\n")
         assert row[:-1].isprintable()
         row.encode("utf-8")
-    starts = {display_width(row[: row.index("0.7500")]) for row in rows if "0.7500" in row}
+    starts = {display_width(row[: row.index("75.00%") - 1]) for row in rows if "75.00%" in row}
     assert starts == {display_width(header[: header.index("score")])}
 
 
@@ -106,6 +113,57 @@ def test_a_name_wider_than_its_column_is_not_cut():
     assert long in line(Prediction(long, (("cat", 1.0),)))
 
 
+@pytest.mark.parametrize(
+    ("separator", "digits", "expected"),
+    [
+        (",", 4, "a.jpg,cat,0.1235,"),
+        (";", 4, "a.jpg;cat;0,1235;"),
+        ("\t", 2, "a.jpg\tcat\t0.12\t"),
+        (",", 0, "a.jpg,cat,0,"),
+        (",", None, "a.jpg,cat,0.1234567890123,"),
+    ],
+)
+def test_csv_has_the_separator_the_decimal_sign_and_the_digits(separator, digits, expected):
+    layout = Layout(1, ["cat"], ["a.jpg"], separator=separator, digits=digits)
+    header, line = csv_lines(layout)
+    assert header == separator.join(["image", "label_1", "score_1", "error"]) + "\r\n"
+    assert line(Prediction("a.jpg", (("cat", 0.1234567890123),))) == expected + "\r\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["x;=1", 'x;"=1', "x,-1", "a;x,@y", "\uff1d1", "x;\uff0b1", "x;\uff0d1", "x,\uff20a"]
+)
+def test_no_separator_of_any_country_begins_a_formula(name):
+    cell = csv_text(name)
+    starts = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+    for separator in (",", ";"):
+        assert not any(part.strip('"').startswith(starts) for part in cell.split(separator)), cell
+    assert csv_text("a-b, c=d (1+1).jpg") == "a-b, c=d (1+1).jpg"
+
+
+def test_a_workbook_has_names_as_they_are_and_percentages(tmp_path):
+    header, line = xlsx_lines(LAYOUT)
+    rows = [header, *map(line, ANSWERS)]
+    with open(tmp_path / "a.xlsx", "wb") as file:
+        write_workbook(file, [row.encode() for row in rows])
+    sheet = openpyxl.load_workbook(tmp_path / "a.xlsx").active
+    cells = list(sheet.iter_rows())
+    assert [cell.value for cell in cells[0]] == [
+        *("image", "label_1", "score_1", "label_2", "score_2", "error")
+    ]
+    assert len(cells) == len(ANSWERS) + 1
+    for row, answer in zip(cells[1:], ANSWERS, strict=True):
+        assert row[0].value == printable(answer.image)
+        assert {cell.data_type for cell in row} <= {"s", "n"}  # not "f", a formula
+        scores = [row[2].value, row[4].value]
+        assert scores == ([None, None] if answer.error else [0.75, 1e-300])
+    assert cells[1][2].number_format == "0.00%"
+    images = [answer.image for answer in ANSWERS]
+    assert count_failed_rows(tmp_path / "a.xlsx", "xlsx", images) == len(NASTY)
+    with pytest.raises(RunError, match="row 1 belongs to another image"):
+        count_failed_rows(tmp_path / "a.xlsx", "xlsx", images[::-1])
+
+
 @pytest.mark.parametrize("style", FORMATS)
 def test_every_format_writes_answers_and_errors(style):
     header, line = FORMATS[style](Layout(top_k=1, classes=["cat"], images=["a.jpg"]))
@@ -113,7 +171,7 @@ def test_every_format_writes_answers_and_errors(style):
     error = line(Prediction("a.jpg", error="is empty"))
     assert all("a.jpg" in row and row.endswith("\n") for row in (answer, error))
     assert "cat" in answer
-    assert "0.5" in answer
+    assert ("50.00%" if style == "table" else "0.5") in answer
     assert "is empty" in error
     assert header == "" or header.endswith("\n")
 

@@ -3,14 +3,20 @@
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
 
+import vit
 from tests.training.runs import events
 from vit.commands.main import main
-from vit.errors import RunError
+from vit.data.archives import relative
+from vit.errors import DataError, RunError
 from vit.stop_signals import Interrupted
+from vit.training.data_setup import prepare_data
+from vit.training.distributed.devices import make_accelerator
+from vit.training.final_report import with_held_out
 from vit.training.train import train
 
 
@@ -74,8 +80,6 @@ def test_a_signal_stops_the_measuring_but_the_run_is_complete(tiny_config, tmp_p
 
 
 def test_an_image_that_vanished_is_told(tiny_config, tmp_path, colour_data):
-    import shutil
-
     data = tmp_path / "data"
     shutil.copytree(colour_data, data)
     for image in (data / "val").rglob("*.png"):
@@ -95,8 +99,6 @@ def test_an_image_that_vanished_is_told(tiny_config, tmp_path, colour_data):
 @pytest.fixture
 def caption_config(tiny_config, colour_data, tmp_path):
     """Settings of a captioner of two epochs, whose captions name the colour."""
-    import shutil
-
     data = tmp_path / "captioned"
     shutil.copytree(colour_data, data)
     for split in ("train", "val"):
@@ -192,3 +194,37 @@ def test_a_captioned_image_that_vanished_is_told(caption_config, tmp_path):
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "1 image could not be read and took no part." in page
     assert "<dt>images measured</dt><dd>20</dd>" in page
+
+
+def test_vit_report_writes_the_same_report_again(run, colour_data, tmp_path, capsys, monkeypatch):
+    before = (run / "report.html").read_bytes()
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"written: {run / 'report.html'}\n"
+    assert (run / "report.html").read_bytes() == before
+    moved = shutil.copytree(colour_data, tmp_path / "moved")
+    assert vit.report(run, moved) == run / "report.html"
+    shutil.rmtree(moved / "val/red")
+    shutil.rmtree(moved / "train/red")
+    with pytest.raises(DataError, match="has other classes than the run; vit evaluate"):
+        vit.report(run, moved)
+    with pytest.raises(DataError, match="no such folder"):
+        vit.report(run, tmp_path / "nowhere")
+    with pytest.raises(RunError, match="is no run folder with a finished epoch: it has no config"):
+        vit.report(colour_data)
+    assert main(["report", str(tmp_path / "rum")]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_the_report_of_a_split_measures_what_was_held_out(tiny_config, colour_data, tmp_path):
+    data = shutil.copytree(colour_data / "train", tmp_path / "data")
+    config = tiny_config(data=str(data), epochs=1, warmup_epochs=0)
+    run = vit.train(config, tmp_path / "run").folder
+    held = json.loads((run / "split.json").read_text())["val"]
+    for name in ("blue", "green"):
+        for number in range(20):
+            shutil.copy(data / name / "0.png", data / name / f"new{number}.png")
+    splits = prepare_data(config, (), make_accelerator(config.run), lambda _: None)[1]
+    kept = with_held_out(splits, run)
+    assert sorted(relative(one.path, kept.root) for one in kept.val) == sorted(held)
+    assert {relative(one.path, kept.root) for one in kept.train}.isdisjoint(held)

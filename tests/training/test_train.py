@@ -14,6 +14,7 @@ import vit
 from tests.training.children import Job, hold
 from tests.training.runs import events
 from vit.commands.main import main
+from vit.config.parser import flatten
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.stop_signals import Interrupted
 from vit.tasks import classification
@@ -21,7 +22,7 @@ from vit.training import training_loop
 from vit.training.checkpoint import checkpoint
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.checkpoint.run_folder import delete_run
-from vit.training.train import resolve, train
+from vit.training.train import plan, resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import require_finite
 from vit.weights.saved_model import load_run
@@ -540,3 +541,22 @@ def test_a_run_that_cannot_start_has_an_error_of_one_line(
     assert message in lines[-1]
     assert len([line for line in lines if not line.startswith(("note", "cache"))]) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colour_data, tmp_path):
+    """Settings by name, a file of them, and a folder to resume."""
+    settings = {**flatten(tiny_config(epochs=1, warmup_epochs=0)), "data": str(colour_data)}
+    for name in ("weights", "num_classes"):
+        settings.pop(name)
+    given = {name: value for name, value in settings.items() if value is not None}
+    result = train(given.pop("data"), tmp_path / "named", **given)
+    other = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "config")
+    assert result.scores == other.scores
+    again = train(tmp_path / "named/config.yaml", tmp_path / "again")
+    assert again.scores == other.scores
+    assert train(out=tmp_path / "again", resume=True).scores == other.scores
+    with pytest.raises(ConfigError, match="epohcs is not a setting; did you mean epochs"):
+        train(colour_data, tmp_path / "no", epohcs=3)
+    with pytest.raises(ConfigError, match="leaves nothing to plan"):
+        plan(tiny_config())
+    assert not (tmp_path / "no").exists()

@@ -5,6 +5,7 @@ import re
 import typing
 from typing import TYPE_CHECKING, Any
 
+from vit.commands.command_parser import SETTING
 from vit.config.parser import Setting, all_settings, choices_of
 from vit.config.presets import preset
 
@@ -17,8 +18,6 @@ SEARCH_FIELDS = {
     "sample_top_k": "top_k",  # --top-k is that of classes
 }
 """Flag -> field of vit.generation.generation_config.Search."""
-SETTING = "setting_"
-"""Prefix of settings in the namespace: commands have flags of the same names."""
 VIEWS = ("flip", "crops")
 TTA_HELP = (
     "test-time augmentation, classification only: average over an image and its mirror image "
@@ -38,7 +37,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
     # defaults are set here and suppressed below, so that the help can describe them in words
     parser.set_defaults(batch_size=None, device=None, workers=None)
     parser.set_defaults(merge_tokens=None, patch_size=None, intensity_range=None)
-    group = parser.add_argument_group("how the network runs")
+    group = parser.add_argument_group("network (how it runs)")
     group.add_argument(
         "-b",
         "--batch-size",
@@ -110,7 +109,7 @@ def add_patch_options(group: Any) -> None:
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Add flags of caption generation; see `search_from_args`."""
     group = parser.add_argument_group(
-        "caption generation",
+        "captions",
         "Captioning models only; greedy decoding by default.",
     )
     for flag, kind, metavar, text in (
@@ -294,12 +293,8 @@ def add_list_options(
 
 def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
     """The DatasetSpec of DATA and the flags of `add_list_options` and `add_task_option`."""
-    from vit.config import TrainingConfig
-    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.data.sources.dataset_spec import as_dataset_spec
 
-    names = ("data", "images", "image_column", "label_column", "caption_column", "allow_outside")
-    if (task := getattr(args, "task", None)) is not None:
-        training = TrainingConfig(task=task)
-        settings |= {"captions": training.captions, "labels": training.classifies}
-        settings["multilabel"] = training.multilabel
-    return DatasetSpec(**{name: getattr(args, name) for name in names}, **settings)
+    names = ("images", "image_column", "label_column", "caption_column", "allow_outside")
+    given = {name: getattr(args, name) for name in names}
+    return as_dataset_spec(args.data, settings, task=getattr(args, "task", None), **given)

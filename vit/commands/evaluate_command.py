@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="a row for each image, .jsonl or .csv: image, label, its score, predictions; an older "
+        help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; an older "
         "file is replaced",
     )
     parser.add_argument(
@@ -113,15 +113,15 @@ def plain_summary(scores: dict[str, Any]) -> str:
 
 def caption_summary(scores: dict[str, Any]) -> str:
     """Text of the scores of captions, with examples."""
-    bleu = "  ".join(f"{scores[f'bleu{order}']:.4f}" for order in range(1, 5))
+    bleu = "  ".join(f"{scores[f'bleu{order}']:.2%}" for order in range(1, 5))
     lines = [
         f"images             {scores['count']}",
         f"loss a word        {scores['loss']:.4f}",
         f"of other images  {scores['loss_shuffled']:.4f}  (the same captions, shuffled)",
         f"BLEU-1 to -4       {bleu}",
-        f"ROUGE-L            {scores['rouge_l']:.4f}",
+        f"ROUGE-L            {scores['rouge_l']:.2%}",
         f"CIDEr-D            {scores['cider']:.4f}  (of at most 10)",
-        f"chrF               {scores['chrf']:.4f}",
+        f"chrF               {scores['chrf']:.2%}",
         f"exact              {scores['exact']:.2%}",
         f"distinct           {scores['distinct']:.2%}  (different captions)",
         "",
@@ -143,12 +143,12 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
     lines = [
         f"images             {scores['count']}",
         f"mAP                {scores['map']:.2%}{between}",
-        f"macro F1           {scores['macro_f1']:.4f}  (each class from its threshold on)",
-        f"micro F1           {scores['micro_f1']:.4f}",
+        f"macro F1           {scores['macro_f1']:.2%}  (each class from its threshold on)",
+        f"micro F1           {scores['micro_f1']:.2%}",
         f"all classes right  {scores['subset_accuracy']:.2%}",
         f"wrong decisions    {scores['hamming']:.2%}",
         f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.4f}  (mean gap between probability and share of yes)",
+        f"calibration error  {scores['ece']:.2%}  (mean gap between probability and share of yes)",
     ]
     columns = {"AP": "average_precision", **COLUMNS}
     return "\n".join([*lines, *weakest_classes(scores["per_class"], columns)])
@@ -162,9 +162,9 @@ def class_summary(scores: dict[str, Any]) -> str:
         f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})",
         f"top-5              {scores['top5']:.2%}",
         f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
-        f"macro F1           {scores['macro_f1']:.4f}",
+        f"macro F1           {scores['macro_f1']:.2%}",
         f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.4f}  (mean gap between confidence and accuracy)",
+        f"calibration error  {scores['ece']:.2%}  (mean gap between confidence and accuracy)",
     ]
     return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])
 
@@ -179,7 +179,7 @@ def weakest_classes(
     titles = "".join(f"{title:>11}" for title in columns)
     lines = ["", f"{'weakest classes':<{width + 2}}{'images':>8}{titles}"]
     for row in worst:
-        cells = "".join(f"{row[name]:>11.4f}" for name in columns.values())
+        cells = "".join(f"{row[name]:>11.2%}" for name in columns.values())
         lines.append(f"  {printable(row['label']):<{width}}{row['count']:>8}{cells}")
     if absent := len(rows) - len(present):
         lines.append(f"{absent} of the model's classes have no image here")

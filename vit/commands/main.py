@@ -1,12 +1,11 @@
 """`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
+from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.errors import VitError
 from vit.text import printable
@@ -18,6 +17,7 @@ COMMANDS = {
     "tune": "search the settings that matter, from the plan on, and train the best of them",
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
+    "report": "write the report of a finished run again",
     "check": "find problems of a dataset: broken files, duplicates, leaks, suspicious labels",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained network into an ONNX file, which runs without torch",
@@ -27,43 +27,7 @@ COMMANDS = {
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
 
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-
-
-class Parser(argparse.ArgumentParser):
-    """Prints errors as one line, and suggests the nearest flag for an unknown one."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse `words`; unknown arguments exit with code 2."""
-        # argparse ends an optional list of words at the first flag, even if it is still empty
-        has_list = any(one.nargs == "*" and not one.option_strings for one in self._actions)
-        parse = self.parse_known_intermixed_args if has_list else self.parse_known_args
-        parsed, unknown = parse(words)
-        if unknown:
-            data = self._data_of(parsed)
-            if data is not None and not unknown[0].startswith("-"):
-                from vit.data.sources.input_hints import extra_arguments_message
-
-                self.error(
-                    extra_arguments_message(data, [word for word in unknown if word[:1] != "-"])
-                )
-            word = unknown[0].split("=")[0]
-            hint = nearest(word, self._option_string_actions)
-            self.error(f"{printable(unknown[0])} is not an argument{hint}")
-        return parsed
-
-    def _data_of(self, parsed: argparse.Namespace) -> str | None:
-        """The value of DATA; None for commands without it."""
-        actions = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
-        return next((getattr(parsed, one.dest) for one in actions), None)
-
-    def error(self, message: str) -> NoReturn:
-        line = " ".join(printable(message).split())
-        self.exit(EXIT_USAGE, f"{self.prog}: {line} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +71,7 @@ def _discard_stdout() -> int:
 def run_command(name: str, words: list[str]) -> int:
     """Parse the arguments of one command and run it."""
     command = importlib.import_module(f"vit.commands.{name}_command")
-    parser = Parser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
+    parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
         code: int = command.run(parser.parse(words))
@@ -139,5 +103,6 @@ def usage() -> str:
         "usage: vit COMMAND [arguments]\n\n"
         "From a folder of images to a trusted Vision Transformer.\n\n"
         f"{rows}\n\n"
-        "`vit COMMAND --help` explains one; `vit --version` prints the version."
+        "`vit COMMAND --help` explains one, and `vit COMMAND --help-all` every flag of it; "
+        "`vit --version`\nprints the version."
     )

@@ -2,7 +2,8 @@
 
 import argparse
 
-from vit.commands.train_command import add_settings, chosen_settings
+from vit.commands.command_parser import SETTING, CommandParser
+from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
 from vit.config.parser import write_settings
 from vit.errors import ConfigError
 from vit.output.output_file import check_output
@@ -10,8 +11,16 @@ from vit.output.output_file import check_output
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add DATA, the file of the recipe, and a flag for every setting."""
+    parser.essential = (
+        *("data", "save", "overwrite", "setting_time"),
+        *(f"{SETTING}{name}" for name in ESSENTIAL if name != "model"),  # which the plan chooses
+    )
+    parser.examples = (
+        "vit plan photos/ --time 20m",
+        "vit plan photos/ --time 20m --save plan.yaml && vit train photos/ -c plan.yaml",
+    )
     parser.usage = "vit plan DATA [--time T] [--save FILE] [settings...]"
     parser.add_argument("data", metavar="DATA", help="as for vit train")
     parser.add_argument("--save", metavar="FILE", help="write the settings as a YAML file")

@@ -12,29 +12,50 @@ from vit.commands.command_options import (
     VIEWS,
     add_network_options,
     add_search_options,
+    count,
     positive_int,
     probability,
     search_from_args,
 )
 from vit.commands.command_output import Progress, notify
+from vit.commands.command_parser import CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
 from vit.inference.backends import ENGINES
-from vit.output.prediction_results import TOP_K
+from vit.output.prediction_results import SEPARATORS, TOP_K
 from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 WAYS = ("copy", "symlink", "hardlink")
 # options that are None unless given; their help describes the default
 UNSET = (
-    *("format", "out", "explain", "top_k", "threshold", "engine", "tta"),
+    *(
+        "format",
+        "csv_separator",
+        "csv_digits",
+        "out",
+        "explain",
+        "top_k",
+        "threshold",
+        "engine",
+        "tta",
+    ),
     *("embeddings", "sort_into", "sort_with"),
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add MODEL, INPUT, and the options of outputs and of the network."""
+    parser.essential = (
+        *("model", "inputs", "top_k", "threshold", "format", "out", "resume", "overwrite"),
+        *("sort_into", "embeddings", "explain", "batch_size", "device"),
+    )
+    parser.examples = (
+        "vit predict runs/photos holiday/ --top-k 3",
+        "vit predict runs/photos holiday/ --out labels.csv",
+        "vit predict runs/photos 'holiday/*.jpg' --out labels.jsonl --resume",
+    )
     parser.usage = "vit predict MODEL INPUT [INPUT ...] [--out FILE [--resume]] [options]"
     parser.set_defaults(**dict.fromkeys(UNSET))
     parser.add_argument(
@@ -51,10 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or - for a list of paths on standard input",
     )
     _add_rows(parser.add_argument_group("results"))
-    _add_outputs(parser.add_argument_group("output files"))
+    _add_outputs(parser.add_argument_group("files (results, sorted images, embeddings, maps)"))
     add_search_options(parser)
     group = add_network_options(parser)
     _add_engines(group)
+
+
+def csv_digits(word: str) -> int | str:
+    """Parse --csv-digits."""
+    return word if word == "full" else count(word)
 
 
 def _add(group: Any, *flags: str, text: str, **options: Any) -> None:
@@ -84,8 +110,23 @@ def _add_rows(group: Any) -> None:
     _add(
         group,
         "--format",
-        choices=["table", "jsonl", "csv"],
-        text="output format (default: by the suffix of --out, else table)",
+        choices=["table", "jsonl", "csv", "xlsx"],
+        text="output format (default: by the suffix of --out, else table); xlsx is a file for "
+        "Excel and needs --out",
+    )
+    _add(
+        group,
+        "--csv-separator",
+        choices=[*SEPARATORS],
+        text="separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel "
+        "opens in most of Europe",
+    )
+    _add(
+        group,
+        "--csv-digits",
+        type=csv_digits,
+        metavar="N",
+        text="decimal digits of scores in CSV, or full for all (default: 4)",
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_options import (
     add_json_option,
@@ -14,9 +15,13 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import notify
 from vit.config import ModelConfig
-from vit.config.parser import all_settings, checked, make_config
+from vit.config.parser import all_settings, checked, make_config, model_settings
 from vit.config.presets import PRESETS
 from vit.output.output_file import check_output, open_output
+from vit.paths import path_argument
+
+if TYPE_CHECKING:
+    from vit.evaluation.model_summary import Cost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +72,26 @@ def run(args: argparse.Namespace) -> int:
         with open_output(None) as out:
             out.write("\n".join(summary_lines(args.model, config, cost)) + "\n")
     return 0
+
+
+def summary(model: str | os.PathLike[str], *, batch_size: int = 128, **settings: Any) -> "Cost":
+    """Parameters, FLOPs and memory of a network: `vit summary`.
+
+        cost = vit.summary("vit_small_patch16_224", num_classes=10)
+        print(cost.parameters, cost.flops)
+
+    Args:
+        model: A preset, a run folder, or other weights that are on this disk.
+        batch_size: Images of the training step whose memory is estimated.
+        settings: Settings of the network that differ.
+
+    Raises:
+        VitError: There is no such network, or the settings do not fit.
+    """
+    from vit.evaluation.model_summary import cost_of
+
+    name = path_argument("model", model, "a preset, a run folder or weights")
+    return cost_of(network_config(name, model_settings(settings)), batch_size=batch_size)
 
 
 def network_config(model: str, settings: dict[str, object]) -> ModelConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
+from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
 from vit.config.merge_settings import collect_settings, names_of_chosen
@@ -24,8 +25,11 @@ TITLES = {
     "decoder": "captions: the decoder and its words (with --task caption)",
     "data": "data",
     "augment": "augmentation",
-    "run": "the run",
+    "run": "run (device, precision, checkpoints, tracking)",
 }
+"""Group of flags of each section; `--help NAME` takes a title up to a bracket or colon."""
+ESSENTIAL = ("weights", "model", "image_size", "epochs", "batch_size", "lr", "balance")
+"""Settings in the short help of every command that trains."""
 
 SCORES = {
     "top1": "top-1",
@@ -36,21 +40,32 @@ SCORES = {
     "loss": "loss",
 }
 """Scores that are printed of a cross-validation; folds.json has all."""
+UNBOUNDED_SCORES = ("loss", "cider")
+"""Those that are no shares, which are printed in percent."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add DATA, flags of the run folder, and a flag for every setting."""
+    parser.essential = (
+        *("data", "out", "setting_time", "resume", "overwrite", "config", "setting_task"),
+        *(f"{SETTING}{name}" for name in (*ESSENTIAL, "folds")),
+    )
+    parser.examples = (
+        "vit train photos/ --time 20m",
+        "vit train photos/ --weights auto --time 20m",
+        "vit train --resume --out runs/photos",
+    )
     parser.usage = "vit train DATA [--config FILE] [--out RUN] [--resume] [settings...]"
     parser.add_argument(
         "data",
         nargs="?",
         metavar="DATA",
-        help="a folder of images, a list of them (.csv, .jsonl; of captions with --task caption), "
-        "tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+        help="a folder of images, a list of them or of captions (.csv, .jsonl), tar shards, "
+        "hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
     )
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument(
-        "--out", "--output", metavar="RUN", help="the run folder; runs/<name of DATA> if left out"
+        "--out", "--output", metavar="RUN", help="the run folder (default: runs/<name of DATA>)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in --out from its last checkpoint"
@@ -175,14 +190,21 @@ def run_folds(config: Config | dict[str, Any], args: argparse.Namespace, given: 
     return int(bool(record["failed"]))
 
 
+def as_text(name: str, score: float) -> str:
+    """A score in percent, if it is a share."""
+    return f"{score:.4f}" if name in UNBOUNDED_SCORES else f"{score:.2%}"
+
+
 def format_folds(record: Mapping[str, Any]) -> str:
     """Text of the scores of all folds, with mean and interval."""
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
     names = [name for name in SCORES if name in record["mean"]]
     lines = ["         " + "".join(f"{SCORES[name]:>20}" for name in names)]
     for title, scores in [*rows, ("mean", record["mean"])]:
-        lines.append(f"{title:<9}" + "".join(f"{scores[name]:>20.4f}" for name in names))
-    ends = [record["interval"][name] for name in names]
-    cells = "".join(f"{f'{low:.4f} to {high:.4f}':>20}" for low, high in ends)
+        lines.append(
+            f"{title:<9}" + "".join(f"{as_text(name, scores[name]):>20}" for name in names)
+        )
+    ends = {name: [as_text(name, end) for end in record["interval"][name]] for name in names}
+    cells = "".join(f"{' to '.join(pair):>20}" for pair in ends.values())
     lines.append(f"{record['level']:<9.0%}" + cells)
     return "\n".join([*lines, f"({record['level']:.0%} interval: {record['method']})"])

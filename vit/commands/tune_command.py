@@ -5,15 +5,23 @@ import os
 import time
 
 from vit.commands.command_options import positive_int
+from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.launcher import launch_if_requested
-from vit.commands.train_command import add_settings, chosen_settings, require_data
+from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings, require_data
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add DATA, flags of the folder, and a flag for every setting."""
-    parser.usage = (
-        "vit tune DATA --time T [--out FOLDER] [--trials N] [--resume] [settings that are fixed...]"
+    fixed = (name for name in ESSENTIAL if name not in ("weights", "model", "epochs"))
+    parser.essential = (
+        *("data", "setting_time", "out", "trials", "resume", "overwrite"),
+        *(f"{SETTING}{name}" for name in fixed),
     )
+    parser.examples = (
+        "vit tune photos/ --time 2h",
+        "vit tune --resume --out runs/photos-tune",
+    )
+    parser.usage = "vit tune DATA --time T [--out FOLDER] [--trials N] [settings...]"
     parser.add_argument("data", nargs="?", metavar="DATA", help="as for vit train")
     parser.add_argument(
         "--out",

@@ -7,7 +7,6 @@ from vit.commands.command_options import add_json_option
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
-from vit.inference.image_arguments import find_images
 from vit.output.output_file import check_output, standard_output
 from vit.text import printable, quoted
 
@@ -68,17 +67,11 @@ def check_order(model: str, images: list[str]) -> None:
 def run(args: argparse.Namespace) -> int:
     check_order(args.model, args.images)
     check_output(args.json, overwrite=True)
-    images = (
-        find_images(args.images, notify=lambda note: notify(f"vit verify: {note}"))
-        if args.images
-        else None
-    )
-
     from vit.export.verification import verify
 
     report = verify(
         args.model,
-        images,
+        args.images or None,
         run=args.run_folder,
         engine=args.engine,
         notify=lambda note: notify(f"vit verify: {note}"),

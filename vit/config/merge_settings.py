@@ -1,19 +1,76 @@
-"""Settings of a run from flags, a YAML file and the run that is resumed: flags come first."""
+"""Settings of a run from flags or arguments, a YAML file and the run that is resumed."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, default_run_folder, read_settings
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
-from vit.text import printable
+from vit.paths import path_argument
+from vit.text import join_names, printable
 
+YAML_SUFFIXES = (".yaml", ".yml")
 FOLDS_FILE = "folds.json"
 """Record of a cross-validation, in the folder of its runs."""
+
+
+def call_settings(
+    first: Any,
+    settings: Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    notify: Callable[[str], object] = lambda note: print(note, file=sys.stderr),
+) -> tuple[Config | dict[str, Any], bool]:
+    """The settings of a Python call such as `train("photos/", epochs=5)`.
+
+    Args:
+        first: DATA; or a YAML file of settings; or settings by name; or a Config; None with
+            `resume`, or with `data` among the settings.
+        settings: More settings by name, unless `first` is a Config.
+        out, resume, notify: As for `collect_settings`, for DATA, a YAML file and None.
+
+    Returns:
+        The settings, and whether a file or a run was read.
+
+    Raises:
+        ConfigError: `first` has another type, or a setting is given twice.
+    """
+    if isinstance(first, Config):
+        if settings:
+            raise ConfigError(
+                f"{join_names(settings)}: a Config is complete; give all settings to "
+                "vit.make_config, or DATA and settings here"
+            )
+        return first, False
+    if isinstance(first, Mapping):
+        if twice := [name for name in settings if name in first]:
+            raise ConfigError(f"{join_names(twice)} is given twice, in the dict and by name")
+        return {**first, **settings}, False
+    chosen, config = dict(settings), None
+    if first is not None:
+        path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")
+        is_yaml = path.lower().endswith(YAML_SUFFIXES)
+        if not is_yaml and "data" in chosen:
+            raise ConfigError(f"data is given twice: {printable(path)} and data=")
+        config = path if is_yaml else None
+        chosen |= {} if is_yaml else {"data": path}
+    elif not (resume and out) and not chosen.get("data"):
+        raise ConfigError(
+            "no data given: the first argument is a folder, a list or a name; or give resume=True "
+            "and the run folder as out"
+        )
+    values, stored = collect_settings(chosen, config=config, out=out, resume=resume, notify=notify)
+    if not values.get("data"):
+        where = printable(config or os.fspath(out or ""))
+        raise ConfigError(f"{where} has no data: give data=")
+    return values, stored
 
 
 def collect_settings(

@@ -27,6 +27,8 @@ from vit.paths import did_you_mean
 from vit.text import printable
 
 MAX_BYTES = 1_000_000
+TIMM_NAMES = ("img_size", "in_chans", "embed_dim", "reg_tokens")
+"""Names of model settings in timm's create_model, which people type."""
 # model settings in every config.json; the default of a newer one is what older runs did
 REQUIRED_SETTINGS = {
     *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
@@ -129,6 +131,11 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A name is unknown or given twice, or a value has the wrong type.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"settings={printable(repr(values)[:40])} ({type(values).__name__}): give a dict of "
+            "settings by name, such as {'data': 'photos', 'epochs': 50}"
+        )
     chosen: dict[str, Any] = {}
     for key, value in values.items():
         name = names_by_alias().get(str(key).replace("-", "_"))
@@ -192,6 +199,34 @@ def parse_decoder_config(values: Any) -> DecoderConfig:
     if unknown := values.keys() - known.keys():
         raise ConfigError(f"{printable(min(unknown))} is not a setting of the decoder")
     return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
+
+
+def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the network by field name, converted to their types.
+
+    Args:
+        given: Values by field name, or by timm's name of it, such as `img_size`.
+
+    Raises:
+        ConfigError: A name is unknown or given twice, or a value has the wrong type.
+    """
+    kinds, chosen = section_types("model"), {}
+    names = {word: name for word, name in names_by_alias().items() if name in kinds}
+    accepted = {*kinds, *TIMM_NAMES}
+    for word, value in given.items():
+        if word in ("pretrained", "checkpoint_path"):
+            raise ConfigError(
+                f"{word} is not a model setting: create_model initialises freshly, and "
+                "vit.from_pretrained('timm/NAME') opens pretrained weights"
+            )
+        if word not in accepted:
+            near = difflib.get_close_matches(str(word), names, n=1)
+            hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
+            raise ConfigError(f"{printable(word)} is not a model setting; {hint}")
+        if names[word] in chosen:
+            raise ConfigError(f"{names[word]} is given twice, once as {printable(word)}")
+        chosen[names[word]] = convert(kinds[names[word]], value, names[word])
+    return chosen
 
 
 def section_types(section: str) -> dict[str, Any]:

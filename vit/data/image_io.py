@@ -95,13 +95,10 @@ def read_image(
     with _open_image(path) as image:
         before_decode(image.width * image.height)
         pixels = _decode_intact_jpeg(image, None)
-        deep = pixels is None and is_deep(image)
-        rgb = _decode_rgb(image, intensity_range) if pixels is None else Image.fromarray(pixels)
-        if deep and on_dark is not None and intensity_range is None:
-            highest = _largest_value(image)
-            if 0 < highest <= NEARLY_BLACK:
-                on_dark(highest)
+        if pixels is None:
+            return upright_rgb(image, intensity_range, on_dark)
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
+        rgb = Image.fromarray(pixels)
         return rgb if transpose is None else rgb.transpose(transpose)
 
 
@@ -463,13 +460,14 @@ MAX_QUANTILE_VALUES = 2**20
 INTENSITY_QUANTILES = (0.001, 0.999)
 
 
-def is_deep(image: ImageFile.ImageFile) -> bool:
+def is_deep(image: Image.Image) -> bool:
     """Whether an image that is not yet loaded has more than 8 bits per channel."""
     return image.mode[0] in "IF" or _is_deep_colour(image)
 
 
-def _is_deep_colour(image: ImageFile.ImageFile) -> bool:
-    return image.mode in ("RGB", "RGBA") and bool(image.tile) and all(map(_rawmode, image.tile))
+def _is_deep_colour(image: Image.Image) -> bool:
+    tiles = getattr(image, "tile", ())  # of a file that is not yet loaded
+    return image.mode in ("RGB", "RGBA") and bool(tiles) and all(map(_rawmode, tiles))
 
 
 def _rawmode(tile: Any) -> str:
@@ -479,12 +477,13 @@ def _rawmode(tile: Any) -> str:
 
 
 def _decode_rgb(
-    image: ImageFile.ImageFile, intensity_range: IntensityRange | Literal["own"] | None
+    image: Image.Image, intensity_range: IntensityRange | Literal["own"] | None
 ) -> Image.Image:
     """Decode an image, and convert it to RGB."""
     if intensity_range is None or not _is_deep_colour(image):
         image.load()
         return to_rgb(image, intensity_range)
+    assert isinstance(image, ImageFile.ImageFile)
     values = _decode_deep(image)
     colours = scale_to_8_bit(values[..., :3], intensity_range)
     alpha = (values[..., 3:] >> 8).astype(np.uint8)
@@ -521,6 +520,22 @@ def _largest_value(image: Image.Image) -> int:
         return NEARLY_BLACK + 1
     largest = int(np.asarray(image).max())
     return largest if image.mode[0] == "I" else 256 * largest + 255
+
+
+def upright_rgb(
+    image: Image.Image,
+    intensity_range: IntensityRange | Literal["own"] | None = None,
+    on_dark: Callable[[int], object] | None = None,
+) -> Image.Image:
+    """Decode an opened image upright, RGB; arguments as for `read_image`."""
+    deep = is_deep(image)
+    rgb = _decode_rgb(image, intensity_range)
+    if deep and on_dark is not None and intensity_range is None:
+        highest = _largest_value(image)
+        if 0 < highest <= NEARLY_BLACK:
+            on_dark(highest)
+    transpose = EXIF_TRANSPOSE.get(_orientation(image))
+    return rgb if transpose is None else rgb.transpose(transpose)
 
 
 def to_rgb(

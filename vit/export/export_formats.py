@@ -23,6 +23,7 @@ from vit.export.export_openvino import export_openvino
 from vit.export.export_options import Options
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
+from vit.paths import path_argument
 from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write
 
@@ -72,7 +73,7 @@ class ExportReport:
         }
 
 
-def export(
+def export_model(
     run: PathLike,
     out: PathLike,
     *,
@@ -81,7 +82,10 @@ def export(
     on_written: Callable[[Exported], None] = lambda _: None,
     **options: Any,
 ) -> ExportReport:
-    """Export a run and verify the file, as `vit export`.
+    """Export a run and compare the file with it: `vit export`.
+
+        report = vit.export_model("runs/photos", "photos.onnx")
+        assert report.agrees
 
     Args:
         run, notify, options: As for `export_onnx`.
@@ -92,7 +96,7 @@ def export(
     Raises:
         VitError: It cannot be exported, written or compared.
     """
-    suffix = Path(out).suffix.lower()
+    suffix = Path(path_argument("out", out, "the file to write, such as NAME.onnx")).suffix.lower()
     to = to or next((name for name, (end, _) in FORMATS.items() if end == suffix), "onnx")
     if to not in FORMATS:
         raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
@@ -156,6 +160,9 @@ def export_torch(
     atomic_write(path, save)
     return Exported(((path, path.stat().st_size),), largest)
 
+
+export = export_model
+"""Its name before it was public."""
 
 FORMATS: dict[str, tuple[str, Callable[..., Exported]]] = {
     "onnx": (".onnx", export_onnx),

@@ -23,7 +23,8 @@ from vit.export.reference_outputs import (
 )
 from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import EXPORTED, load_exported
-from vit.paths import did_you_mean
+from vit.inference.image_arguments import find_images, input_paths
+from vit.paths import did_you_mean, path_argument
 from vit.text import printable
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import SUFFIXES, locate_weights
@@ -179,20 +180,20 @@ PathLike = str | os.PathLike[str]
 
 def verify(
     model: PathLike,
-    images: Sequence[str] | None = None,
+    images: PathLike | Sequence[PathLike] | None = None,
     *,
     run: PathLike | None = None,
     engine: str | None = None,
     batch_size: int | None = None,
     notify: Callable[[str], object] = lambda _note: None,
 ) -> Verification:
-    """Compare the outputs of a run, the predictor and an exported file on the same images.
+    """Compare the outputs of a run, the predictor and an exported file on images: `vit verify`.
 
     Args:
         model: X.onnx or X.xml; or a run folder, or of a classifier any other source of weights
             with a head, which is compared with the predictor only.
-        images: Paths; by default up to 50 validation images of the run's data, or drawn ones if
-            there are none.
+        images: Files, folders or patterns; by default up to 50 validation images of the run's
+            data, or drawn ones if there are none.
         run: The run, or other weights, that the exported file is compared with; by default the one
             that its metadata name.
         engine: Engine of the file: onnx or openvino; by its suffix by default.
@@ -203,6 +204,9 @@ def verify(
         VitError: The run, the file or the engine cannot be used.
         DataError: No image has an output of every implementation.
     """
+    model = path_argument("model", model, "a run folder, weights, or an exported file")
+    listed = None if images is None else input_paths(images)
+    found = find_images(listed, notify=notify) if listed else listed
     exported = None if is_source(model) else model
     for name, value in (("run", run), ("engine", engine)):
         if exported is None and value is not None:
@@ -210,7 +214,7 @@ def verify(
     runner = None if exported is None else open_exported(exported, engine, batch_size)
     source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
-    with comparison_images(Path(source), loaded, images, notify) as paths:
+    with comparison_images(Path(source), loaded, found, notify) as paths:
         reference = by_reference_code(loaded, paths)
         outputs = {REFERENCE: reference, PREDICTOR: by_predictor(loaded, paths)}
         if runner is None:

@@ -11,19 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import IntensityRange, read_image, read_size
+from vit.data.image_objects import ImageInput, NamedImage, named_images, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError
 from vit.exported.onnx_session import Array
 
 PathLike = str | os.PathLike[str]
 DecodedImage = tuple[str, Array | BadImage]
-"""A path with its image, uint8 (height, width, 3), or with the error."""
+"""The name of an image with its pixels, uint8 (height, width, 3), or with the error."""
 BATCH_SIZE = 16
 PIXEL_LIMIT = 2**25
 """Pixels in memory, unless a single image has more: 100 MB as bytes, more while decoding."""
@@ -46,19 +48,8 @@ def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tu
     return batch_size or BATCH_SIZE, workers or min(8, usable_cores())
 
 
-def image_paths(images: Iterable[PathLike]) -> Iterator[str]:
-    """Yield the paths of `images` lazily.
-
-    Raises:
-        ConfigError: `images` is one path instead of a list.
-    """
-    if isinstance(images, str | bytes | os.PathLike):
-        raise ConfigError(f"images={images!r} is one path; give a list of paths")
-    return (os.fspath(path) for path in images)
-
-
 def prefetch_images(
-    paths: Iterator[str],
+    images: Iterable[ImageInput | NamedImage],
     prepare: Callable[[Image.Image], object],
     *,
     workers: int,
@@ -69,7 +60,7 @@ def prefetch_images(
     """Yield windows of images in order, while threads decode the next ones.
 
     Args:
-        paths: Paths of images, read lazily.
+        images: The images, read lazily.
         prepare: Turns an upright RGB image into something that numpy takes for an array.
         workers: Threads.
         window_size: Maximum images of a window. A window always ends at a multiple of
@@ -82,7 +73,8 @@ def prefetch_images(
         _decode, prepare=prepare, intensity_range=intensity_range, note=DarkImageNote(notify)
     )
     with ThreadPoolExecutor(workers, thread_name_prefix="read-image") as pool:
-        queue = _PrefetchQueue(paths, lambda path: pool.submit(read, path), window_size)
+        named = named_images(images)
+        queue = _PrefetchQueue(named, lambda one: pool.submit(read, one), window_size)
         try:
             while window := queue.next_window():
                 yield window
@@ -95,19 +87,19 @@ class _PrefetchQueue:
     """Images that are being decoded, and the current window.
 
     Args:
-        paths: Paths of images.
+        images: The images.
         submit: Starts decoding one of them.
         window_size: Maximum images being decoded, and maximum images of a window.
     """
 
     def __init__(
         self,
-        paths: Iterator[str],
-        submit: Callable[[str], "Future[Array | BadImage]"],
+        images: Iterator[NamedImage],
+        submit: Callable[[NamedImage], "Future[Array | BadImage]"],
         window_size: int,
     ) -> None:
         self.submit, self.window_size, self.delivered = submit, window_size, 0
-        self.upcoming = ((path, _expected_pixels(path)) for path in paths)
+        self.upcoming = ((one, _expected_pixels(one.source)) for one in images)
         self.next = next(self.upcoming, None)
         self.pending: deque[tuple[str, int, Future[Array | BadImage]]] = deque()
         self.pixels_in_memory = 0  # of pending images and the window
@@ -119,12 +111,12 @@ class _PrefetchQueue:
         pixels, capacity = 0, self.window_size - self.delivered % self.window_size
         self.fill()
         while self.pending and len(window) < capacity and 2 * pixels < PIXEL_LIMIT:
-            path, expected, future = self.pending.popleft()
+            name, expected, future = self.pending.popleft()
             image = future.result()
             size = 0 if isinstance(image, BadImage) else image.shape[0] * image.shape[1]
             pixels += size
             self.pixels_in_memory += size - expected
-            window.append((path, image))
+            window.append((name, image))
             self.fill()
         self.delivered += len(window)
         return window
@@ -132,33 +124,44 @@ class _PrefetchQueue:
     def fill(self) -> None:
         """Submit images as long as the limits allow."""
         while self.next is not None and len(self.pending) < self.window_size:
-            path, pixels = self.next
+            one, pixels = self.next
             if self.pixels_in_memory and self.pixels_in_memory + pixels > PIXEL_LIMIT:
                 return
-            self.pending.append((path, pixels, self.submit(path)))
+            self.pending.append((one.name, pixels, self.submit(one)))
             self.pixels_in_memory += pixels
             self.next = next(self.upcoming, None)
 
 
-def _expected_pixels(path: str) -> int:
+def _expected_pixels(source: Any) -> int:
     """Pixels by the image's header; 0 for an unreadable one, whose error comes from decoding."""
+    if not isinstance(source, str):  # a PIL image, or an array of any order
+        return math.prod(getattr(source, "shape", None) or source.size)
     try:
-        return math.prod(read_size(path))
+        return math.prod(read_size(source))
     except BadImage:
         return 0
 
 
 def _decode(
-    path: str,
+    one: NamedImage,
     *,
     prepare: Callable[[Image.Image], object],
     intensity_range: IntensityRange | None,
     note: DarkImageNote,
 ) -> Array | BadImage:
+    options: dict[str, Any] = {
+        "intensity_range": intensity_range,
+        "on_dark": partial(note, one.name),
+    }
     try:
-        image = read_image(path, intensity_range=intensity_range, on_dark=partial(note, path))
+        if isinstance(one.source, str):
+            image = read_image(one.source, **options)
+        else:
+            image = to_rgb_image(one.source, one.name, **options)
         return np.asarray(prepare(image))
     except BadImage as error:
         return error
+    except ConfigError:  # an array that is no image
+        raise
     except (ValueError, OSError, MemoryError) as error:
-        return BadImage(path, f"cannot be prepared: {error}")
+        return BadImage(one.name, f"cannot be prepared: {error}")

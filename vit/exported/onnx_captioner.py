@@ -14,11 +14,11 @@ import numpy as np
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.image_io import IntensityRange
+from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
     PathLike,
-    image_paths,
     prefetch_images,
     print_to_stderr,
     resolve_batch_and_workers,
@@ -62,6 +62,8 @@ class ExportedCaptioner:
     thresholds = None
     n_best = 1
     """Captions per image."""
+    shares = True
+    """Scores of classes are probabilities."""
 
     def __init__(
         self,
@@ -107,25 +109,25 @@ class ExportedCaptioner:
         if not 1 <= min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens={min_tokens}: must be from 1 to {self.max_tokens}")
 
-    def __call__(self, images: Iterable[PathLike], *, top_k: int = 5) -> list[Prediction]:
-        """Return one prediction per path of `images`, in their order; see `stream`."""
+    def __call__(self, images: Iterable[ImageInput], *, top_k: int = 5) -> list[Prediction]:
+        """Return one prediction per image of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k))
 
-    def stream(self, images: Iterable[PathLike], *, top_k: int = 5) -> Iterator[Prediction]:
+    def stream(self, images: Iterable[ImageInput], *, top_k: int = 5) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`, in bounded memory.
 
         Args:
-            images: Paths of images.
+            images: Paths, PIL images or arrays, as for vit.Predictor.
             top_k: Most probable classes to return, if the model has classes.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one path instead of a list.
+            ConfigError: `top_k` is less than 1, or `images` is one image instead of a list.
             WeightsError: The networks cannot be computed, or return NaN.
         """
         check_top_k(top_k)
-        return self._stream(image_paths(images), top_k)
+        return self._stream(named_images(images), top_k)
 
-    def _stream(self, paths: Iterator[str], top_k: int) -> Iterator[Prediction]:
+    def _stream(self, paths: Iterator[NamedImage], top_k: int) -> Iterator[Prediction]:
         batches = prefetch_images(
             paths,
             self.preprocessing.resize_and_crop,

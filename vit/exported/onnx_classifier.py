@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from vit.data.image_io import IntensityRange
+from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.exported.image_prefetch import (
     DecodedImage,
     PathLike,
-    image_paths,
     prefetch_images,
     print_to_stderr,
     resolve_batch_and_workers,
@@ -103,6 +103,7 @@ class ExportedClassifier:
             self.preprocessing = Preprocessing.from_dict(json.loads(self.metadata["preprocessing"]))
             self.precision = self.metadata["precision"]
             self.thresholds = _parse_thresholds(self.metadata, self.classes)
+            self.shares = self.metadata.get("activation") != "identity"
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
@@ -146,17 +147,17 @@ class ExportedClassifier:
 
     def __call__(
         self,
-        images: Iterable[PathLike],
+        images: Iterable[ImageInput],
         *,
         top_k: int | None = None,
         threshold: float | None = None,
     ) -> list[Prediction]:
-        """Return one prediction per path of `images`, in their order; see `stream`."""
+        """Return one prediction per image of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k, threshold=threshold))
 
     def stream(
         self,
-        images: Iterable[PathLike],
+        images: Iterable[ImageInput],
         *,
         top_k: int | None = None,
         threshold: float | None = None,
@@ -164,13 +165,13 @@ class ExportedClassifier:
         """Yield predictions in the order of `images`, in bounded memory.
 
         Args:
-            images: Paths of images.
+            images: Paths, PIL images or arrays, as for vit.Predictor.
             top_k: Most probable classes to return, at most all. Default: 5; for a multi-label
                 network all classes above their thresholds.
             threshold: Minimum probability of a class; replaces the network's own thresholds.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one path instead of a list.
+            ConfigError: `top_k` is less than 1, or `images` is one image instead of a list.
             WeightsError: The graph returns unexpected shapes.
         """
         check_top_k(top_k)
@@ -179,21 +180,21 @@ class ExportedClassifier:
             Prediction(path, error=row.reason)
             if isinstance(row, BadImage)
             else Prediction(path, top_k_classes(self.classes, row[OUTPUT], top_k, thresholds))
-            for path, row in self._run(image_paths(images))
+            for path, row in self._run(named_images(images))
         )
 
-    def probabilities(self, images: Iterable[PathLike]) -> Iterator[Array | BadImage]:
+    def probabilities(self, images: Iterable[ImageInput]) -> Iterator[Array | BadImage]:
         """Yield the probabilities of each image, (classes,) float64, or its error."""
-        rows = self._run(image_paths(images))
+        rows = self._run(named_images(images))
         return (row if isinstance(row, BadImage) else row[OUTPUT] for _, row in rows)
 
     def outputs(
-        self, images: Iterable[PathLike], names: Sequence[str]
+        self, images: Iterable[ImageInput], names: Sequence[str]
     ) -> Iterator[OutputRow | BadImage]:
         """Yield the outputs `names` of each image, without the batch axis, or its error.
 
         Raises:
-            ConfigError: The graph has no such output, or `images` is one path instead of a list.
+            ConfigError: The graph has no such output, or `images` is one image instead of a list.
         """
         for name in names:
             if name not in self._session.outputs:
@@ -201,10 +202,10 @@ class ExportedClassifier:
                     f"output={name!r}: {self._name} has {', '.join(self._session.outputs)}; export "
                     "it with --tokens"
                 )
-        return (row for _, row in self._run(image_paths(images), names))
+        return (row for _, row in self._run(named_images(images), names))
 
     def _run(
-        self, paths: Iterator[str], names: Sequence[str] = (OUTPUT,)
+        self, paths: Iterator[NamedImage], names: Sequence[str] = (OUTPUT,)
     ) -> Iterator[tuple[str, OutputRow | BadImage]]:
         windows = prefetch_images(
             paths,

@@ -42,6 +42,10 @@ class ImagePredictor(Protocol):
         """Of a multi-label network; None otherwise."""
 
     @property
+    def shares(self) -> bool:
+        """Whether scores of classes are probabilities."""
+
+    @property
     def block_size(self) -> int:
         """A list gives the same results when it is continued at a multiple of this."""
 

@@ -5,13 +5,14 @@ threads inside one matrix product would wait for each other at every layer
 (benchmarks/results/prediction_xeon_2026-11-21.md). On other devices the threads only read images.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, read_image
+from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage
+from vit.errors import BadImage, ConfigError
 
 T = TypeVar("T")
 GPU_BATCH_SIZE, CAPTION_BATCH_SIZE = 64, 16
@@ -80,26 +82,37 @@ class ImageReader:
             self.prepare = lambda image: preprocessing.keep_aspect(image, patch_size)
         self.budget = PixelBudget(MAX_PIXELS)
 
-    def __call__(self, path: str) -> Tensor | BadImage:
-        """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error."""
+    def __call__(self, image: ImageInput, name: str = "image") -> Tensor | BadImage:
+        """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error.
+
+        Args:
+            image: A path, or an image in memory.
+            name: Name of an image in memory, in errors.
+
+        Raises:
+            ConfigError: An array or tensor that is no image.
+        """
         held: list[int] = []
 
         def admit(pixels: int) -> None:
             self.budget.acquire(pixels)
             held.append(pixels)
 
+        name = os.fspath(image) if isinstance(image, str | os.PathLike) else name
+        options: dict[str, Any] = {
+            "intensity_range": self.intensity_range,
+            "on_dark": partial(self.note_dark, name),
+        }
         try:
-            image = read_image(
-                path,
-                intensity_range=self.intensity_range,
-                before_decode=admit,
-                on_dark=partial(self.note_dark, path),
-            )
-            return self.prepare(image)
+            if isinstance(image, str | os.PathLike):
+                return self.prepare(read_image(name, before_decode=admit, **options))
+            return self.prepare(to_rgb_image(image, name, **options))
+        except ConfigError:  # an array that is no image
+            raise
         except BadImage as error:
             return error
         except (ValueError, OSError, MemoryError) as error:
-            return BadImage(path, f"cannot be resized: {error}")
+            return BadImage(name, f"cannot be resized: {error}")
         finally:
             for pixels in held:
                 self.budget.release(pixels)
@@ -146,10 +159,10 @@ def make_thread_pool(count: int) -> ThreadPoolExecutor:
 
 
 def chunks(
-    paths: Iterable[str], batch_size: int, *, first: int = 0
-) -> Iterator[tuple[int, list[str]]]:
-    """Batches of paths, each with the index of its first path; `first` is that of the first."""
-    remaining = iter(paths)
+    images: Iterable[T], batch_size: int, *, first: int = 0
+) -> Iterator[tuple[int, list[T]]]:
+    """Batches of a list, each with the index of its first item; `first` is that of the first."""
+    remaining = iter(images)
     while batch := list(islice(remaining, batch_size)):
         yield first, batch
         first += len(batch)

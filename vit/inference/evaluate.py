@@ -25,30 +25,41 @@ import torch
 from vit.config.parser import make_config, read_settings
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL, Sample
-from vit.data.sources.dataset_spec import DatasetSpec, resolve_folder
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import ConfigError, DataError, RunError
 from vit.generation.generation_config import Search
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
-from vit.output.output_file import open_output
-from vit.output.prediction_results import FORMATS, Layout, Truth, check_top_k, resolve_top_k
+from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.prediction_results import (
+    FORMATS,
+    Layout,
+    Truth,
+    check_top_k,
+    resolve_top_k,
+    write_workbook,
+)
 from vit.precision import autocast
 from vit.tasks.task import Task
 from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 SPLIT_FILE = "split.json"
-ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv"}
+ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv", ".xlsx": "xlsx"}
 
 
 def evaluate(
     model: PathLike | LoadedRun,
-    data: str | DatasetSpec,
+    data: PathLike | DatasetSpec,
     *,
     split: str = "val",
     images: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    caption_column: str | None = None,
+    allow_outside: bool = False,
     device: str | None = None,
     batch_size: int | None = None,
     precision: str = "auto",
@@ -72,9 +83,10 @@ def evaluate(
     Args:
         model: A run folder or any other source of weights with a head, or one that is loaded.
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
-        split, images: As in DatasetSpec, which replaces them; `val` is the first validation split.
+        split: Part of `data`; `val` is the first validation split. A DatasetSpec has its own.
+        images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         device, batch_size, ..., intensity_range: As for Predictor.
-        out: File of a row for each image, .jsonl or .csv; an older file is replaced.
+        out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
         top_k: Number of predicted classes in a row; 5 by default.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
@@ -84,6 +96,15 @@ def evaluate(
     """
     style = None if out is None else row_style(os.fspath(out))
     check_top_k(top_k)
+    spec = as_dataset_spec(
+        data,
+        {"split": split},
+        images=images,
+        image_column=image_column,
+        label_column=label_column,
+        caption_column=caption_column,
+        allow_outside=allow_outside,
+    )
     predictor = Predictor(
         model,
         device=device,
@@ -99,14 +120,24 @@ def evaluate(
         intensity_range=intensity_range,
         notify=notify,
     )
-    spec = (
-        data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
-    )
     samples = load_samples(predictor.task, model, spec, predictor.classes, notify)
     if out is None or style is None:
         return measure(predictor, samples, notify, progress, where=spec.data)
     names = predictor.task.label_names(spec, predictor.classes)
     rows = EvaluationRows(predictor, samples, names, style, top_k)
+    if style == "xlsx":
+        lines = [rows.header]
+        scores = measure(
+            predictor,
+            samples,
+            notify,
+            progress,
+            where=spec.data,
+            write=lambda outputs, samples: lines.extend(rows.lines(outputs, samples)),
+        )
+        with atomic_file(resolve_link(os.fspath(out))) as book:
+            write_workbook(book, map(str.encode, lines), shares=predictor.shares)
+        return scores
     with open_output(os.fspath(out)) as file:
         file.write(rows.header)
 
@@ -125,7 +156,7 @@ def row_style(out: str) -> str:
     style = ROW_STYLES.get(Path(out).suffix.lower())
     if style is None:
         raise ConfigError(
-            f"out={printable(out)}: rows are written as .jsonl or .csv; give such a name"
+            f"out={printable(out)}: rows are written as .jsonl or .csv or .xlsx; give such a name"
         )
     return style
 

@@ -3,10 +3,22 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vit.errors import DataError
-from vit.paths import did_you_mean
+from vit.paths import did_you_mean, path_argument
 from vit.text import printable
+
+
+def input_paths(inputs: Any) -> list[str]:
+    """One input or a list of them, of a Python call, as text.
+
+    Raises:
+        ConfigError: One is no path.
+    """
+    listed = inputs if isinstance(inputs, list | tuple) else [inputs]
+    wanted = "files, folders, patterns or lists; images in memory are for vit.Predictor"
+    return [path_argument("inputs", one, wanted) for one in listed]
 
 
 def find_images(

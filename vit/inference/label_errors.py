@@ -29,7 +29,7 @@ from vit.data.checks.dataset_check import (
 from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     LabeledRow,
@@ -37,7 +37,7 @@ from vit.evaluation.confident_learning import (
     find_suspect_rows,
     read_labeled_rows,
 )
-from vit.inference.predictor import Predictor
+from vit.inference.predictor import PathLike, Predictor
 from vit.text import plural, printable
 
 NEIGHBOURS = 20
@@ -74,9 +74,16 @@ class Suspect(NamedTuple):
 
 
 def check(
-    data: str | DatasetSpec,
+    data: PathLike | DatasetSpec,
     *,
-    weights: str | None = None,
+    task: str | None = None,
+    images: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    caption_column: str | None = None,
+    allow_outside: bool = False,
+    group: str | None = None,
+    weights: PathLike | None = None,
     rows: str | Path | None = None,
     device: str | None = None,
     workers: int | None = None,
@@ -84,24 +91,36 @@ def check(
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Callable[[str], object] = lambda _note: None,
 ) -> CheckReport:
-    """Check a dataset, as `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
+    """Check a dataset: `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
 
     Args:
-        data: As for `check_dataset`.
-        weights: As for `find_label_errors`.
+        data: A folder, a list, the name of a dataset, or a DatasetSpec.
+        task: Task that a training would learn; classes by default.
+        images, image_column, ..., group: As in DatasetSpec.
+        weights: Weights whose features find suspected labels; see `find_label_errors`.
         rows: As for `add_row_errors`.
-        device, notify: As for `find_label_errors`.
-        workers, cache, progress: As for `check_dataset`.
+        device: Device of the network of `weights`.
+        workers, cache, progress, notify: As for `check_dataset`.
 
     Raises:
-        VitError: The data, the weights or the rows cannot be used.
+        VitError: The data, the weights, the rows or a setting cannot be used.
     """
     if rows is not None and weights is not None:
         raise ConfigError(
             f"rows={printable(rows)}: weights find label errors too; give one of both"
         )
     found = None if rows is None else read_labeled_rows(rows)
-    report = check_dataset(data, workers=workers, cache=cache, progress=progress, notify=notify)
+    spec = as_dataset_spec(
+        data,
+        task=task,
+        images=images,
+        image_column=image_column,
+        label_column=label_column,
+        caption_column=caption_column,
+        allow_outside=allow_outside,
+        group=group,
+    )
+    report = check_dataset(spec, workers=workers, cache=cache, progress=progress, notify=notify)
     if found is not None:
         return add_row_errors(report, found, where=str(rows), notify=notify)
     if weights is None:
@@ -111,7 +130,7 @@ def check(
 
 def find_label_errors(
     report: CheckReport,
-    weights: str,
+    weights: PathLike,
     *,
     device: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,

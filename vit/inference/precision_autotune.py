@@ -8,7 +8,6 @@ A trial runs real images in both precisions; its result is kept in the user's ca
 import hashlib
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
+from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, RunError
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.model_runner import BatchOutput
@@ -131,17 +131,17 @@ class PrecisionAutotuner:
 
     def choose(
         self,
-        images: Sequence[str | os.PathLike[str]],
+        images: Sequence[ImageInput],
         batch_size: int,
         *,
-        read: Callable[[str], Tensor | BadImage],
+        read: Callable[[ImageInput], Tensor | BadImage],
         run: Callable[[Sequence[Tensor], Precision], BatchOutput],
         timed: Timer = timed,
     ) -> Precision:
         """The precision for `images`, after a trial on the first of them if none is cached.
 
         Args:
-            images: Paths.
+            images: Paths, or images in memory.
             batch_size: Images of a batch.
             read: Reads and preprocesses an image.
             run: Runs the network.
@@ -149,7 +149,7 @@ class PrecisionAutotuner:
         """
         if self.result is not None or len(images) < MIN_BATCHES * batch_size:
             return self.precision
-        read_images = [read(os.fspath(path)) for path in images[: ROUNDS * batch_size]]
+        read_images = [read(image) for image in images[: ROUNDS * batch_size]]
         good = [image for image in read_images if isinstance(image, Tensor)]
         starts = range(0, len(good) - batch_size + 1, batch_size)
         batches = [good[start : start + batch_size] for start in starts]

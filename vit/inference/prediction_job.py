@@ -13,11 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vit.config.parser import nearest
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.inference.backends import (
     ImagePredictor,
@@ -27,7 +29,7 @@ from vit.inference.backends import (
     select_engine,
     sha256_of_files,
 )
-from vit.inference.image_arguments import find_images
+from vit.inference.image_arguments import find_images, input_paths
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -42,7 +44,17 @@ from vit.output.output_file import (
     is_device,
     open_output,
 )
-from vit.output.prediction_results import FORMATS, TOP_K, Layout, Prediction, unended_note
+from vit.output.prediction_results import (
+    BOM,
+    CSV_DIGITS,
+    FORMATS,
+    SEPARATORS,
+    TOP_K,
+    Layout,
+    Prediction,
+    unended_note,
+    write_workbook,
+)
 from vit.output.resumable_output import (
     Block,
     BlockLog,
@@ -51,6 +63,7 @@ from vit.output.resumable_output import (
     describe_differences,
 )
 from vit.output.sort_into_folders import UNSURE, ImageSorter, SortMethod, check_sorting
+from vit.paths import path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.text import format_clock, plural, printable
 from vit.version import __version__
@@ -58,7 +71,13 @@ from vit.version import __version__
 if TYPE_CHECKING:
     from vit.generation.generation_config import Search
 
-FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".csv": "csv", ".txt": "table", "": "table"}
+FORMAT_OF_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".xlsx": "xlsx",
+    ".txt": "table",
+    "": "table",
+}
 ECHO_SECONDS = 3.0  # a launcher forwards its own signal to processes that received it already
 MIN_IMAGES_FOR_SUMMARY = 101
 
@@ -73,8 +92,12 @@ class PredictionConfig:
     """Images, folders, patterns, lists; `-` is a list of paths on standard input."""
     out: str | None = None
     """File of results; None or `-` is standard output."""
-    format: Literal["table", "jsonl", "csv"] | None = None
+    format: Literal["table", "jsonl", "csv", "xlsx"] | None = None
     """Format of the rows; by default the suffix of `out` decides, else table."""
+    csv_separator: Literal["comma", "semicolon", "tab"] | None = None
+    """Separator of CSV, comma by default; with semicolon the decimal sign is a comma."""
+    csv_digits: int | Literal["full"] | None = None
+    """Decimal digits of the scores in CSV; 4 by default."""
     resume: bool = False
     """Continue an interrupted prediction."""
     overwrite: bool = False
@@ -133,12 +156,43 @@ class PredictionConfig:
         }
         return settings | {name: value for name, value in optional.items() if value}
 
-    def check(self, engine: str, processes: int) -> None:
+    @property
+    def separator(self) -> str:
+        """Separator of CSV."""
+        return SEPARATORS[self.csv_separator or "comma"]
+
+    @property
+    def digits(self) -> int | None:
+        """Decimal digits in CSV; None for all."""
+        digits = CSV_DIGITS if self.csv_digits is None else self.csv_digits
+        return None if digits == "full" else digits
+
+    def check_csv(self, style: str) -> None:
+        """Refuse settings of CSV that have no meaning.
+
+        Raises:
+            ConfigError: The message names the setting.
+        """
+        for name in ("csv_separator", "csv_digits"):
+            if getattr(self, name) is not None and style != "csv":
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: the format is {style}; add --format csv"
+                )
+        if self.csv_separator is not None and self.csv_separator not in SEPARATORS:
+            raise ConfigError(
+                f"csv_separator={self.csv_separator!r}: choose one of {', '.join(SEPARATORS)}"
+            )
+        digits = self.csv_digits
+        if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
+            raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
+
+    def check(self, engine: str, processes: int, style: str = "table") -> None:
         """Refuse settings that exclude each other.
 
         Raises:
             ConfigError: The message names their flags.
         """
+        self.check_csv(style)
         files = [os.path.realpath(path) for path in (self.out, self.embeddings) if path is not None]
         ray, several = engine == "ray", processes > 1
         rules = {
@@ -158,6 +212,9 @@ class PredictionConfig:
                 )
                 for name in ("resume", "explain", "embeddings", "sort_into", "threshold")
             },
+            "--format xlsx is a file: give --out FILE, without --explain and --engine ray": (
+                style == "xlsx" and (ray or not self.resumable)
+            ),
             "--engine ray writes files: give --out": ray and not self.to_file,
             f"{processes} processes write one file together: give --out FILE, without --explain": (
                 several and not self.resumable
@@ -178,7 +235,7 @@ def print_to_stderr(line: str) -> None:
 
 def predict(
     model: str | os.PathLike[str],
-    inputs: Sequence[str],
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     notify: Callable[[str], object] = print_to_stderr,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
@@ -190,17 +247,26 @@ def predict(
     a launcher started share the work; those besides the first one return 0.
 
     Args:
-        model, inputs, settings: As in PredictionConfig.
+        model, settings: As in PredictionConfig.
+        inputs: One input or several, as in PredictionConfig.
         notify: Called with notes and a summary.
         progress: Called with the images that this process has done, and their total.
 
     Raises:
         VitError: It cannot start, or stopped early; the message says what is kept.
     """
-    config = PredictionConfig(model=os.fspath(model), inputs=inputs, **settings)
+    known = [one.name for one in fields(PredictionConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name} is not a setting of a prediction{nearest(name, known)}")
+    config = PredictionConfig(
+        model=path_argument("model", model, "a run folder, weights, or an exported file"),
+        inputs=input_paths(inputs),
+        **settings,
+    )
     engine = select_engine(config.model, config.engine)
     style = config.format or default_format(config.out, engine)
-    config.check(engine, world_size())
+    config.check(engine, world_size(), style)
     group = current_process_group()
     output = None
     if engine != "ray" and config.resumable and config.out is not None:
@@ -229,7 +295,7 @@ def default_format(path: str | None, engine: str) -> str:
     if suffix == ".parquet" and engine == "ray":
         return "parquet"
     if suffix not in FORMAT_OF_SUFFIX:
-        raise VitError(f"{printable(path)}: name it .jsonl or .csv, or add --format")
+        raise VitError(f"{printable(path)}: name it .jsonl, .csv or .xlsx, or add --format")
     return FORMAT_OF_SUFFIX[suffix]
 
 
@@ -302,6 +368,8 @@ def run_on_ray(
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
+        separator=config.separator,
+        digits=config.digits,
     )
 
 
@@ -387,11 +455,25 @@ class PredictionJob:
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
         """The header, and the function that makes a row."""
-        predictor = self.predictor
+        predictor, config = self.predictor, self.config
         layout = Layout(
-            self.top_k, predictor.classes, self.images, predictor.n_best, self.multilabel
+            self.top_k,
+            predictor.classes,
+            self.images,
+            predictor.n_best,
+            self.multilabel,
+            shares=predictor.shares,
+            separator=config.separator,
+            digits=config.digits,
         )
-        return FORMATS[self.style](layout)
+        header, line = FORMATS[self.style](layout)
+        if self.style == "csv" and config.to_file:
+            # without the mark Excel reads UTF-8 as the machine's old code page
+            names = (*predictor.classes, *self.images)
+            marked = config.csv_separator is not None or predictor.n_best > 0
+            if marked or not all(map(str.isascii, names)):
+                header = BOM + header
+        return header, line
 
     def sorter(self) -> Callable[[int, Prediction], bool]:
         """Places an image; returns whether one of its name lies in another folder too."""
@@ -510,6 +592,8 @@ class PredictionJob:
             "sort_into": folder,
             "sort_with": (config.sort_with or "copy") if folder else None,
             "format": self.style,
+            "format_separator": config.csv_separator,
+            "format_digits": str(config.digits) if self.style == "csv" else None,
             "top_k": self.top_k,
             "processes": self.group.processes,
         } | ({"intensity_range": [*config.intensity_range]} if config.intensity_range else {})
@@ -534,7 +618,9 @@ class PredictionJob:
         outcomes = group.all_gather(
             group.run_on_all(lambda: self.predict_own_images(output, log, format_row, dim))
         )
-        group.run_on_main(lambda: output.finish(header.encode(), self.images, dim))
+        workbook = partial(write_workbook, shares=self.predictor.shares)
+        write = workbook if self.style == "xlsx" else None
+        group.run_on_main(lambda: output.finish(header.encode(), self.images, dim, write))
         return outcomes
 
     def predict_own_images(

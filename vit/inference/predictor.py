@@ -1,4 +1,4 @@
-"""Predictions for image files: read, preprocess, run the network, return labels or captions.
+"""Predictions for images: read, preprocess, run the network, return labels or captions.
 
 Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vit.data.image_io import IntensityRange
+from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.classification_metrics import ranking
 from vit.generation.caption import Caption
@@ -46,7 +47,7 @@ class ImageOutput:
     """Model output for one image, or its error; `to_predictions` makes Predictions of them.
 
     Args:
-        image: Path of the image.
+        image: Path of the image; `images[N]` of one in memory.
         probabilities: (classes,) float64, empty without a head; None on an error.
         error: Why there is no output, or None.
         captions: The best first; empty from a classifier.
@@ -123,8 +124,8 @@ class Predictor:
         notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ConfigError(f"{name}={value!r}: must be at least 1, a whole number")
         self.device = resolve_device(device)
         self.precision = resolve_precision(precision, self.device)
         if isinstance(run, LoadedRun):
@@ -178,6 +179,11 @@ class Predictor:
             self.precision = self.precision_autotuner.precision
 
     @property
+    def shares(self) -> bool:
+        """Whether scores of classes are probabilities, which tables show in percent."""
+        return self.task.activation_name != "identity"
+
+    @property
     def block_size(self) -> int:
         """A list gives the same results when it is continued at a multiple of this."""
         return self.batch_size
@@ -189,17 +195,17 @@ class Predictor:
 
     def __call__(
         self,
-        images: Iterable[PathLike],
+        images: Iterable[ImageInput],
         *,
         top_k: int | None = None,
         threshold: float | None = None,
     ) -> list[Prediction]:
-        """One Prediction for each path of `images`, in their order; see `stream`."""
+        """One Prediction for each of `images`, in their order; see `stream`."""
         return list(self.stream(images, top_k=top_k, threshold=threshold))
 
     def stream(
         self,
-        images: Iterable[PathLike],
+        images: Iterable[ImageInput],
         *,
         top_k: int | None = None,
         threshold: float | None = None,
@@ -208,18 +214,21 @@ class Predictor:
         """Iterate over predictions in the order of `images`, in constant memory.
 
         Args:
-            images: Paths of images; consumed lazily, a batch a worker ahead.
+            images: Paths, PIL images, arrays (height, width, 3) or tensors (3, height, width),
+                uint8 or in [0, 1] (vit/data/image_objects.py); or one array or tensor of a whole
+                batch. Consumed lazily, a batch a worker ahead. An image in memory gives the
+                prediction of a file with its pixels.
             top_k: Number of most probable classes to return, at most all. 5 by default; for a
                 multi-label model all above their thresholds.
             threshold: Leave out classes that are less probable; replaces the model's thresholds.
             first: As for `batches`.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is a single path.
+            ConfigError: `top_k` is less than 1, `images` is one image instead of a list, or one of
+                them is none; the last is raised when its turn comes.
         """
         check_top_k(top_k)
-        if isinstance(images, str | bytes | os.PathLike):
-            raise ConfigError(f"images={images!r} is one path; give a list of paths")
+        named_images(images)  # refuses a single image now, and not with the first result
         batches = self.batches(images, first=first)
         return (
             prediction
@@ -227,7 +236,9 @@ class Predictor:
             for prediction in self.to_predictions(batch, top_k, threshold)
         )
 
-    def batches(self, images: Iterable[PathLike], *, first: int = 0) -> Iterator[list[ImageOutput]]:
+    def batches(
+        self, images: Iterable[ImageInput], *, first: int = 0
+    ) -> Iterator[list[ImageOutput]]:
         """Iterate over the outputs of batches, in order, while threads work on the next ones.
 
         Args:
@@ -235,13 +246,12 @@ class Predictor:
             first: Index of the first image in a longer list. A list continued from a multiple of
                 `batch_size` gives the digits of the whole list.
         """
+        batches = chunks(named_images(images, first=first), self.batch_size, first=first)
         if isinstance(images, Sequence):
             self.autotune_precision(images)
         on_cpu = self.device.type == "cpu"
         workers = self.workers
         pool = make_thread_pool(workers) if on_cpu else ThreadPoolExecutor(workers, "read-image")
-        paths = (os.fspath(path) for path in images)
-        batches = chunks(paths, self.batch_size, first=first)
         try:
             if self.runner.compiled:
                 pool.submit(self.runner.warm_up, self.batch_size, self.precision).result()
@@ -251,15 +261,16 @@ class Predictor:
                     yield future.result()
             else:  # the threads read, this one computes
                 reads = (
-                    (start, batch, [pool.submit(self.read, path) for path in batch])
+                    (start, batch, [pool.submit(self.read, one.source, one.name) for one in batch])
                     for start, batch in batches
                 )
                 for start, batch, read in prefetch(reads, 1):
-                    yield self._run_batch(start, batch, [future.result() for future in read])
+                    names = [one.name for one in batch]
+                    yield self._run_batch(start, names, [future.result() for future in read])
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def autotune_precision(self, images: Sequence[PathLike]) -> None:
+    def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""
         if self.precision_autotuner is None:
             return
@@ -299,40 +310,41 @@ class Predictor:
             for output in outputs
         ]
 
-    def _read_and_run(self, first: int, paths: list[str]) -> list[ImageOutput]:
-        return self._run_batch(first, paths, [self.read(path) for path in paths])
+    def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
+        images = [self.read(one.source, one.name) for one in batch]
+        return self._run_batch(first, [one.name for one in batch], images)
 
     def _run_batch(
-        self, first: int, paths: list[str], images: Sequence[Tensor | BadImage]
+        self, first: int, names: list[str], images: Sequence[Tensor | BadImage]
     ) -> list[ImageOutput]:
         """Outputs of one batch; `first` is the index of its first image in the whole list."""
         errors = {n: image.reason for n, image in enumerate(images) if isinstance(image, BadImage)}
-        if len(errors) == len(paths):
-            return [ImageOutput(path, None, errors[n]) for n, path in enumerate(paths)]
+        if len(errors) == len(names):
+            return [ImageOutput(name, None, errors[n]) for n, name in enumerate(names)]
         blank = self.runner.blank_image()
         batch = [blank if isinstance(image, BadImage) else image for image in images]
-        batch += [blank] * (self._padded_size(len(paths)) - len(paths))
+        batch += [blank] * (self._padded_size(len(names)) - len(names))
         output = self.runner.run(batch, self.precision)
         finite = output.probabilities.isfinite().all(dim=1)
         if output.embeddings is not None:
             finite &= output.embeddings.isfinite().all(dim=1)
-        for n, is_finite in enumerate(finite[: len(paths)].tolist()):
+        for n, is_finite in enumerate(finite[: len(names)].tolist()):
             if not is_finite and n not in errors:
                 errors[n] = f"the network overflowed in {self.precision}; try precision fp32"
-        good = [n for n in range(len(paths)) if n not in errors]
+        good = [n for n in range(len(names)) if n not in errors]
         captions = self._generate_captions(output.memories, good, first, errors)
         return [
-            ImageOutput(path, None, errors[n])
+            ImageOutput(name, None, errors[n])
             if n in errors
             else ImageOutput(
-                path,
+                name,
                 output.probabilities[n],
                 captions=captions.get(n, ()),
                 memory=output.memories[n],
                 pixels=batch[n],
                 embedding=None if output.embeddings is None else output.embeddings[n],
             )
-            for n, path in enumerate(paths)
+            for n, name in enumerate(names)
         ]
 
     def _padded_size(self, images: int) -> int:

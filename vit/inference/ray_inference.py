@@ -172,6 +172,8 @@ def predict_with_ray(
     settings: dict[str, Any],
     workers: int | None,
     notify: Callable[[str], object],
+    separator: str = ",",
+    digits: int | None = None,
 ) -> int:
     """Answer for all `images` into one file; returns how many have an error instead.
 
@@ -187,6 +189,7 @@ def predict_with_ray(
         settings: Of the Predictor.
         workers: Each with one Predictor; one a GPU, or one a core, when left out.
         notify: Called with a line about what is used.
+        separator, digits: Of CSV, as in Layout.
 
     Raises:
         VitError: Ray is not installed or gives up, or the model or a setting cannot be used.
@@ -209,7 +212,13 @@ def predict_with_ray(
             f"ray: {size} workers on {about['device']}, {len(tables)} pieces of {len(tables[0])}"
         )
         layout = Layout(
-            min(top_k, len(about["classes"])), about["classes"], images, about["n_best"]
+            min(top_k, len(about["classes"])),
+            about["classes"],
+            images,
+            about["n_best"],
+            shares=about["shares"],
+            separator=separator,
+            digits=digits,
         )
         asked = (model, settings | about["settings"], max(layout.top_k, 1), SharedAttemptCounter())
         return _write(out, style, layout, _rows(tables, images, asked, size, share))
@@ -335,6 +344,7 @@ def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         "classes": list(predictor.classes),
         "several": predictor.thresholds is not None,
         "n_best": predictor.n_best,
+        "shares": predictor.shares,
         "block": predictor.block_size,
         "device": str(predictor.device),
         "settings": settings,

@@ -4,16 +4,14 @@ A layer takes plain numbers and never sees the config. To add an option: write t
 line below, and add its name to the Literal in vit/config/ (a test compares the two).
 """
 
-import difflib
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from vit.config import DecoderConfig, ModelConfig
-from vit.config.parser import all_settings, convert, names_by_alias
+from vit.config.parser import model_settings
 from vit.config.presets import preset
 from vit.errors import ConfigError
 from vit.model.attention import CrossAttention, SelfAttention
@@ -162,20 +160,16 @@ def create_model(name: str, **settings: Any) -> VisionTransformer:
 
     Args:
         name: A preset, such as vit_small_patch16_224.
-        settings: Fields of ModelConfig that differ from the preset's.
+        settings: Fields of ModelConfig that differ from the preset's, or timm's names
+            of them (`img_size`).
 
     Raises:
         ConfigError: The name or a setting is unknown, or the settings contradict each other. It
             is a ValueError.
     """
-    known = [field.name for field in fields(ModelConfig)]
-    for key in settings.keys() - set(known):
-        words = {word: name for word, name in names_by_alias().items() if name in known}
-        near = difflib.get_close_matches(key, words, n=1)
-        hint = f"; did you mean {words[near[0]]}?" if near else f"; choose from {', '.join(known)}"
-        raise ConfigError(f"{key} is not a model setting{hint}")
-    kinds = all_settings()
-    chosen = {key: convert(kinds[key].kind, value, key) for key, value in settings.items()}
+    if not isinstance(name, str):
+        raise ConfigError(f"name={name!r}: give a preset, such as vit_small_patch16_224")
+    chosen = model_settings(settings)
     return build_classifier(ModelConfig(**{**preset(name), **chosen}))
 
 

@@ -1,7 +1,10 @@
-"""The prediction of one image, and its formats: JSON lines, CSV, a table.
+"""The prediction of one image, and its formats: JSON lines, CSV, an Excel workbook, a table.
 
 Names of files and classes, and captions, are untrusted: each format escapes what a terminal, a
 spreadsheet or a JSON parser would interpret.
+
+JSON has fractions with all digits, CSV fractions with four, and the table and the workbook show
+percentages.
 """
 
 import csv
@@ -9,13 +12,14 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from vit.errors import ConfigError, RunError
+from vit.data.workbook import check_size, read_sheet, write_sheet
+from vit.errors import ConfigError, DataError, RunError
 from vit.text import plural, printable
 
 if TYPE_CHECKING:
@@ -24,7 +28,13 @@ if TYPE_CHECKING:
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
 UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""The last four are the full-width forms of the first."""
+FORMULA_INSIDE = re.compile('([,;\t]"?)(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])')
+"""Where a formula begins if a spreadsheet takes another character for the separator."""
+SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t"}
+CSV_DIGITS = 4
+BOM = "\ufeff"
 WIDEST_CELL = 60
 NO_CLASS = "-"
 BETWEEN = "|"
@@ -67,9 +77,9 @@ class Prediction:
 
 
 def check_top_k(top_k: int | None) -> None:
-    """Raise ConfigError if `top_k` is less than 1."""
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}: must be at least 1")
+    """Raise ConfigError if `top_k` is no whole number of at least 1."""
+    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+        raise ConfigError(f"top_k={top_k!r}: must be at least 1, a whole number")
 
 
 def resolve_top_k(
@@ -100,8 +110,11 @@ class Layout:
         classes: Their names.
         images: Paths of the images.
         n_best: Captions of an image; 0 from a network that writes none.
-        several: Whether an image may have several classes, or none: how many differs.
+        multilabel: Whether an image may have several classes, or none: how many differs.
         truth: The keys of `Prediction.truth`, in rows of an evaluation.
+        shares: Whether scores of classes are probabilities, which a table shows in percent.
+        separator: Separator of CSV; with a semicolon the decimal sign is a comma.
+        digits: Decimal digits in CSV; None for all.
     """
 
     top_k: int
@@ -110,6 +123,9 @@ class Layout:
     n_best: int = 0
     multilabel: bool = False
     truth: Sequence[str] = ()
+    shares: bool = True
+    separator: str = ","
+    digits: int | None = None
 
     @property
     def caption_columns(self) -> list[tuple[str, str]]:
@@ -169,40 +185,44 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
-def csv_lines(layout: Layout) -> tuple[str, Line]:
-    """image,label_1,score_1,...,label_K,score_K,error; RFC 4180, every row of the same length.
+Cell = str | float | tuple[str | float, ...] | None
+"""A cell of a spreadsheet; several scores, or captions, share one."""
 
-    Captions are image,caption,score,error, or image,caption_1,score_1,...; where there are classes
-    too, they come after these, and their scores are called caption_score. Where an image may have
-    several classes: image,labels,scores,error, both with | between them. A row of an evaluation has
-    `Prediction.truth` after the image, a list with | between its parts.
+
+def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
+    """The header and the cells of a row, all of the same length.
+
+    image, label_1, score_1, ..., label_K, score_K, error
+
+    Captions are image, caption, score, error, or image, caption_1, score_1, ...; where there are
+    classes too, they come after these, and their scores are called caption_score. Where an image
+    may have several classes: image, labels, scores, error, both with | between them, as lists for
+    training have them. A row of an evaluation has `Prediction.truth` after the image.
 
     Raises:
         ConfigError: It may have several, and the name of one has a |.
     """
     if layout.multilabel:
-        return _multilabel_in_csv(layout)
+        return _multilabel_cells(layout)
     header = ["image", *layout.truth]
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
     header += chain(*layout.caption_columns)
 
-    def line(prediction: Prediction) -> str:
-        cells = [csv_text(prediction.image), *truth_cells(prediction, layout)]
+    def cells(prediction: Prediction) -> list[Cell]:
+        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout)]
         for label, score in prediction.predictions:
-            cells += [csv_text(label), repr(score)]
+            row += [label, score]
         named = 1 + len(layout.truth) + 2 * layout.top_k
-        cells += [""] * (named - len(cells))  # of classes that were not named
+        row += [None] * (named - len(row))  # of classes that were not named
         for caption in prediction.captions:
-            cells += [csv_text(caption.text), repr(caption.score)]
-        empty = [""] * (len(header) - len(cells))
-        return csv_row([*cells, *empty, csv_text(prediction.error or "")])
+            row += [caption.text, caption.score]
+        return [*row, *([None] * (len(header) - len(row))), prediction.error]
 
-    return csv_row([*header, "error"]), line
+    return [*header, "error"], cells
 
 
-def _multilabel_in_csv(layout: Layout) -> tuple[str, Line]:
-    """As lists for training have them: the labels of an image in one cell."""
+def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
     for name in layout.classes:
         if BETWEEN in name:
             raise ConfigError(
@@ -210,26 +230,69 @@ def _multilabel_in_csv(layout: Layout) -> tuple[str, Line]:
                 "there; use --format jsonl"
             )
 
-    def line(prediction: Prediction) -> str:
+    def cells(prediction: Prediction) -> list[Cell]:
         labels = BETWEEN.join(label for label, _ in prediction.predictions)
-        scores = BETWEEN.join(repr(score) for _, score in prediction.predictions)
-        cells = [csv_text(prediction.image), *truth_cells(prediction, layout)]
-        return csv_row([*cells, csv_text(labels), scores, csv_text(prediction.error or "")])
+        scores = tuple(score for _, score in prediction.predictions)
+        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout)]
+        return [*row, labels, scores, prediction.error]
 
-    return csv_row(["image", *layout.truth, "labels", "scores", "error"]), line
+    return ["image", *layout.truth, "labels", "scores", "error"], cells
 
 
-def truth_cells(prediction: Prediction, layout: Layout) -> list[str]:
+def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
     """Cells of what the data say of an image."""
-    cells = []
-    for name in layout.truth:
-        value = prediction.truth.get(name)
-        if isinstance(value, float):
-            cells.append(repr(value))
-        else:
-            parts = [value] if isinstance(value, str) else value or []
-            cells.append(BETWEEN.join(csv_text(part) for part in parts))
-    return cells
+    found = (prediction.truth.get(name) for name in layout.truth)
+    return [value if isinstance(value, str | float | None) else tuple(value) for value in found]
+
+
+def csv_lines(layout: Layout) -> tuple[str, Line]:
+    """RFC 4180; the columns are those of `spreadsheet_cells`.
+
+    Raises:
+        ConfigError: As `spreadsheet_cells`.
+    """
+    header, cells = spreadsheet_cells(layout)
+
+    def text(cell: Cell) -> str:
+        if cell is None or isinstance(cell, str):
+            return csv_text(cell or "")
+        if isinstance(cell, tuple):
+            return BETWEEN.join(map(text, cell))
+        number = repr(cell) if layout.digits is None else f"{cell:.{layout.digits}f}"
+        return number.replace(".", ",") if layout.separator == ";" else number
+
+    def line(prediction: Prediction) -> str:
+        return csv_row([text(cell) for cell in cells(prediction)], layout.separator)
+
+    return csv_row(header, layout.separator), line
+
+
+def xlsx_lines(layout: Layout) -> tuple[str, Line]:
+    """The cells of each row as a JSON list, of which `write_workbook` makes the file.
+
+    Raises:
+        VitError: As `spreadsheet_cells`; or openpyxl is not installed, or the sheet is too large.
+    """
+    header, cells = spreadsheet_cells(layout)
+    check_size(len(layout.images), len(header), what="format=xlsx")
+
+    def line(prediction: Prediction) -> str:
+        return to_json([json_cell(cell) for cell in cells(prediction)]) + "\n"
+
+    return to_json(header) + "\n", line
+
+
+def json_cell(cell: Cell) -> str | float | None:
+    """A cell of a workbook: text on one line, a number, or nothing."""
+    if isinstance(cell, tuple):
+        parts = (part if isinstance(part, str) else f"{part:.{CSV_DIGITS}f}" for part in cell)
+        return printable(BETWEEN.join(parts))
+    return printable(cell) if isinstance(cell, str) else cell
+
+
+def write_workbook(file: BinaryIO, lines: Iterable[bytes], *, shares: bool = True) -> None:
+    """Write the lines of `xlsx_lines`, the header first, as a workbook."""
+    write_sheet(file, map(json.loads, lines), number_format="0.00%" if shares else "0.0000")
 
 
 def unended_note(unended: int, captions: int) -> str:
@@ -239,13 +302,15 @@ def unended_note(unended: int, captions: int) -> str:
 
 def csv_text(text: str) -> str:
     """`text` as a cell that a spreadsheet does not run: control characters as escapes, and an
-    apostrophe before a start that would make it a formula (OWASP, "CSV Injection")."""
-    return ("'" if text.startswith(FORMULA_STARTS) else "") + printable(text)
+    apostrophe before what would begin a formula (OWASP, "CSV Injection"), also behind a comma or
+    semicolon: which of them separates cells, the spreadsheet decides by its country."""
+    safe = FORMULA_INSIDE.sub(r"\1'", printable(text))
+    return ("'" if text.startswith(FORMULA_STARTS) else "") + safe
 
 
-def csv_row(cells: Sequence[str]) -> str:
+def csv_row(cells: Sequence[str], separator: str = ",") -> str:
     row = io.StringIO()
-    csv.writer(row).writerow(cells)
+    csv.writer(row, delimiter=separator).writerow(cells)
     return row.getvalue()
 
 
@@ -263,11 +328,14 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     def line(prediction: Prediction) -> str:
         cells = [pad(printable(prediction.image), image_width)]
         for label, score in prediction.predictions:
-            cells += [pad(printable(label), label_width), f"{score:6.4f}"]
+            cells += [
+                pad(printable(label), label_width),
+                share_text(score) if layout.shares else f"{score:7.4g}",
+            ]
         if prediction.error is None:
             most = 1 if layout.multilabel else layout.top_k
             for place in range(len(prediction.predictions), most):
-                cells += [pad("" if place else NO_CLASS, label_width), " " * 6]
+                cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -275,10 +343,15 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         return "  ".join(cells).rstrip() + "\n"
 
     header = [pad("image", image_width)]
-    header += [pad("label", label_width), "score "] * (1 if layout.multilabel else layout.top_k)
+    header += [pad("label", label_width), "score  "] * (1 if layout.multilabel else layout.top_k)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     return "  ".join(header).rstrip() + "\n", line
+
+
+def share_text(share: float) -> str:
+    """A probability in percent, of the width of a column: ` 25.85%`."""
+    return f"{share:7.2%}"
 
 
 def column_width(*names: str) -> int:
@@ -302,6 +375,7 @@ FORMATS: dict[str, Callable[[Layout], tuple[str, Line]]] = {
     "table": table_lines,
     "jsonl": json_lines,
     "csv": csv_lines,
+    "xlsx": xlsx_lines,
 }
 
 
@@ -319,22 +393,25 @@ def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
     name = printable(path)
     other = "give another --out, or start again with --overwrite"
     try:
-        with open(path, "rb") as file:
-            rows = sum(1 for _ in file) - (style != "jsonl")
+        if style == "xlsx":
+            rows = sum(1 for _ in read_sheet(str(path))) - 1
+        else:
+            with open(path, "rb") as file:
+                rows = sum(1 for _ in file) - (style != "jsonl")
         if rows != len(images):
             raise RunError(
                 f"{name} is complete with {plural(rows, 'row')}, and the inputs are "
                 f"{plural(len(images), 'image')}: {other}"
             )
         failed = 0
-        with open(path, encoding="utf-8", newline="\n") as text:
+        with open(path, encoding="utf-8-sig", newline="\n") as text:
             for number, (same, error) in enumerate(READERS[style](text, images), 1):
                 if not same:
                     raise RunError(f"{name}, row {number} belongs to another image: {other}")
                 failed += error
     except OSError as error:
         raise RunError(f"{name} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError, csv.Error):
+    except (ValueError, TypeError, LookupError, csv.Error, DataError):
         raise RunError(f"{name} is complete, but not in the format {style}: {other}") from None
     return failed
 
@@ -346,10 +423,17 @@ def _read_json(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool
 
 
 def _read_csv(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
-    rows = csv.reader(file)
+    header = next(file)
+    separator = header.removeprefix("image")[0]
+    for row, image in zip(csv.reader(file, delimiter=separator), images, strict=True):
+        yield row[0] == csv_text(image), bool(row[-1])
+
+
+def _read_xlsx(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
+    rows = read_sheet(file.name)
     next(rows)
     for row, image in zip(rows, images, strict=True):
-        yield row[0] == csv_text(image), bool(row[-1])
+        yield row[0] == printable(image), bool(row[-1])
 
 
 def _read_table(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
@@ -364,5 +448,6 @@ def _read_table(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, boo
 READERS: dict[str, Callable[[TextIO, Sequence[str]], Iterator[tuple[bool, bool]]]] = {
     "jsonl": _read_json,
     "csv": _read_csv,
+    "xlsx": _read_xlsx,
     "table": _read_table,
 }

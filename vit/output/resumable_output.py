@@ -21,9 +21,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -293,8 +294,20 @@ class ResumableOutput:
         remove([self.stop, self.finished])
         return True
 
-    def finish(self, header: bytes, images: Sequence[str], dim: int) -> None:
+    def finish(
+        self,
+        header: bytes,
+        images: Sequence[str],
+        dim: int,
+        write: Callable[[BinaryIO, Iterable[bytes]], None] | None = None,
+    ) -> None:
         """Write the final files from the logs; the file of rows is the last to get its name.
+
+        Args:
+            header: The first line.
+            images: The images.
+            dim: Numbers of an embedding; 0 without embeddings.
+            write: Writes header and rows, for a format that is not lines.
 
         Raises:
             RunError: The disk is full; the logs stay.
@@ -305,8 +318,12 @@ class ResumableOutput:
 
             write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
         with atomic_file(self.finished) as file:
-            file.write(header)
-            file.writelines(block.rows for block in merge_blocks(logs, len(images)))
+            blocks = (block.rows for block in merge_blocks(logs, len(images)))
+            if write is None:
+                file.write(header)
+                file.writelines(blocks)
+            else:
+                write(file, chain([header], (row for rows in blocks for row in rows.splitlines())))
         self._publish()
 
     def _publish(self) -> None:

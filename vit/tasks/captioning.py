@@ -201,7 +201,7 @@ class Captioning(Task):
         own = event.get("val_caption_loss")
         parts = [] if own is None else [f"captions {own:.3f}"]
         parts.append(
-            f"with other images {event['val_loss_shuffled']:.3f}  BLEU-4 {event['val_bleu4']:.3f}"
+            f"with other images {event['val_loss_shuffled']:.3f}  BLEU-4 {event['val_bleu4']:.2%}"
             f"  CIDEr {event['val_cider']:.3f}"
         )
         if event.get("val_exact"):

@@ -1,11 +1,13 @@
-"""After the last epoch: what the task adds to the run folder, and report.html.
+"""After the last epoch: what the task adds to the run folder, and report.html; `vit report`.
 
 Only the main process does this, on all validation images, or on `caption_samples` of them for
 captions. The run is complete before: an error in the report is logged, and does not fail the run.
 """
 
 import contextlib
+import dataclasses
 import json
+import os
 from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,15 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.config import Config
+from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
-from vit.errors import DataError, VitError
+from vit.errors import DataError, RunError, VitError
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
+from vit.paths import did_you_mean, path_argument
 from vit.precision import autocast
-from vit.stop_signals import Interrupted
+from vit.stop_signals import Interrupted, Interruption
+from vit.tasks.task import get_task
 from vit.text import printable
-from vit.training.distributed.devices import inference_precision
+from vit.training.checkpoint.run_folder import lock_folder, stored_config
+from vit.training.data_setup import prepare_data
+from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState
@@ -167,6 +175,109 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
         notify(f"report: {printable(folder / REPORT_FILE)}")
+
+
+def report(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    device: str | None = None,
+    workers: int | None = None,
+) -> Path:
+    """Write report.html of a finished run again, and return its path: `vit report`.
+
+    Args:
+        run: The run folder.
+        data: Where the images of the training are now; where they were by default.
+        device: cpu, cuda, cuda:N or mps; that of the training by default.
+        workers: Loader processes.
+
+    Raises:
+        VitError: The run has no finished epoch, its data are not there, or have other classes.
+    """
+    folder = Path(path_argument("run", run, "a run folder"))
+    config = finished_config(folder)
+    if data is not None:
+        path = path_argument("data", data, "the images of the training")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=path))
+    if device is not None:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, device=device))
+    if workers is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=workers))
+    accelerator = make_accelerator(config.run)
+    events = read_events(folder)
+    loaded = load_run(folder)
+    with lock_folder(folder), Interruption() as signals:
+        try:
+            found, splits, failed = prepare_data(config, (), accelerator, notify, folder)
+        except DataError as error:
+            hint = "" if data is not None else "; if they moved: vit report RUN DATA"
+            raise DataError(f"{error}{hint}") from None
+        task = get_task(config.training.task).with_data(found, splits)
+        if tuple(task.output_names(splits)) != tuple(loaded.classes):
+            raise DataError(
+                f"{printable(config.data.data)} has other classes than the run; vit evaluate "
+                "measures it on them, matched by name"
+            )
+        splits = with_held_out(splits, folder)
+        state = TrainingState(
+            config=found,
+            accelerator=accelerator,
+            network=loaded.model,
+            model=loaded.model,
+            optimizer=torch.optim.SGD(loaded.model.parameters(), lr=0.0),  # makes no step
+            average=None,
+            preprocessing=loaded.preprocessing,
+            lr_at=lambda _step: 0.0,
+            task=task,
+            tokenizer=splits.tokenizer,
+            failed=failed,
+            interruption=signals,
+        )
+        epochs = [one for one in events if one["event"] == "epoch"]
+        best = max(epochs, key=task.rank)["epoch"]
+        task.write_report(BestWeights(state, folder, splits, best_epoch=best))
+    return folder / REPORT_FILE
+
+
+def finished_config(folder: Path) -> Config:
+    """The settings of a run that has finished an epoch.
+
+    Raises:
+        RunError: It is no run folder, or has none.
+    """
+    needed = ("config.yaml", "metrics.jsonl", "model.safetensors")
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        hint = did_you_mean(folder) if not folder.exists() else ""
+        raise RunError(
+            f"{printable(folder)} is no run folder with a finished epoch: it has no "
+            f"{missing[0]}{hint}"
+        )
+    if not any(one["event"] == "epoch" for one in read_events(folder)):
+        raise RunError(f"{printable(folder)} has no finished epoch: nothing to report")
+    return stored_config(folder)
+
+
+def with_held_out(splits: Splits, folder: Path) -> Splits:
+    """`splits` with the validation images that the run in `folder` held out.
+
+    Images that were added to the data since may have changed the split.
+
+    Raises:
+        DataError: None of them is there.
+    """
+    path = folder / "split.json"
+    if not (splits.made and path.is_file()):
+        return splits
+    names = set(json.loads(path.read_text(encoding="utf-8"))["val"])
+    held = [one for one in (*splits.train, *splits.val) if relative(one.path, splits.root) in names]
+    if len(held) < len(names):
+        notify(f"note: {len(names) - len(held)} of {len(names)} validation images are not there")
+    if not held:
+        raise DataError(f"none of the images that {printable(folder)} held out is there")
+    train = [one for one in splits.train if relative(one.path, splits.root) not in names]
+    return dataclasses.replace(splits, train=tuple(train), val=tuple(held))
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -18,11 +18,12 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.merge_settings import call_settings
 from vit.config.parser import changed_settings, checked, default_run_folder, make_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
-from vit.errors import RunError, VitError
+from vit.errors import ConfigError, RunError, VitError
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.text import printable
@@ -50,6 +51,7 @@ from vit.training.plan import (
     summary_lines,
     with_chosen_weights,
 )
+from vit.training.plan_rules import Plan
 from vit.training.setup import make_network, make_training
 from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trainer import Trainer, TrainingResult
@@ -62,7 +64,7 @@ ECHO_SECONDS = 3.0
 
 
 def train(
-    config: Config | Mapping[str, Any],
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     out: str | Path | None = None,
     *,
     resume: bool = False,
@@ -71,13 +73,19 @@ def train(
     began: float | None = None,
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
+    **settings: Any,
 ) -> TrainingResult:
-    """Train a network, and write a run folder.
+    """Train a network, and write a run folder: `vit train`.
+
+        vit.train("photos/", "runs/photos", time="20m")
+        vit.train("plan.yaml", "runs/photos", lr=5e-4)
+        vit.train(out="runs/photos", resume=True)
 
     Args:
-        config: Settings; `config.data.data` names the images. Of a mapping, such as
-            {"data": "photos", "time": "20m"}, the plan decides the settings that are missing,
-            as in `vit train`.
+        config: DATA: a folder, a list, or the name of a dataset; or a YAML file of settings, which
+            names it. Or settings by name, such as {"data": "photos", "time": "20m"}. The plan
+            decides the settings that are missing, as in `vit train`. A Config of
+            `vit.make_config` is used as it is.
         out: The run folder; `runs/<name of the data>` if omitted.
         resume: Continue from the newest checkpoint in `out`, or start if there is none.
         overwrite: Delete the run in `out` first.
@@ -87,11 +95,16 @@ def train(
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
         report: Whether to choose thresholds and write report.html at the end.
+        settings: More settings by name, unless `config` is a Config.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
+    config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
+    if stored and not isinstance(config, Config):
+        given = [*config] if given is None else given
+        config = make_config(config)
     config, given, listing = resolve_plan(config, given)
     require_tracker(config.run.track)
     check_channels(config.model.channels)
@@ -133,6 +146,33 @@ def train(
         return trainer.run_all()
 
 
+def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> tuple[Config, Plan]:
+    """The settings that `train` would choose, each with its reason: `vit plan`.
+
+        config, plan = vit.plan("photos/", time="20m")
+
+    Args:
+        data: As for `train`, except a Config.
+        settings: More settings by name.
+
+    Returns:
+        The settings, with which `train` does what the plan says, and the plan.
+
+    Raises:
+        VitError: An error that the user can fix; the message has the remedy.
+    """
+    chosen, _ = call_settings(data, settings)
+    if isinstance(chosen, Config):
+        raise ConfigError("a Config is complete, and leaves nothing to plan: give DATA or settings")
+    return plan_training(chosen)
+
+
+def notify_on_main(line: str) -> None:
+    """Log a line in the main process of a launch, before the devices are known."""
+    if os.environ.get("RANK", "0") == "0":
+        notify(line)
+
+
 def resolve_plan(
     config: Config | Mapping[str, Any], given: Sequence[str] | None = None
 ) -> tuple[Config, Sequence[str], Listing | None]:
@@ -152,9 +192,8 @@ def resolve_plan(
     if not is_planned(settings):
         return make_config(settings), given, None
     planned, plan = plan_training(settings)
-    if os.environ.get("RANK", "0") == "0":
-        for line in summary_lines(plan):
-            notify(line)
+    for line in summary_lines(plan):
+        notify_on_main(line)
     return planned, given, plan.listing
 
 

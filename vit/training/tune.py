@@ -14,6 +14,7 @@ resumes to the same result.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -26,6 +27,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.merge_settings import call_settings
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import BadImage, ConfigError, RunError, VitError
@@ -111,31 +113,38 @@ class TuneResult:
 
 
 def tune(
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     out: str | Path | None = None,
     *,
     trials: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     began: float | None = None,
+    **more: Any,
 ) -> TuneResult:
-    """Search settings for the data in half of a time, and train the best in the rest.
+    """Search settings for the data in half of a time, and train the best in the rest: `vit tune`.
+
+        vit.tune("photos/", "runs/tuned", time="2h")
 
     Args:
-        settings: The user's settings by name, `data` and `time` among them. None of them is
-            searched. A search that is resumed adds its own.
+        settings: DATA; or the user's settings by name, `data` and `time` among them. None of them
+            is searched. A search that is resumed adds its own.
         out: The folder; `runs/<name of the data>-tune` if omitted. The trained network is the run
             folder `best` in it.
         trials: Number of trials, the plan among them; chosen by the time if omitted.
         resume: Continue the search in `out`, or start if there is none.
         overwrite: Delete the search in `out` first.
         began: Start of the time, by `time.monotonic`; now if omitted.
+        more: More settings by name.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
-    values, trials, folder = resumed_settings(checked(settings), out, trials, resume=resume)
+    chosen, _ = (more, False) if resume and settings is None else call_settings(settings, more)
+    if isinstance(chosen, Config):
+        raise ConfigError("a Config is complete, and leaves nothing to search: give DATA")
+    values, trials, folder = resumed_settings(checked(chosen), out, trials, resume=resume)
     seconds = check_tunable(values, trials)
     accelerator = make_accelerator(device_settings(values).run)
     notify = notifier(accelerator)

@@ -14,13 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from vit.config import DataConfig, ModelConfig
-from vit.config.parser import convert, nearest, section_types
+from vit.config.parser import model_settings
+from vit.config.presets import find_presets
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import join_names, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
+from vit.weights.formats import timm_registry
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.jax_weights import read_jax
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
@@ -44,6 +46,22 @@ from vit.weights.state_dict_readers import read_npz, read_state
 
 Source = str | os.PathLike[str]
 Notify = Callable[[str], object]
+
+
+def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """Names of networks: `vit models`.
+
+    Args:
+        pattern: Part of a name, or a pattern such as `vit_*_patch16_*`.
+        pretrained: Whether to list timm's pretrained weights, which `from_pretrained` opens,
+            instead of the presets of `create_model`.
+
+    Raises:
+        VitError: No name matches.
+    """
+    if not pretrained:
+        return [*find_presets(pattern)]
+    return [f"timm/{entry.name}" for entry in timm_registry.search(pattern)]
 
 
 def print_to_stderr(line: str) -> None:
@@ -187,13 +205,10 @@ def _requested_config(
     settings: dict[str, Any],
 ) -> ModelConfig:
     config = pretrained.config
-    kinds = section_types("model")
-    for name in settings.keys() - kinds.keys():
-        raise ConfigError(f"{printable(name)} is not a model setting{nearest(name, kinds)}")
+    changed = model_settings(settings)
     if classes is not None and num_classes not in (None, len(classes)):
         raise ConfigError(f"num_classes={num_classes}, but there are {len(classes)} names")
     outputs = len(classes) if classes is not None else num_classes
-    changed = {name: convert(kinds[name], value, name) for name, value in settings.items()}
     if outputs is not None:
         changed["num_classes"] = outputs
     check_feedforward(pretrained, changed.get("feedforward", config.feedforward))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.errors import WeightsError
-from vit.paths import did_you_mean, names_in
+from vit.paths import did_you_mean, names_in, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub
 from vit.weights.file_format import ONNX, detect_format, open_file, read_json
@@ -96,7 +96,7 @@ def locate_weights(
         WeightsError: They were not found; the message lists every searched location and the
             remedy.
     """
-    text = os.fspath(source)
+    text = path_argument("weights", source, "a run folder, timm/NAME, hf/OWNER/NAME or a file")
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")
     lower = text.lower()

@@ -2,6 +2,7 @@
 
 import json
 
+import openpyxl
 import pytest
 from PIL import Image
 
@@ -97,6 +98,22 @@ def test_what_excel_writes_is_read(images, coding, mark):
     path.write_bytes(table(end="\r\n").replace(",", mark).replace("a\r", "\xe4\r").encode(coding))
     assert opened(path).classes == ("b", "\xe4")
     assert len(list_images([str(path)])) == 20
+
+
+def test_a_workbook_is_read_as_its_csv(images):
+    book = openpyxl.Workbook()
+    book.active.append(["image", "label"])
+    for row in ROWS:
+        book.active.append(row)
+    book.save(images / "list.xlsx")
+    (images / "list.csv").write_text(table())
+    found = opened(images / "list.xlsx")
+    assert labels_by_name(found) == labels_by_name(opened(images / "list.csv"))
+    assert list_images([str(images / "list.xlsx")]) == [str(images / name) for name in NAMES]
+    book.active.cell(3, 4, "x")
+    book.save(images / "list.xlsx")
+    with pytest.raises(DataError, match=r"list\.xlsx, line 3: 4 cells, but 2 in the header"):
+        opened(images / "list.xlsx")
 
 
 def test_damage_in_utf16_has_its_line(images):

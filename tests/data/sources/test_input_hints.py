@@ -14,7 +14,7 @@ def open_data(data):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.XLSX", r"an Excel workbook, not a list: .*Save As > CSV UTF-8 \(Comma delimited\)"),
+        ("a.XLSM", r"an Excel workbook, not a list: .*Save As > CSV UTF-8 \(Comma delimited\)"),
         ("a.xls", "an Excel workbook"),
         ("a.ods", "a LibreOffice spreadsheet, .*Save As > Text CSV"),
         ("a.numbers", "a Numbers spreadsheet, .*File > Export To > CSV"),

@@ -29,9 +29,10 @@ from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
+from vit.paths import path_argument
 from vit.text import join_names, plural, printable
 
 ExportFormat = Literal["folder", "shards"]
@@ -125,10 +126,16 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
 
 
 def export_data(
-    data: str | DatasetSpec,
+    data: str | os.PathLike[str] | DatasetSpec,
     out: str | os.PathLike[str],
     *,
     to: ExportFormat,
+    task: str | None = None,
+    images: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    caption_column: str | None = None,
+    allow_outside: bool = False,
     shard_size: str | None = None,
     overwrite: bool = False,
     streaming: bool = False,
@@ -140,6 +147,8 @@ def export_data(
         data: The source; a DatasetSpec has its splits and columns.
         out: Output folder; it appears complete or not at all.
         to: Output format.
+        task: Task whose classes or captions are written; classes by default.
+        images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
         overwrite: Replace a folder that an earlier export wrote.
         streaming: Write shards of hf:NAME without keeping a copy of the source.
@@ -149,8 +158,17 @@ def export_data(
         ConfigError: The settings do not fit together.
         DataError: The source cannot be read, or the folder cannot be written.
     """
-    spec = data if isinstance(data, DatasetSpec) else DatasetSpec(data, all_splits=True)
-    out = Path(out)
+    spec = as_dataset_spec(
+        data,
+        {"all_splits": True},
+        task=task,
+        images=images,
+        image_column=image_column,
+        label_column=label_column,
+        caption_column=caption_column,
+        allow_outside=allow_outside,
+    )
+    out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
     prefix = huggingface_datasets.PREFIX

@@ -1,16 +1,16 @@
 """Dataset specification: what to read and how, the path that DATA resolves to, and row errors."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vit.config import DataConfig
+from vit.config import DataConfig, TrainingConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
-from vit.errors import DataError
-from vit.paths import did_you_mean
+from vit.errors import ConfigError, DataError
+from vit.paths import did_you_mean, path_argument
 from vit.text import printable
 
 VAL_NAMES = ("val", "valid", "validation", "test")
@@ -120,6 +120,37 @@ class DatasetSpec:
             return [name for name in (self.split,) if name in available]
         # `test` may be kept for the end: validation images are then those that training held out.
         return val if val and val != ["test"] else train + val
+
+
+def as_dataset_spec(
+    data: Any,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    task: str | None = None,
+    **given: Any,
+) -> DatasetSpec:
+    """The DatasetSpec of the arguments of a Python call, or `data` if it is one.
+
+    Args:
+        data: DATA, or a DatasetSpec.
+        settings: Fields that the function decides; a DatasetSpec has its own.
+        task: Task whose classes or captions are read, as in `vit train`; classes by default.
+        given: Fields that the caller may choose; None or False where they did not.
+
+    Raises:
+        ConfigError: `data` is no path; or it is a DatasetSpec, and fields are given beside it.
+    """
+    chosen = {name: value for name, value in given.items() if value not in (None, False)}
+    if isinstance(data, DatasetSpec):
+        if extra := [*chosen, *(["task"] if task else [])]:
+            raise ConfigError(f"{', '.join(extra)}: a DatasetSpec has its own; set it there")
+        return data
+    path = path_argument("data", data, "a folder, a list of images, or the name of a dataset")
+    if task is not None:
+        training = TrainingConfig(task=task)
+        chosen |= {"captions": training.captions, "labels": training.classifies}
+        chosen["multilabel"] = training.multilabel
+    return DatasetSpec(path, **chosen, **(settings or {}))
 
 
 def resolve_folder(data: str) -> tuple[Path, list[str]]:

@@ -13,7 +13,7 @@ EXCEL = "an Excel workbook", "File > Save As > CSV UTF-8 (Comma delimited) (*.cs
 CALC = "a LibreOffice spreadsheet", "File > Save As > Text CSV (.csv)"
 SHEETS = "a link to a Google sheet", "File > Download > Comma-separated values (.csv)"
 SPREADSHEETS = {
-    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".xlsb"), EXCEL),
+    **dict.fromkeys((".xls", ".xlsm", ".xlsb"), EXCEL),
     **dict.fromkeys((".ods", ".fods"), CALC),
     ".numbers": ("a Numbers spreadsheet", "File > Export To > CSV..."),
     ".gsheet": SHEETS,

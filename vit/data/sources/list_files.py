@@ -29,7 +29,7 @@ from vit.errors import DataError
 from vit.paths import did_you_mean
 from vit.text import join_names, plural, printable
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
 """Of lists of classes."""
 CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json", ".token"))
 METADATA = ("metadata.jsonl", "metadata.csv")

@@ -1,19 +1,22 @@
 """Tables (CSV) and JSON lines of any origin, row by row, with line numbers in all errors.
 
-Text is in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text".
+Text is in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text". The rows of a
+workbook (.xlsx) are lines of CSV here.
 """
 
 import codecs
 import csv
+import io
 import json
 import os
 import re
 import stat
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from vit.data.workbook import is_workbook, read_sheet
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -23,7 +26,7 @@ MAX_JSON_BYTES = 2 * 2**30
 MAX_LINE = 2**24
 MAX_BAD_LINES = 10
 """Lines that an error names."""
-BEGINNING = 2**16
+BEGINNING, BEGINNING_ROWS = 2**16, 20
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
 
@@ -104,11 +107,23 @@ def text_lines(path: str) -> Iterator[str]:
     Raises:
         DataError: It is not a text file, or too long.
     """
+    if is_workbook(path):
+        yield from _sheet_lines(path)
+        return
     utf16 = _bytes(path, MAX_BYTES, 2) in UTF16
     try:
         yield from _utf16_lines(path) if utf16 else _utf8_lines(path)
     except OSError as error:
         raise wrong(path, f"cannot be read ({error.strerror})") from None
+
+
+def _sheet_lines(path: str) -> Iterator[str]:
+    """The rows of a workbook as lines of CSV; a line break in a cell becomes a space."""
+    check_file(path, MAX_BYTES)
+    for cells in read_sheet(path):
+        row = io.StringIO()
+        csv.writer(row, lineterminator="\n").writerow(" ".join(cell.split("\n")) for cell in cells)
+        yield row.getvalue()
 
 
 def _utf8_lines(path: str) -> Iterator[str]:
@@ -180,6 +195,8 @@ def beginning(path: str) -> str:
     Raises:
         DataError: As in `text_lines`.
     """
+    if is_workbook(path):
+        return "".join(islice(_sheet_lines(path), BEGINNING_ROWS))
     raw = _bytes(path, MAX_BYTES, BEGINNING)
     return _decoded(raw, path, 1, whole=len(raw) < BEGINNING)
 

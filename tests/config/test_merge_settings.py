@@ -1,0 +1,65 @@
+"""Settings of Python calls: DATA, a file, a dict or a Config, and settings by name."""
+
+from pathlib import Path
+
+import pytest
+
+from vit.config.merge_settings import call_settings
+from vit.config.parser import make_config
+from vit.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("data: photos\nlr: 1e-3\nepochs: 20\n")
+    return path
+
+
+def test_data_and_settings_by_name_are_settings():
+    expected = {"data": "photos/", "epochs": 5, "image_size": 32}
+    assert call_settings("photos/", {"epochs": 5, "img_size": 32}) == (expected, False)
+    assert call_settings(Path("photos"), {})[0] == {"data": "photos"}
+    assert call_settings(None, {"data": "photos"})[0] == {"data": "photos"}
+    assert call_settings({"data": "photos"}, {"epochs": 5}) == (
+        {"data": "photos", "epochs": 5},
+        False,
+    )
+
+
+def test_a_file_has_the_settings_that_are_not_given(file):
+    found, stored = call_settings(str(file), {"epochs": 40})
+    assert (found, stored) == ({"data": "photos", "lr": 0.001, "epochs": 40}, True)
+    assert call_settings(file, {"data": "other"})[0]["data"] == "other"
+
+
+def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
+    file.rename(tmp_path / "config.yaml")
+    found, stored = call_settings(None, {}, out=tmp_path, resume=True)
+    assert (found["data"], found["epochs"], stored) == ("photos", 20, True)
+
+
+def test_a_config_is_left_alone():
+    config = make_config({"data": "photos"})
+    assert call_settings(config, {}) == (config, False)
+
+
+@pytest.mark.parametrize(
+    ("first", "settings", "message"),
+    [
+        (5, {}, r"data=5 \(int\): give a folder, a list, a name, a dict or a Config"),
+        (["photos"], {}, r"data=\['photos'\] \(list\): give a folder"),
+        (b"photos", {}, r"data=b'photos' \(bytes\): give"),
+        (None, {"epochs": 5}, "no data given"),
+        ("photos", {"data": "other"}, "data is given twice"),
+        ({"epochs": 3}, {"epochs": 5}, "epochs is given twice"),
+        ("photos", {"epohcs": 5}, "epohcs is not a setting; did you mean epochs"),
+        ("photos", {"epochs": "many"}, "epochs='many' is not a whole number"),
+        (make_config({"data": "photos"}), {"epochs": 5}, "epochs: a Config is complete"),
+        ("nope.yaml", {}, "nope.yaml: No such file"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(first, settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        call_settings(first, settings)
+    assert "\n" not in str(error.value)

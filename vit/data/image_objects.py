@@ -1,0 +1,174 @@
+"""Images in memory: PIL images, arrays and tensors, read as files of the same content are.
+
+    PIL image       upright by its EXIF orientation, transparency over white
+    numpy array     (height, width), (height, width, 1), (height, width, 3 or 4)
+    torch tensor    (1, height, width), (3 or 4, height, width)
+
+Arrays and tensors are RGB or RGBA, uint8 in [0, 255] or floating point in [0, 1]; grey ones may be
+uint16. If only the other end of a shape can be the channels, they are there. Nothing else is
+guessed: a normalised tensor, a float image in [0, 255] or a batch in a list is an error.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+import numpy as np
+from PIL import Image
+
+from vit.data.image_io import IntensityRange, upright_rgb
+from vit.errors import BadImage, ConfigError
+from vit.text import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+ImageInput = Union[str, os.PathLike[str], Image.Image, Array, "Tensor"]
+"""What a predictor takes for an image."""
+CHANNELS = (1, 3, 4)
+WANTED = "paths, PIL images, numpy arrays or torch tensors"
+_LOAD = threading.Lock()  # Pillow may be asked for one image by two threads
+
+
+class NamedImage(NamedTuple):
+    """An image of a list and its name in the results."""
+
+    name: str
+    """The path, of a PIL image that of its file; `images[N]` without one."""
+    source: Any
+    """A path as str, or an image in memory."""
+
+
+def named_images(
+    images: Iterable[ImageInput | NamedImage], *, first: int = 0
+) -> Iterator[NamedImage]:
+    """Yield the images of a list with their names, lazily; named ones keep theirs.
+
+    Args:
+        images: The list, or an array or tensor of (batch, ...).
+        first: Index of the first image in a longer list.
+
+    Raises:
+        ConfigError: `images` is one image instead of a list, or an image has another type.
+    """
+    if isinstance(images, str | bytes | os.PathLike):
+        raise ConfigError(f"images={images!r} is one path; give a list of paths")
+    dimensions = len(getattr(images, "shape", ())) if is_array(images) else 4
+    if isinstance(images, Image.Image) or dimensions < 4:
+        raise ConfigError(f"images is one image ({describe(images)}); give a list: [image]")
+    if not isinstance(images, Iterable) or isinstance(images, dict):
+        raise ConfigError(f"images={describe(images)}; give a list of {WANTED}")
+    return (named_image(image, index) for index, image in enumerate(images, first))
+
+
+def named_image(image: ImageInput | NamedImage, index: int) -> NamedImage:
+    """The image at `index` of a list with its name.
+
+    Raises:
+        ConfigError: It has another type.
+    """
+    if isinstance(image, NamedImage):
+        return image
+    if isinstance(image, str):
+        return NamedImage(image, image)
+    if isinstance(image, os.PathLike):
+        path = os.fspath(image)
+        return NamedImage(path, path)
+    name = f"images[{index}]"
+    if isinstance(image, Image.Image):
+        file = getattr(image, "filename", "")
+        return NamedImage(os.fspath(file) if isinstance(file, str) and file else name, image)
+    if not is_array(image):
+        encoded = type(image).__name__ == "bytes"
+        hint = "; open it with PIL.Image.open(io.BytesIO(...))" if encoded else ""
+        raise ConfigError(f"{name} is {describe(image)}; give {WANTED}{hint}")
+    return NamedImage(name, image)
+
+
+def to_rgb_image(
+    source: Any,
+    name: str,
+    *,
+    intensity_range: IntensityRange | None = None,
+    on_dark: Callable[[int], object] | None = None,
+) -> Image.Image:
+    """Upright RGB image of a PIL image, an array or a tensor.
+
+    Args:
+        source: The image.
+        name: Its name in errors.
+        intensity_range, on_dark: As for `read_image`.
+
+    Raises:
+        BadImage: A PIL image whose file is damaged or closed, or values of no known scale.
+        ConfigError: The shape, type or values of an array are not those of an image.
+    """
+    image = source
+    if not isinstance(source, Image.Image):
+        image = Image.fromarray(to_pixels(source, name))
+    try:
+        with _LOAD if getattr(image, "tile", None) else nullcontext():
+            return upright_rgb(image, intensity_range, on_dark)
+    except BadImage:
+        raise
+    except Exception as error:  # any parser, any exception: one image must not end a list
+        message = " ".join(str(error).split())[:120] or type(error).__name__
+        raise BadImage(name, f"cannot be read: {message}") from None
+
+
+def to_pixels(source: Any, name: str) -> Array:
+    """The pixels of an array or tensor as Pillow takes them, (height, width[, 3 or 4]).
+
+    Raises:
+        ConfigError: As for `to_rgb_image`.
+    """
+    what, tensor = f"{name} is {describe(source)}", not isinstance(source, np.ndarray)
+    if tensor:  # numpy has no bfloat16
+        source = source.detach().cpu()
+        source = source.float() if source.is_floating_point() else source
+    array: Array = source.numpy() if tensor else source
+    if array.ndim == 3:
+        order = (0, 2) if tensor else (2, 0)
+        axis = next((axis for axis in order if array.shape[axis] in CHANNELS), None)
+        if axis is None:
+            raise ConfigError(f"{what}: no side of 1, 3 or 4 is the channels")
+        array = np.moveaxis(array, axis, 2)
+        array = array[..., 0] if array.shape[2] == 1 else array
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        shape = "(channels, height, width)" if tensor else "(height, width, channels)"
+        raise ConfigError(f"{what}; give one image of {shape} or (height, width)")
+    if array.dtype.kind == "f":
+        low, high = float(array.min()), float(array.max())
+        if not 0 <= low <= high <= 1:  # also false for NaN
+            raise ConfigError(
+                f"{what} from {low:.4g} to {high:.4g}; give floats in [0, 1], before any "
+                "normalisation, or uint8 in [0, 255]"
+            )
+        array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+    if array.dtype != np.uint8 and not (array.dtype == np.uint16 and array.ndim == 2):
+        raise ConfigError(f"{what}; give uint8 in [0, 255], or floats in [0, 1]")
+    return np.ascontiguousarray(array)
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is a numpy array or a torch tensor; imports no torch."""
+    torch = sys.modules.get("torch")
+    return isinstance(value, np.ndarray) or (torch is not None and torch.is_tensor(value))
+
+
+def describe(value: object) -> str:
+    """Type of a value, with shape and dtype of an array, and size of an image."""
+    kind = type(value).__name__
+    if isinstance(value, Image.Image):
+        return f"a PIL image of {value.width} x {value.height}"
+    if is_array(value):
+        name = "an array" if isinstance(value, np.ndarray) else "a tensor"
+        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        return f"{name} of {dtype} {tuple(value.shape)}"  # type: ignore[attr-defined]
+    if value is None or isinstance(value, int | float):
+        return f"{value} ({kind})"
+    return printable(kind)
