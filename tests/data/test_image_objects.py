@@ -55,6 +55,18 @@ def test_an_array_is_read_as_the_file_of_it(tmp_path, array):
         assert np.array_equal(pixels(array[..., None]), expected)
 
 
+def test_the_range_of_instruments_holds_in_memory_too(tmp_path):
+    dark, told = DEEP // 16, []
+    Image.fromarray(dark).save(tmp_path / "a.png")
+    options = {"intensity_range": (100.0, 3000.0)}
+    expected = np.asarray(read_image(tmp_path / "a.png", **options))
+    assert expected.max() == 255
+    for image in (dark, Image.open(tmp_path / "a.png")):
+        assert np.array_equal(np.asarray(to_rgb_image(image, "x", **options)), expected)
+    to_rgb_image(dark, "x", on_dark=told.append)
+    assert told == [dark.max()]
+
+
 def test_a_turned_jpeg_is_read_as_its_file(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
