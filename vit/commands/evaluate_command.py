@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; an older "
-        "file is replaced",
+        help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; "
+        "an older file is replaced",
     )
     parser.add_argument(
         "--top-k",
