@@ -1,4 +1,4 @@
-.PHONY: check test lint format slow
+.PHONY: bench check format gpu lint slow test
 
 check: test slow lint    ## everything that must pass before a commit
 
@@ -13,6 +13,12 @@ lint:               ## lint, format and types
 	ruff check .
 	ruff format --check .
 	mypy
+
+bench:              ## this toolkit beside its peers, one file in benchmarks/results (pip install '.[bench]')
+	python -m benchmarks
+
+gpu:                ## every test that needs a GPU, then the network beside timm there, in one file
+	python -m benchmarks --gpu --compile --memory
 
 format:             ## mend what ruff can mend
 	ruff check --fix .

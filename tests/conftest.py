@@ -52,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--auto-precision {kind}: this build of torch has no oneDNN")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where torch sees none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("torch sees no NVIDIA GPU here")
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over modules and tests: a look at all of them takes 1.5 s."""
     gc.collect()

@@ -14,8 +14,8 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.paths"),
-    *("vit.stop_signals", "vit.text", "vit.version"),
+    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.memory_allocator"),
+    *("vit.paths", "vit.quick_imports", "vit.stop_signals", "vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -40,6 +40,8 @@ ALLOWED = {
     "vit.errors": {"vit.text"},
     "vit.file_lock": set(),
     "vit.version": set(),
+    "vit.memory_allocator": set(),
+    "vit.quick_imports": set(),
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),

@@ -207,10 +207,8 @@ def groups(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_implementations_of_grouped_linear_agree(with_bias, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
     x, weight, bias, counts = (t.detach().to(device) for t in groups())
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]

@@ -182,6 +182,7 @@ def test_the_variable_length_kernel_is_used_only_for_supported_inputs():
     assert not supports_varlen(torch.empty(1, 1, 4, 8))
 
 
+@pytest.mark.gpu
 @half_on_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
@@ -205,6 +206,7 @@ def test_the_variable_length_kernel_equals_the_split(monkeypatch, dtype, head_di
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.gpu
 @half_on_cuda
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_packed_images_equal_each_image_by_itself_on_cuda(settings):

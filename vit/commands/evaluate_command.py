@@ -19,6 +19,7 @@ from vit.commands.command_options import (
 from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, standard_output
+from vit.quick_imports import quick_imports
 from vit.text import printable
 
 WEAKEST = 5
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
 
-    from vit.inference.evaluate import evaluate
+    with quick_imports():
+        from vit.inference.evaluate import evaluate
 
     with image_bar() as progress:
         scores = evaluate(

@@ -7,6 +7,7 @@ from vit.commands.command_options import positive_int
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
 from vit.output.output_file import check_output
+from vit.quick_imports import quick_imports
 from vit.text import printable
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
-    from vit.export.export_formats import export
+    with quick_imports():
+        from vit.export.export_formats import export
 
     options = {name: getattr(args, name) for name in EXPORT_OPTIONS}
     report = export(

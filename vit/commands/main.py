@@ -1,5 +1,6 @@
 """`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
+import gc
 import importlib
 import os
 import sys
@@ -59,6 +60,7 @@ def console(*first: str) -> None:
         code = _discard_stdout()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    gc.freeze()  # else Python searches all objects of torch for cycles before it exits
     sys.exit(code)
 
 

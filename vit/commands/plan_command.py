@@ -7,6 +7,7 @@ from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
 from vit.config.parser import write_settings
 from vit.errors import ConfigError
 from vit.output.output_file import check_output
+from vit.quick_imports import quick_imports
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = chosen_settings(args)
     if args.save is not None:
         check_output(args.save, overwrite=args.overwrite)
-    from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
+    with quick_imports():
+        from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
 
     pretrained = chooses_weights(chosen)
     if not (is_planned(chosen) or pretrained):

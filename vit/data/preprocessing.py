@@ -142,22 +142,38 @@ class Preprocessing:
         ratio = min(height / rows, width / cols)
         return round(width / ratio), round(height / ratio)
 
-    def normalise(self, images: "Tensor", dtype: "torch.dtype | None" = None) -> "Tensor":
+    def normalise(
+        self,
+        images: "Tensor",
+        dtype: "torch.dtype | None" = None,
+        constants: "tuple[Tensor, Tensor] | None" = None,
+    ) -> "Tensor":
         """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats.
 
         Args:
             images: In any memory format; the result is contiguous.
             dtype: Of the result; float32 by default.
+            constants: From `constants`, of that dtype; copied to the device if omitted, for which
+                the host waits.
         """
         import torch
 
         dtype = dtype or torch.float32
+        mean, std = constants or self.constants(images.device, dtype)
+        floats = images.to(dtype, memory_format=torch.contiguous_format)
+        # bytes were copied just now, and a large batch is soon out of the cache
+        scaled = floats.div_(255) if images.dtype == torch.uint8 else floats / 255
+        return scaled.sub_(mean).div_(std)
+
+    def constants(self, device: "torch.device", dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
+        """Mean and standard deviation on a device, each (3, 1, 1)."""
+        import torch
+
         mean, std = (
-            torch.tensor(values, device=images.device, dtype=dtype)[:, None, None]
+            torch.tensor(values, device=device, dtype=dtype)[:, None, None]
             for values in (self.mean, self.std)
         )
-        floats = images.to(dtype, memory_format=torch.contiguous_format)
-        return (floats / 255).sub_(mean).div_(std)
+        return mean, std
 
     @property
     def mean_colour(self) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ All random numbers come from torch's global generator, which the dataset seeds f
 
 The fast crop (`decode: fast`) resizes with torch instead of Pillow: both widen their bicubic and
 bilinear filters when an image shrinks, torch's are several times as fast, and the results differ by
-rounding (64 dB; benchmarks/loading.py). A JPEG of which the network sees a small version is decoded
+rounding (64 dB). A JPEG of which the network sees a small version is decoded
 at reduced size.
 """
 

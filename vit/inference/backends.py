@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vit.errors import ConfigError, RunError
 from vit.exported.load_exported import EXPORTED
+from vit.quick_imports import quick_imports
 from vit.text import printable, quoted
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def open_predictor(
         VitError: The model or a setting cannot be used.
     """
     if engine == "torch":
-        from vit.inference.predictor import Predictor
+        with quick_imports():
+            from vit.inference.predictor import Predictor
 
         predictor = Predictor(model, **settings)
         predictor.autotune_precision(images)

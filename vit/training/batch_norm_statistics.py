@@ -34,7 +34,6 @@ class SumOverProcesses(torch.autograd.Function):
         return total
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_over_processes(mine: Tensor) -> Tensor:
     """Differentiable sum of `mine` over all processes, which must all make this call."""
     total: Tensor = SumOverProcesses.apply(mine)
@@ -44,8 +43,10 @@ def sum_over_processes(mine: Tensor) -> Tensor:
 def sync_batch_norm(network: nn.Module, processes: int) -> None:
     """Let each BatchNorm of `network` use the statistics of all `processes`."""
     if processes > 1:
+        # here and not above the function: it imports torch's compiler, which takes a second
+        total = torch.compiler.disable(sum_over_processes)
         for norm in _norms(network).values():
-            norm.sum_over_processes = sum_over_processes
+            norm.sum_over_processes = total
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Every duration in this module is a number of optimiser steps.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,10 @@ MIN_LOSS_SCALE = 1e-4
 class StepTotals:
     """Sums over the images and the processes of one step."""
 
-    losses: Tensor
-    """Summed loss, balance loss and router z-loss, (3,)."""
-    grad_norm: Tensor
-    """Norm of the averaged gradient before clipping, ()."""
+    losses: tuple[float, float, float]
+    """Summed loss, balance loss and router z-loss."""
+    grad_norm: float
+    """Norm of the averaged gradient before clipping."""
     images: int
     failed: int
     """Images that could not be read."""
@@ -44,33 +44,40 @@ class StepTotals:
     signals: list[int]
     """For each of `Interruption.SIGNALS`, the processes that received it."""
 
-    def all_reduce(self, accelerator: Accelerator) -> "StepTotals":
-        """Sum every field over all processes; tensors of the result are on the CPU.
+    @classmethod
+    def over_processes(
+        cls, accelerator: Accelerator, losses: Tensor, grad_norm: Tensor, counts: Sequence[int]
+    ) -> "StepTotals":
+        """Sum every field over all processes.
 
         One message, and the only point at which a step waits for the GPU.
+
+        Args:
+            accelerator: The devices.
+            losses: This process's `losses`, (3,), on the device.
+            grad_norm: Likewise, ().
+            counts: The other fields in their order.
         """
-        totals = torch.cat([self.losses, self.grad_norm.to(self.losses).view(1)])
-        counts = [self.images, self.failed, self.checkpoints_due, *self.signals]
-        *losses, grad_norm, images, failed, due, sigterm, sigint = all_reduce(
-            accelerator, totals, counts
-        )
-        return StepTotals(
-            losses=torch.tensor(losses, dtype=torch.float64),
-            grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
-            images=int(images),
-            failed=int(failed),
-            checkpoints_due=int(due),
-            signals=[int(sigterm), int(sigint)],
+        totals = torch.cat([losses, grad_norm.to(losses).view(1)])
+        loss, balance, z_loss, norm, *found = all_reduce(accelerator, totals, counts)
+        images, failed, due, *signals = map(int, found)
+        return cls(
+            losses=(loss, balance, z_loss),
+            grad_norm=norm,
+            images=images,
+            failed=failed,
+            checkpoints_due=due,
+            signals=signals,
         )
 
     def summary(self, *, lr: float, processes: int) -> Step:
         """Means over the images, from totals of `processes` processes."""
-        loss, balance, z_loss = (self.losses / max(self.images, 1)).tolist()
+        loss, balance, z_loss = (total / max(self.images, 1) for total in self.losses)
         received = zip(Interruption.SIGNALS, self.signals, strict=True)
         return Step(
             loss=loss,
             images=self.images,
-            grad_norm=float(self.grad_norm) / processes,
+            grad_norm=self.grad_norm / processes,
             lr=lr,
             signal=next((number for number, count in received if count), 0),
             due=self.checkpoints_due > 0,
@@ -129,14 +136,10 @@ def train_one_step(
         loss_sums[: len(losses)] += losses.detach()
     grad_norm = clip_gradients(run)
     failed = [bad for batch in micro_batches for bad in batch.failed]
-    totals = StepTotals(
-        losses=loss_sums,
-        grad_norm=grad_norm,
-        images=sum(len(batch.labels) for batch in micro_batches),
-        failed=len(failed),
-        checkpoints_due=int(due),
-        signals=[int(run.interruption.number == number) for number in Interruption.SIGNALS],
-    ).all_reduce(run.accelerator)
+    images = sum(len(batch.labels) for batch in micro_batches)
+    signals = [int(run.interruption.number == number) for number in Interruption.SIGNALS]
+    counts = [images, len(failed), int(due), *signals]
+    totals = StepTotals.over_processes(run.accelerator, loss_sums, grad_norm, counts)
     if totals.failed:
         run.exclude_unreadable(failed)
     step = totals.summary(lr=lr, processes=run.processes)
@@ -205,7 +208,7 @@ def forward_losses(
     config, rank = run.config, run.accelerator.process_index
     torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
     device = run.accelerator.device
-    images = run.preprocessing.normalise(batch.images.to(device, non_blocking=True), run.dtype)
+    images = run.normalise(batch.images.to(device, non_blocking=True))
     loss = run.task.loss(run, batch, images, epoch)
     if config.model.feedforward != "moe":
         return loss

@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.config import Config
@@ -61,6 +62,15 @@ class TrainingState:
     def dtype(self) -> torch.dtype:
         """Dtype of images, weights and losses."""
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+    @cached_property
+    def constants(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of images, on the device: a step does not copy them."""
+        return self.preprocessing.constants(self.accelerator.device, self.dtype)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Bytes on the device, (batch, 3, height, width) -> normalised floats."""
+        return self.preprocessing.normalise(images, self.dtype, self.constants)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of the training."""

@@ -67,7 +67,7 @@ def validate(
             batch = next(batches, loader.empty_batch)
             failed += batch.failed
             images = batch.images.to(device, non_blocking=True)
-            tally.add(run, batch, run.preprocessing.normalise(images, run.dtype))
+            tally.add(run, batch, run.normalise(images))
             if routers is not None:
                 routers.add(len(batch.labels))
             if agreed_signal(run.accelerator, run.interruption.number):

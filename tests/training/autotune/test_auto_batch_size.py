@@ -195,7 +195,7 @@ def test_a_network_that_is_too_large_has_a_remedy(tiny_config, gpu_for):
         fit_memory(config, gpu_for(0), print)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_chosen_size_fits_a_real_gpu(tiny_config, compiled):
     torch.cuda.set_device(0)

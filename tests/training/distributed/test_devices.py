@@ -10,7 +10,6 @@ from vit.training.train import train
 from vit.weights.safetensors_io import read_tensors
 
 CPU = torch.device("cpu")
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_deterministic_is_set_for_its_run_only(tiny_config, tmp_path, capsys):
     assert first == second  # on a CPU it changes nothing
 
 
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_deterministic_gpu_repeats_itself(tiny_config, tmp_path, precision):
     config = tiny_config(device="cuda", precision=precision, deterministic=True, dim=64)

@@ -7,6 +7,7 @@ import os
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
+from torch.optim import Optimizer
 
 from vit.config import RunConfig
 from vit.errors import ConfigError, RunError
@@ -18,6 +19,8 @@ MIXED = {"bf16": "bf16", "fp16": "fp16"}
 # processes wait while one of them reads a large dataset
 PROCESS_TIMEOUT = datetime.timedelta(hours=1)
 AMPERE = (8, 0)
+DYNAMO_DISABLED = "__dynamo_disable"
+"""Attribute in which torch keeps a function that its compiler leaves alone."""
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
@@ -36,6 +39,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if started > 1 and chosen == "cuda" and torch.cuda.is_available():
         # not the first GPU for all: each would hold some of its memory
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not config.compile:
+        defer_compiler_import()
     device = resolve_device(chosen)
     if chosen and device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,11 +131,24 @@ def configure_precision(precision: str, *, deterministic: bool) -> None:
     if deterministic:
         # read when cuBLAS starts; required by PyTorch's notes on reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # imports torch's compiler, for a second
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # the order of sums in their backward passes is not deterministic
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
+
+
+def defer_compiler_import() -> None:
+    """Let optimisers be built without importing torch's compiler, which takes more than a second.
+
+    torch imports it (2.8 to 2.15) to exclude these methods from compilation, even where nothing is
+    compiled. AdamW still imports it in its first step; Muon does not.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        if method is not None and not hasattr(method, DYNAMO_DISABLED):
+            setattr(method, DYNAMO_DISABLED, method)
 
 
 def inference_precision(name: str, device: torch.device) -> Precision:

@@ -32,6 +32,7 @@ from vit.weights.formats.state_dict_names import (
     meta_model,
     to_float32,
 )
+from vit.weights.formats.timm_cache import TimmFacts, cached_facts
 from vit.weights.formats.timm_network import (
     RotaryOrder,
     build_timm_model,
@@ -93,21 +94,28 @@ def _read(
     label_names: Sequence[str] | Mapping[Any, str] | None,
 ) -> Pretrained:
     theirs, notes = to_timm_names(state)
-    order = None
+    facts, order = None, None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
         config, assumptions = infer_config(theirs, original=state.keys())
     else:
-        about = about or known_pretrained_cfg(architecture)
-        model, size, assumptions = build_timm_model(architecture, model_args, about, theirs)
-        config, order = config_from_timm(model, architecture, size), rotary_order(model)
+        named = bool(label_names)
+        facts = cached_facts(
+            lambda: timm_facts(architecture, model_args, about, theirs, named=named),
+            theirs,
+            architecture=architecture,
+            model_args=dict(model_args),
+            pretrained_cfg=about,
+            named=named,
+        )
+        config, order, about, assumptions = facts[:4]
     ours, dropped = _ours(theirs, config, order)
     check_fit(ours, meta_model(config))
     names = label_names or about.get("label_names")
     classes, on_classes = class_names(names, config.num_classes)
-    if not names and architecture is not None:
-        classes, on_classes = imagenet_names(architecture, about, config.num_classes)
+    if not names and facts is not None:
+        classes, on_classes = facts.classes, facts.class_notes
     prepared, on_images = preprocessing(about, config.image_size)
     terms = about.get("license")
     return Pretrained(
@@ -119,6 +127,30 @@ def _read(
         origin=f"timm {architecture}" if architecture else "a network in timm's names",
         notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
     )
+
+
+def timm_facts(
+    architecture: str,
+    model_args: Mapping[str, Any],
+    about: dict[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    named: bool,
+) -> TimmFacts:
+    """What timm's own network says about weights; imports timm.
+
+    Args:
+        architecture, model_args, about: As for `read_timm`; `about` is its `pretrained_cfg`.
+        state: Tensors by timm's names.
+        named: Whether the class names are known already.
+    """
+    about = about or known_pretrained_cfg(architecture)
+    model, size, notes = build_timm_model(architecture, model_args, about, state)
+    config = config_from_timm(model, architecture, size)
+    found: tuple[tuple[str, ...] | None, tuple[str, ...]] = (None, ())
+    if not named and not about.get("label_names"):
+        found = imagenet_names(architecture, about, config.num_classes)
+    return TimmFacts(config, rotary_order(model), about, notes, *found)
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:

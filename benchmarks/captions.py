@@ -1,22 +1,14 @@
-r"""How fast captions are written: ours with a cache, ours without, and the same in transformers.
+"""Captions: ours with a cache and without, beside transformers with the same decoder weights.
 
-    python benchmarks/captioning.py [--dim 192] [--blocks 4] [--batch-sizes 1 16] [--rounds 9]
-    python benchmarks/captioning.py --dim 96 --heads 4 --depth 3 --blocks 3 --image-size 64 \
-        --patch-size 8 --vocab-size 329 --tokens 12        configs/shapes_caption.yaml
-
-A ViT of 12 blocks (224 px, patches of 16), or as told, and a decoder with cross-attention, beside
-transformers' VisionEncoderDecoderModel of ViT and GPT-2 with the same sizes; the decoder's weights
-are the same,
-so all write the same words. Always the likeliest word, `--tokens` of them, and no end; ours tells
-their log probability too. On one thread, by the processor's time; the ways take turns within a
-round, so that a busy machine disturbs all alike: a ratio is the median over rounds. `decoder alone`
-starts from the tokens of the image.
+A ViT and a decoder with cross-attention, beside transformers' VisionEncoderDecoderModel of ViT and
+GPT-2 with the same sizes. Always the likeliest word, a fixed number of them, and no end; ours has
+their log probability too. `decoder alone` starts from the tokens of the image.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace as Sizes
 
 import torch
 from torch import Tensor
@@ -30,6 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
+from benchmarks.timing import Comparison, Run
 from vit.config import DecoderConfig, ModelConfig
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
@@ -37,10 +30,19 @@ from vit.model.build import build_captioner
 from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
 
 BEGIN, NEVER, EPS = 1, -1, 1e-5
+SIZES = {
+    "224 px": Sizes(
+        dim=192, heads=3, depth=12, blocks=4, image_size=224, patch_size=16, vocab_size=8000,
+        tokens=30,
+    ),
+    "configs/shapes_caption.yaml": Sizes(
+        dim=96, heads=4, depth=3, blocks=3, image_size=64, patch_size=8, vocab_size=329, tokens=12
+    ),
+}  # fmt: skip
 Writer = Callable[[Tensor], Tensor]
 
 
-def ours(args: argparse.Namespace) -> Captioner:
+def ours(args: Sizes) -> Captioner:
     """Our encoder and decoder, untrained."""
     encoder = ModelConfig(
         dim=args.dim, depth=args.depth, num_heads=args.heads, num_classes=0, pooling="none",
@@ -58,7 +60,7 @@ def ours(args: argparse.Namespace) -> Captioner:
     return model
 
 
-def theirs(args: argparse.Namespace) -> VisionEncoderDecoderModel:
+def theirs(args: Sizes) -> VisionEncoderDecoderModel:
     """The same sizes in transformers."""
     encoder = ViTModel(
         ViTConfig(
@@ -156,63 +158,29 @@ def writers(
     }
 
 
-def seconds(write: Writer, inputs: Tensor) -> float:
-    began = time.process_time()
-    write(inputs)
-    return time.process_time() - began
-
-
-@torch.inference_mode()
-def compare(ways: dict[str, Writer], inputs: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, after one that does not count."""
-    for write in ways.values():
-        write(inputs)
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds):
-        names = [*ways]
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            taken[name].append(seconds(ways[name], inputs))
-    return taken
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dim", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--depth", type=int, default=12, help="blocks of the encoder")
-    parser.add_argument("--blocks", type=int, default=4, help="blocks of the decoder")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--patch-size", type=int, default=16)
-    parser.add_argument("--vocab-size", type=int, default=8000)
-    parser.add_argument("--tokens", type=int, default=30)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def captioning(options: argparse.Namespace) -> Iterator[Comparison]:
+    """Greedy captions of a batch."""
     logging.set_verbosity_error()
-    model, other = ours(args), theirs(args)
-    copy_decoder(model, other)
-    use_column_major_weights(model.decoder)
-    print(f"one thread, torch {torch.__version__}, dim {args.dim}, {args.blocks} decoder blocks\n")
-    print("| from | batch | way | tokens/s | beside transformers |")
-    print("|---|---|---|---|---|")
-    for size in args.batch_sizes:
-        with torch.inference_mode():
-            images = torch.randn(size, 3, args.image_size, args.image_size)
-            starts = {"image to words": images, "decoder alone": model.encode_images(images)[1]}
-        for start, ways in writers(model, other, args.tokens).items():
-            if start == "decoder alone":
-                with torch.inference_mode():
-                    said = [write(starts[start]) for write in ways.values()]
-                assert all(torch.equal(words, said[0]) for words in said), "they write differently"
-            taken = compare(ways, starts[start], args.rounds)
-            for name, times in taken.items():
-                pairs = zip(taken["transformers"], times, strict=True)
-                ratio = statistics.median(theirs / mine for theirs, mine in pairs)
-                rate = size * args.tokens / statistics.median(times)
-                print(f"| {start} | {size} | {name} | {rate:,.0f} | {ratio:.2f}x |", flush=True)
+    for name, sizes in SIZES.items():
+        model, other = ours(sizes), theirs(sizes)
+        copy_decoder(model, other)
+        use_column_major_weights(model.decoder)
+        for batch in options.batch_size or (1, 16):
+            with torch.inference_mode():
+                images = torch.randn(batch, 3, sizes.image_size, sizes.image_size)
+                starts = {"image to words": images, "decoder alone": model.encode_images(images)[1]}
+            for start, ways in writers(model, other, sizes.tokens).items():
+                if start == "decoder alone":
+                    with torch.inference_mode():
+                        written = [write(starts[start]) for write in ways.values()]
+                    assert all(torch.equal(one, written[0]) for one in written), "other words"
 
+                def ready(write: Writer, given: Tensor) -> Run:
+                    return torch.inference_mode()(lambda: write(given))
 
-if __name__ == "__main__":
-    main()
+                yield Comparison(
+                    title=f"Captions, {name}, batch {batch}, {start}",
+                    ways={way: partial(ready, write, starts[start]) for way, write in ways.items()},
+                    count=batch * sizes.tokens,
+                    unit="tokens",
+                )

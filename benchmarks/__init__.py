@@ -1,0 +1,1 @@
+"""Benchmarks of this toolkit beside its peers: `python -m benchmarks --help`."""

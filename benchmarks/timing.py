@@ -1,0 +1,203 @@
+"""Interleaved timing, shared by all parts: the ways of a comparison take turns within each round.
+
+What else the machine does then disturbs all ways alike, so a ratio is the median over rounds of
+the first way's time by that of a way in the same round. Absolute times of a busy machine mean
+little.
+"""
+
+import gc
+import importlib.metadata
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+Run = Callable[[], object]
+"""Does the work once; may return the seconds that count, else all of it is timed."""
+LIBRARIES = (
+    *("torch", "timm", "transformers", "torchvision", "vit-pytorch"),
+    *("onnxruntime", "openvino", "pillow"),
+)
+
+
+class Missing(Exception):
+    """A way needs something that is not here; the message says what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Ways of doing the same work.
+
+    Args:
+        title: Heading of the table.
+        ways: Name -> builds the way and returns its `Run`. The first is the reference.
+        count: Images, or what else `unit` names, of one run.
+        unit: What is counted.
+        flops: Floating-point operations of one run, if known.
+        warm_ups: Runs that are not timed.
+    """
+
+    title: str
+    ways: Mapping[str, Callable[[], Run]]
+    count: int = 1
+    unit: str = "images"
+    flops: float = 0.0
+    warm_ups: int = 2
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of the clock, or of the processors that this process and its children took."""
+
+    cpu_time: bool = False
+    device: str = "cpu"
+
+    def time(self, run: Run) -> float:
+        """Seconds of one run, with all work that it started on the device."""
+        began = self.now()
+        own = run()
+        return own if isinstance(own, float) else self.now() - began
+
+    def now(self) -> float:
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize()
+        return sum(os.times()[:4]) if self.cpu_time else time.perf_counter()
+
+
+def take_turns(
+    comparison: Comparison, rounds: int, clock: Clock, only: list[str]
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each way in each round, and why others were left out."""
+    ready: dict[str, Run] = {}
+    missing: dict[str, str] = {}
+    for name, make in comparison.ways.items():
+        if ready and only and not any(word in name for word in only):
+            continue
+        try:
+            ready[name] = make()
+            for _ in range(comparison.warm_ups):
+                ready[name]()
+        except ImportError as error:
+            missing[name] = f"{error.name} is not installed"
+        except Missing as error:
+            missing[name] = str(error)
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    names = [*ready]
+    for turn in range(rounds if names else 0):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            gc.collect()
+            seconds[name].append(clock.time(ready[name]))
+    return seconds, missing
+
+
+def table(
+    comparison: Comparison,
+    seconds: Mapping[str, list[float]],
+    missing: Mapping[str, str],
+    peaks: Mapping[str, float],
+) -> str:
+    """A Markdown table: a row for each way, with its ratio to the first."""
+    heads = ["way", "ms", f"{comparison.unit}/s", "ratio", "least to largest"]
+    heads += ["TFLOP/s"] if comparison.flops else []
+    heads += ["peak MiB"] if peaks else []
+    lines = [f"### {comparison.title}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    first = next(iter(seconds.values()), [])
+    for name, own in seconds.items():
+        ratios = [one / other for one, other in zip(first, own, strict=True)]
+        middle = statistics.median(own)
+        cells = [name, f"{1000 * middle:,.1f}", f"{comparison.count / middle:,.1f}"]
+        cells += [f"{statistics.median(ratios):.2f}x", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+        cells += [f"{comparison.flops / middle / 1e12:.3f}"] if comparison.flops else []
+        cells += [f"{peaks[name]:,.0f}"] if peaks else []
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"| {name} | {why} |{' |' * (len(heads) - 2)}" for name, why in missing.items()]
+    return "\n".join([*lines, ""])
+
+
+def peak_alone(words: list[str], title: str, way: str) -> float:
+    """MiB that a process of its own holds at most while it builds a way and runs it."""
+    # freed tensors go back to the system at once, so that gaps of the heap do not count
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", "benchmarks", *words, "--alone", title, way]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def run_alone(comparison: Comparison, way: str, device: str) -> float:
+    """MiB of the peak of this process, which runs one way."""
+    run = comparison.ways[way]()
+    for _ in range(comparison.warm_ups + 1):
+        run()
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
+    each = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN,))
+    # not rusage's of this process, which begins with that of the process that started it
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return max(int(status.split("VmHWM:")[1].split()[0]), *each, 0) / 2**10
+
+
+def hardware(device: str) -> str:
+    """The processor, or the GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def slug(name: str) -> str:
+    """`amd-epyc` of a processor's name: what a file name can hold, without its details."""
+    words = "".join(one if one.isalnum() else " " for one in name.lower()).split()
+    noise = {"r", "tm", "processor", "cpu", "core", "corp", "corporation", "with"}
+    return "-".join([word for word in words if word not in noise][:3]) or "machine"
+
+
+def ceilings(device: str) -> str:
+    """GFLOP/s of plain matrix products here, the limit of any network."""
+    import torch
+
+    size, rates = 4096 if device.startswith("cuda") else 1024, []
+    clock = Clock(device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.randn(size, size, device=device).to(dtype)
+        times = [clock.time(lambda one=one: one @ one) for _ in range(12)]  # type: ignore[misc]
+        rates.append(f"{str(dtype).removeprefix('torch.')} {2e-9 * size**3 / min(times):,.0f}")
+    return ", ".join(rates)
+
+
+def heading(words: list[str], device: str, rounds: int) -> str:
+    """What was run, where and with what."""
+    import torch
+
+    installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    versions = [f"{name} {installed[name]}" for name in LIBRARIES if name in installed]
+    return "\n".join(
+        [
+            f"# {' '.join(['python -m benchmarks', *words])}",
+            "",
+            f"{hardware(device)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+            f"load {os.getloadavg()[0]:.1f} at the start, {date.today()}, {rounds} rounds.",
+            f"{', '.join(versions)}. Plain matrix products, GFLOP/s: {ceilings(device)}.",
+            "",
+            "`ratio` is the median over rounds of the first row's time by that of the row in the "
+            "same round: above 1 is faster than the first row.",
+            "",
+        ]
+    )

@@ -1,0 +1,71 @@
+"""The benchmark command: ratios of interleaved rounds, missing libraries, a table of its parts."""
+
+import importlib
+import subprocess
+import sys
+from itertools import cycle
+from pathlib import Path
+
+from benchmarks.__main__ import PARTS
+from benchmarks.timing import Clock, Comparison, Missing, slug, table, take_turns
+
+ROOT = Path(__file__).parents[1]
+
+
+def way(*seconds: float):
+    """A way whose runs last so many seconds, in turn."""
+    return lambda: cycle(seconds).__next__
+
+
+def absent(error: Exception):
+    def make():
+        raise error
+
+    return make
+
+
+def test_a_ratio_is_the_median_of_those_of_each_round():
+    # the machine is three times as slow in the second round; ours takes half of the time
+    ways = {"peer": way(1.0, 3.0, 1.0), "ours": way(0.5, 1.5, 0.4)}
+    comparison = Comparison(title="Step", ways=ways, count=8, warm_ups=0)
+    seconds, missing = take_turns(comparison, 3, Clock(), [])
+    assert (seconds, missing) == ({"peer": [1.0, 3.0, 1.0], "ours": [0.5, 1.5, 0.4]}, {})
+    rows = table(comparison, seconds, missing, {}).splitlines()
+    assert rows[-2] == "| peer | 1,000.0 | 8.0 | 1.00x | 1.00 to 1.00 |"
+    assert rows[-1] == "| ours | 500.0 | 16.0 | 2.00x | 2.00 to 2.50 |"
+
+
+def test_what_is_missing_is_a_row_and_the_reference_is_always_there():
+    ways = {
+        "peer": way(1.0),
+        "other": absent(ImportError("no", name="vit_pytorch")),
+        "script": absent(Missing("give timm's repository with --timm-repo")),
+        "ours": way(1.0),
+    }
+    comparison = Comparison(title="Step", ways=ways)
+    seconds, missing = take_turns(comparison, 1, Clock(), [])
+    assert [*seconds] == ["peer", "ours"]
+    text = table(comparison, seconds, missing, {})
+    assert "| other | vit_pytorch is not installed | | | |" in text
+    assert "--timm-repo" in missing["script"]
+    assert [*take_turns(comparison, 1, Clock(), ["nothing"])[0]] == ["peer"]
+
+
+def test_every_part_has_its_row_in_the_documentation_and_its_function():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    for part in PARTS:
+        assert f"\n| `{part}` |" in page
+    for part in ("forward", "step", "small", "startup", "accuracy"):
+        assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
+
+
+def test_the_name_of_a_machine_fits_into_a_file_name():
+    assert slug("Intel(R) Xeon(R) Platinum 8488C") == "intel-xeon-platinum"
+    assert slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb"
+
+
+def test_an_unknown_part_is_one_line_with_the_choices():
+    command = [sys.executable, "-m", "benchmarks", "forwrd"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "forwrd is not a part: choose of forward, step" in run.stderr
