@@ -284,7 +284,9 @@ def small(options: argparse.Namespace) -> Iterator[Comparison]:
                     "timm, bf16, AdamW": partial(of_timm, bf16=True),
                     "timm, float32, Muon": partial(of_timm, muon=True),
                     "timm, bf16, Muon": partial(of_timm, bf16=True, muon=True),
-                    "vit, float32, AdamW": partial(ours, precision="fp32", optimizer="adamw"),
+                    "vit, float32, AdamW": partial(
+                        ours, precision="fp32", optimizer="adamw", fallback_lr=None
+                    ),
                     "vit, float32, Muon": partial(ours, precision="fp32"),
                     "vit, bf16, Muon": partial(ours, precision="bf16"),
                     "vit, bf16, Muon, ema": partial(ours, precision="bf16", ema=0.99),

@@ -60,7 +60,8 @@ def console(*first: str) -> None:
         code = _discard_stdout()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    gc.freeze()  # else Python searches all objects of torch for cycles before it exits
+    if "triton" not in sys.modules:  # which would report every object that is left
+        gc.freeze()  # else Python searches all objects of torch for cycles before it exits
     sys.exit(code)
 
 
