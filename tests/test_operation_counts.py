@@ -198,9 +198,9 @@ from vit.training.trainer import Trainer
 def stop(*_):
     raise SystemExit(0)
 Trainer.after_step = stop
-settings = "--optimizer muon --image-size 16 --patch-size 8 --dim 16 --depth 2 --num-heads 2"
-data = ["train", sys.argv[3], "--out", sys.argv[4], "-j", "0", "-b", "6", "--epochs", "1"]
-code = main([*data, *settings.split(), "--precision", "fp32", "--device", "cpu"])
+network = "--model vit_tiny_patch16_224 --image-size 16 --patch-size 8 --dim 16 --num-heads 2"
+settings = "--depth 2 --opt muon -j 0 -b 8 --epochs 1 --precision fp32 --device cpu"
+code = main(["train", "digits", "--out", sys.argv[3], *network.split(), *settings.split()])
 found["train"] = [code, sorted(libraries() - from_torch), heavy()]
 print(json.dumps(found))
 """
@@ -209,7 +209,7 @@ OURS = {"vit", "PIL", "einops", "numpy", "safetensors", "simplejpeg", "tokenizer
 
 def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_data, tmp_path):
     image = next(Path(tiny_data).rglob("*.*"))
-    words = [str(word) for word in (tiny_run, image, tiny_data, tmp_path / "run")]
+    words = [str(word) for word in (tiny_run, image, tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, *words], capture_output=True, text=True, timeout=120
     )
