@@ -186,7 +186,8 @@ IMPORTS = """
 import json, sys
 import torch
 def libraries():
-    return {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+    names = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+    return {name for name in names if name[0] != "_"}
 def heavy():
     return sorted({"torch._dynamo", "torch._inductor", "torch.onnx", "sympy"} & sys.modules.keys())
 from_torch = libraries()

@@ -44,7 +44,7 @@ def sync_batch_norm(network: nn.Module, processes: int) -> None:
     """Let each BatchNorm of `network` use the statistics of all `processes`."""
     if processes > 1:
         # here and not above the function: it imports torch's compiler, which takes a second
-        total = torch.compiler.disable(sum_over_processes)
+        total = torch.compiler.disable(sum_over_processes)  # type: ignore[no-untyped-call]
         for norm in _norms(network).values():
             norm.sum_over_processes = total
 
