@@ -134,7 +134,10 @@ def make_training(
     bf16 = accelerator.mixed_precision == "bf16"
     optimizer = make_optimizer(network, training, depth=config.model.depth, bf16=bf16)
     sync_batch_norm(network, accelerator.num_processes)
-    model, prepared = accelerator.prepare(network, optimizer)
+    # the network is on its device already, where accelerate would look for sharded parameters with
+    # half a second of imports
+    placement = [False, None]
+    model, prepared = accelerator.prepare(network, optimizer, device_placement=placement)
     # of the parameters as they are now: sharding has replaced them
     average = ExponentialMovingAverage(network, training.ema) if training.ema else None
     state = TrainingState(

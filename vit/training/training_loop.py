@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
@@ -19,7 +20,7 @@ from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.stop_signals import Interruption
 from vit.training.distributed.collectives import all_reduce, widest_float
-from vit.training.distributed.fsdp import full_tensor
+from vit.training.distributed.fsdp import full_tensor, is_sharded
 from vit.training.logging.training_progress import Progress
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
@@ -219,9 +220,16 @@ def forward_losses(
 
 def clip_gradients(run: TrainingState) -> Tensor:
     """Clip the gradient to the norm `clip_grad`; returns its norm before clipping, ()."""
-    most = run.config.training.clip_grad or math.inf
-    norm: Tensor = run.accelerator.clip_grad_norm_(run.network.parameters(), most)
-    return full_tensor(norm)
+    most, parameters = run.config.training.clip_grad, [*run.network.parameters()]
+    if is_sharded(run.accelerator):
+        norm: Tensor = run.accelerator.clip_grad_norm_(parameters, most or math.inf)
+        return full_tensor(norm)
+    # as accelerate does, which in every step looks for shards too, with a second of imports
+    run.accelerator.unscale_gradients()
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if most:
+        clip_grads_with_norm_(parameters, most, norm)
+    return norm
 
 
 def require_finite(run: TrainingState, loss: float, norm: float) -> None:
