@@ -128,7 +128,7 @@ def test_a_block_computes_no_more_operators_than_its_equation_needs(dtype, opera
 
 
 @pytest.mark.parametrize(
-    ("precision", "operators", "megabytes"), [("fp32", 300, 35), ("bf16", 465, 30)]
+    ("precision", "operators", "megabytes"), [("fp32", 300, 35), ("bf16", 465, 31)]
 )
 def test_a_training_step_computes_no_more_operators(precision, operators, megabytes):
     run, step = training_step(precision=precision)
@@ -219,6 +219,8 @@ def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_d
     assert found["predict"][0] == found["train"][0] == 0, done.stderr
     predicting, training = (set(found[name][1]) for name in ("predict", "train"))
     assert {"vit", "PIL"} <= predicting <= OURS
-    assert {"accelerate"} <= training <= OURS | {"accelerate", "packaging", "psutil", "tqdm"}
+    # accelerate looks for google.colab
+    accelerate = {"accelerate", "google", "packaging", "psutil", "tqdm"}
+    assert {"accelerate"} <= training <= OURS | accelerate
     # torch's compiler takes longer to import than the first step takes
     assert found["predict"][2] == found["train"][2] == []

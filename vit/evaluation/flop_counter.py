@@ -4,15 +4,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from vit.model.vision_transformer import VisionTransformer
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 
 def weight_tensors(network: nn.Module) -> list[Tensor]:
@@ -79,8 +81,10 @@ FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
 }
 
 
-def make_flop_counter() -> FlopCounterMode:
+def make_flop_counter() -> "FlopCounterMode":
     """A counter of matrix products and of attention in every fused form."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
     spaces = {space: getattr(torch.ops, space) for space, _ in FORMULAS}
     known = {
         getattr(spaces[space], name): formula
@@ -106,7 +110,7 @@ class Calls:
 
 @contextmanager
 def record_calls(
-    network: VisionTransformer, counter: FlopCounterMode
+    network: VisionTransformer, counter: "FlopCounterMode"
 ) -> Iterator[dict[nn.Module, Calls]]:
     """Record the calls of the network's parts, its blocks and their parts, inside the `with`."""
     blocks = [*dict.fromkeys(network.blocks)]
