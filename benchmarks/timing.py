@@ -97,8 +97,8 @@ def take_turns(
     names = [*ready]
     for turn in range(rounds if names else 0):
         start = turn % len(names)
+        gc.collect()
         for name in names[start:] + names[:start]:
-            gc.collect()
             seconds[name].append(clock.time(ready[name]))
     return seconds, missing
 

@@ -17,7 +17,7 @@ from benchmarks.timing import Comparison, Missing, Run
 ROOT = Path(__file__).parents[1]
 VIT = (sys.executable, "-m", "vit")
 FIRST_STEP = (
-    "import os, sys; from vit.training.trainer import Trainer;"
+    "import gc, os, sys; gc.disable(); from vit.training.trainer import Trainer; gc.enable();"
     "Trainer.after_step = lambda *_: os._exit(0);"
     "from vit.commands.main import main; main(sys.argv[1:])"
 )
@@ -94,10 +94,9 @@ def startup(options: argparse.Namespace) -> Iterator[Comparison]:
             vit.export_onnx(run, file)
         return command([*VIT, "predict", file, photo], folder)
 
-    def first_step() -> Run:
-        words = ["train", "digits", "--overwrite", "--out", folder / "trained", "-b", 32]
-        plain = ["--dim", 32, "--depth", 2, "--num-heads", 2, "--device", "cpu"]
-        return command([sys.executable, "-c", FIRST_STEP, *words, *plain], folder)
+    def first_step(*settings: object) -> Run:
+        words = ["train", "digits", "--overwrite", "--out", folder / "trained", *settings]
+        return command([sys.executable, "-c", FIRST_STEP, *words, "--device", "cpu"], folder)
 
     ways: dict[str, Callable[[], Run]] = {
         "python -c 'import torch'": lambda: command([sys.executable, "-c", "import torch"], folder),
@@ -107,7 +106,10 @@ def startup(options: argparse.Namespace) -> Iterator[Comparison]:
         "vit predict RUN, one image": lambda: command([*VIT, "predict", run, photo], folder),
         "vit predict FILE.onnx, one image": exported,
         "timm inference.py, one image": lambda: timm_inference(options, run, images),
-        "vit train digits, to the first step": first_step,
+        "vit train digits -c FILE, to the first step": partial(
+            first_step, "-c", ROOT / "configs" / "digits.yaml"
+        ),
+        "vit train digits, planned, to the first step": first_step,
     }
     yield Comparison(title="Start-up", ways=ways, unit="runs", warm_ups=1)
 
