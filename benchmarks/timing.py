@@ -137,7 +137,10 @@ def peak_alone(words: list[str], title: str, way: str) -> float:
 
 
 def run_alone(comparison: Comparison, way: str, device: str) -> float:
-    """MiB of the peak of this process, which runs one way."""
+    """MiB of the peak of one way, above what this process held before; of commands, their peak."""
+    before = resident("VmRSS")
+    # forgets the peak so far: rusage's even begins with that of the process that started this one
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     run = comparison.ways[way]()
     for _ in range(comparison.warm_ups + 1):
         run()
@@ -145,10 +148,14 @@ def run_alone(comparison: Comparison, way: str, device: str) -> float:
         import torch
 
         return torch.cuda.max_memory_allocated() / 2**20
-    each = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN,))
-    # not rusage's of this process, which begins with that of the process that started it
+    commands = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
+    return max(resident("VmHWM") - before, commands)
+
+
+def resident(field: str) -> float:
+    """MiB of a field of /proc/self/status, on Linux."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return max(int(status.split("VmHWM:")[1].split()[0]), *each, 0) / 2**10
+    return int(status.split(f"{field}:")[1].split()[0]) / 2**10
 
 
 def hardware(device: str) -> str:
