@@ -42,11 +42,12 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
 ADDED_CLASS_EPOCHS = 2
 """Epochs after the probe where classes are added (measured: docs/fine-tuning.md)."""
 RECIPE = (
-    *("optimizer", "lr", "fallback_lr", "weight_decay", "betas", "clip_grad", "layer_decay"),
+    *("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay"),
     *("smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
-"""Settings that a training with added classes takes from the run whose weights it begins with."""
+"""Settings that a training with added classes takes from the run whose weights it begins with;
+not `fallback_lr`, with which the head that the probe has fitted changed too much (measured)."""
 # A probe is a single fit to images without augmentation.
 UNUSED_BY_PROBE = (
     *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
