@@ -41,9 +41,9 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 ADDED_CLASS_EPOCHS = 2
 """Epochs after the probe where classes are added (measured: docs/fine-tuning.md)."""
+OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
 RECIPE = (
-    *("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay"),
-    *("smoothing", "balance", "drop_path"),
+    *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
 """Settings that a training with added classes takes from the run whose weights it begins with;
@@ -144,6 +144,8 @@ def complete_for_added_classes(
         return config
     chosen = flatten(config)
     found = recipe_of_run(str(config.finetune.weights))
+    if "optimizer" in given:  # with another one, its learning rate means something else
+        found = {name: found[name] for name in found if name not in OPTIMIZER_SETTINGS}
     if config.training.steps is None and config.training.time is None:
         found["epochs"] = ADDED_CLASS_EPOCHS
     kept = {name: chosen[name] for name in given if name in found}
