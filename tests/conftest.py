@@ -1,7 +1,9 @@
 """A tiny saved model and tiny images, for all tests that predict or evaluate."""
 
+import dataclasses
 import gc
 import os
+import shutil
 import struct
 import sys
 import zlib
@@ -20,7 +22,16 @@ from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.weights.saved_model import save_model, set_thresholds
+from vit.model.feature_distance import FeatureDistance, encode_with_means
+from vit.score_calibration import COVERAGES, ScoreCalibration
+from vit.weights.saved_model import (
+    CALIBRATION,
+    load_run,
+    save_model,
+    set_thresholds,
+    store_calibration,
+    update_run,
+)
 
 # Tensors are tiny here: a second thread waits more than it works, six times as long where cores are
 # shared. Commands that tests start read the variable.
@@ -154,6 +165,42 @@ def traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_onnx, "trace_module", trace)
         yield
+
+
+@pytest.fixture(scope="session")
+def calibrated_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same network with a calibration; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "calibrated"
+    shutil.copytree(tiny_run, folder)
+    calibration = ScoreCalibration(
+        temperature=3.0,
+        images=99,
+        exponent=1.2,
+        target_precision=0.9,
+        threshold=0.7,
+        answered=0.5,
+        set_levels=tuple(coverage - 0.1 for coverage in COVERAGES),
+    )
+    update_run(folder, {CALIBRATION: calibration.to_dict()})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def distance_run(calibrated_run: Path, tiny_data: Path, tmp_path_factory) -> Path:
+    """The same with the distance from half of the images of `tiny_data`; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "distance"
+    shutil.copytree(calibrated_run, folder)
+    run = load_run(folder)
+    assert run.calibration is not None
+    paths = sorted((tiny_data / "val").rglob("*.*"))
+    images = [run.preprocessing(Image.open(path).convert("RGB")) for path in paths]
+    with torch.inference_mode():
+        means = encode_with_means(run.model, run.preprocessing.normalise(torch.stack(images)))[2]
+        distance = FeatureDistance.fit(means[::2])
+        farthest = float(distance(means).sort().values[-6:-4].mean())
+    calibration = dataclasses.replace(run.calibration, farthest=farthest)
+    store_calibration(folder, calibration, distance)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from vit.config.training_config import TASKS
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.memory_allocator"),
-    *("vit.paths", "vit.quick_imports", "vit.stop_signals", "vit.text", "vit.version"),
+    *("vit.paths", "vit.quick_imports", "vit.score_calibration", "vit.stop_signals"),
+    *("vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -42,6 +43,7 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": set(),
+    "vit.score_calibration": {"vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),

@@ -26,11 +26,12 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
     logits = model(torch.zeros(8, 3, 32, 32))
     model = vit.from_pretrained("runs/photos", num_classes=5)
 
-Functions, each a command of the same name: train, plan, tune, predict, evaluate, check, verify,
-report, summary; export_model, export_data, convert_model and list_models are `vit export`, `data`,
-`convert` and `models`. Classes: Predictor, Search (of captions), Config (by make_config),
-VisionTransformer, Captioner. Errors that you can fix are raised as vit.errors.VitError, in one line
-with the remedy. `help(vit.train)` explains one; docs/README.md has a page per question.
+Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
+compare, check, verify, report, summary; export_model, export_data, convert_model and list_models
+are `vit export`, `data`, `convert` and `models`. Classes: Predictor, Search (of captions), Config
+(by make_config), VisionTransformer, Captioner. Errors that you can fix are raised as
+vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one; docs/README.md has
+a page per question.
 """
 
 import importlib
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from vit.export.export_onnx import export_onnx
     from vit.export.verification import verify
     from vit.generation.generation_config import Search
+    from vit.inference.calibrate import calibrate
+    from vit.inference.compare import compare
     from vit.inference.evaluate import evaluate
     from vit.inference.label_errors import check
     from vit.inference.prediction_job import predict
@@ -70,7 +73,9 @@ if TYPE_CHECKING:
         "Search",
         "VisionTransformer",
         "__version__",
+        "calibrate",
         "check",
+        "compare",
         "convert_model",
         "create_model",
         "evaluate",
@@ -99,7 +104,9 @@ _HOMES = {
     "Predictor": "vit.inference.predictor",
     "Search": "vit.generation.generation_config",
     "VisionTransformer": "vit.model.vision_transformer",
+    "calibrate": "vit.inference.calibrate",
     "check": "vit.inference.label_errors",
+    "compare": "vit.inference.compare",
     "convert_model": "vit.weights.convert",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",

@@ -133,3 +133,24 @@ def test_the_usual_way_may_be_named_on_a_resume(predict, input_images, tmp_path,
         interrupt_at(2, "fail", patch.setattr)
         assert predict(*words)[0] == 2
     assert predict(*words, "--resume", "--sort-with", "copy")[0] == 0
+
+
+def test_unknown_images_are_sorted_into_unsure(predict, calibrated_run, input_images, tmp_path):
+    words = (*input_images, "--reject", "--sets", "0.8", "--sort-into", tmp_path / "sorted")
+    code, out, err = predict(*words, "--format", "jsonl", model=calibrated_run)
+    assert code == 0
+    rows = [json.loads(line) for line in out]
+    unknown = [row for row in rows if row["unknown"]]
+    assert 0 < len(unknown) < len(rows)
+    assert {row["reason"] for row in unknown} == {"uncertain"}
+    assert all(row["set"] for row in rows)
+    assert f"{len(unknown)} of 27 images are unknown" in err[0]
+    files = files_in(tmp_path / "sorted")
+    assert sum(name.startswith("_unsure/") for name in files) == len(unknown)
+    assert len(files) == 27
+
+
+def test_unknown_answers_are_not_explained(predict, calibrated_run, input_images, tmp_path):
+    words = (*input_images, "--reject", "--explain", tmp_path / "maps")
+    code, _, err = predict(*words, model=calibrated_run)
+    assert (code, err) == (2, ["vit predict: --reject does not work with --explain: predict twice"])

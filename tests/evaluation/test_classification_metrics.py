@@ -10,8 +10,10 @@ from sklearn import metrics
 
 from vit.evaluation.classification_metrics import (
     Outcomes,
+    adaptive_calibration_error,
     calibration_error,
     ranking,
+    reliability,
     summarize,
     wilson_interval,
 )
@@ -152,3 +154,68 @@ def test_refuses_what_cannot_be_scored(probabilities, labels, reason):
 def test_refuses_no_image():
     with pytest.raises(ValueError, match="no image"):
         scores_of(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), CLASSES[:3])
+
+
+def gaps_by_bins(scores: np.ndarray, truth: np.ndarray, edges: np.ndarray) -> float:
+    """Weighted mean of |share of truth - mean score| over bins with upper edges, in numpy."""
+    place, total = np.searchsorted(edges[1:-1], scores), 0.0
+    for number in set(place):
+        inside = place == number
+        total += inside.mean() * abs(truth[inside].mean() - scores[inside].mean())
+    return total
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [(400, range(8)), (150, range(2, 5)), (1, range(8)), (30, range(3, 4))],
+    ids=["random", "absent classes", "one image", "one class"],
+)
+@pytest.mark.parametrize("decimals", [15, 1], ids=["distinct", "ties"])
+def test_calibration_measures_equal_their_formulas_in_numpy(images, labels, decimals):
+    probabilities, truth = draw(images, labels=labels)
+    probabilities = probabilities.mul(10**decimals).round().div(10**decimals)
+    scores = scores_of(probabilities, truth, CLASSES)
+    table, own = probabilities.numpy(), np.eye(8)[truth.numpy()]
+    expected = ((table - own) ** 2).sum(1).mean()
+    assert scores["brier"] == pytest.approx(expected, abs=1e-12)
+    edges = np.linspace(0, 1, 16)
+    each = [gaps_by_bins(table[:, index], own[:, index], edges) for index in range(8)]
+    assert scores["ece_classwise"] == pytest.approx(np.mean(each), abs=1e-12)
+    confidences, right = table.max(1), table.argmax(1) == truth.numpy()
+    assert scores["ece"] == pytest.approx(gaps_by_bins(confidences, right, edges), abs=1e-12)
+    parts = np.sort(confidences)[np.maximum(np.arange(1, 15) * images // 15 - 1, 0)]
+    quantiles = np.array([0, *parts, 1])
+    found = gaps_by_bins(confidences, right, quantiles)
+    assert scores["ece_adaptive"] == pytest.approx(found, abs=1e-12)
+
+
+def test_two_classes_have_twice_scikit_learns_brier_score():
+    probabilities, truth = draw(300, labels=range(2))
+    pair = probabilities[:, :2] / probabilities[:, :2].sum(dim=1, keepdim=True)
+    scores = scores_of(pair, truth, CLASSES[:2])
+    expected = metrics.brier_score_loss(truth, pair[:, 1])
+    assert scores["brier"] == pytest.approx(2 * expected, abs=1e-12)
+    assert scores["nll"] == pytest.approx(metrics.log_loss(truth, pair), abs=1e-12)
+
+
+def test_equally_filled_bins_do_not_depend_on_the_order_of_images():
+    probabilities, truth = draw(100)
+    confidences = probabilities.amax(dim=1).mul(10).round().div(10)
+    right = probabilities.argmax(dim=1) == truth
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
+    found = adaptive_calibration_error(confidences[order], right[order])
+    assert found == pytest.approx(adaptive_calibration_error(confidences, right), abs=1e-12)
+
+
+def test_the_reliability_diagram_has_each_image_once():
+    probabilities, truth = draw(200)
+    confidences, answers = probabilities.max(dim=1)
+    bins = reliability(confidences, answers == truth)
+    assert sum(count for count, *_ in bins) == 200
+    hits = sum(count * share for count, _, share, _ in bins)
+    assert hits == pytest.approx(float((answers == truth).sum()))
+    for count, mean, share, (low, high) in bins:
+        interval = binomtest(round(count * share), count).proportion_ci(method="wilson")
+        assert (low, high) == pytest.approx((interval.low, interval.high), abs=1e-9)
+        assert 0 <= low <= share <= high <= 1
+        assert 0 < mean <= 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.classification_report import write_classification_report
 
 IMAGES = 40
@@ -23,7 +23,9 @@ def draw(classes: int, images: int = IMAGES) -> Outcomes:
 def write(tmp_path, make_facts, make_epochs):
     """Write a report about made-up answers, and return its text."""
 
-    def write(classes, *, epochs=3, outcomes=None, paths=None, settings=None, **changes):
+    def write(
+        classes, *, epochs=3, outcomes=None, paths=None, settings=None, calibrated=None, **changes
+    ):
         outcomes = draw(len(classes)) if outcomes is None else outcomes
         write_classification_report(
             tmp_path,
@@ -31,6 +33,7 @@ def write(tmp_path, make_facts, make_epochs):
             events=make_epochs(epochs),
             outcomes=outcomes,
             paths=paths or [str(tmp_path / "missing.jpg")] * len(outcomes),
+            calibrated=calibrated,
         )
         return (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -95,12 +98,28 @@ def test_a_report_without_mistakes(write, parse):
 @pytest.mark.parametrize("epochs", [1, 41])
 def test_losses_and_accuracy_are_drawn(write, parse, epochs):
     page = parse(write(("a", "b"), epochs=epochs))
-    assert [chart["aria-label"].split(" over ")[0] for chart in page.find("svg")] == [
-        "Loss",
-        "Top-1",
-    ]
+    *curves, reliability = (chart["aria-label"] for chart in page.find("svg"))
+    assert [label.split(" over ")[0] for label in curves] == ["Loss", "Top-1"]
+    assert reliability.startswith("Right answers, by score: ")
     assert len(page.find("polyline")) == 3
-    assert len(page.find("circle")) == (3 if epochs == 1 else 0)
+    radii = [circle["r"] for circle in page.find("circle")]
+    assert radii.count("2.6") == (3 if epochs == 1 else 0)
+    assert radii.count("5") == reliability.count(" of ")
+
+
+def test_scores_of_a_calibration_are_those_of_held_out_images(write, parse):
+    outcomes, held_out = draw(3), draw(3, 30)
+    calibrated = CalibratedOutcomes((0.5, 1.25), outcomes, held_out)
+    page = parse(write(("cat", "dog", "owl"), outcomes=outcomes, calibrated=calibrated))
+    text = page.prose
+    raw, other = (summarize(one, ("cat", "dog", "owl")) for one in (outcomes, held_out))
+    assert f"raw scores have a calibration error of {raw['ece']:.4f}" in text
+    assert f"expected calibration error {other['ece']:.4f}" in text
+    for title, row in (("temperature 0.500, exponent 1.250", other), ("raw", raw)):
+        cells = "\n".join(
+            f"{row[name]:.4f}" for name in ("ece", "ece_adaptive", "ece_classwise", "brier", "nll")
+        )
+        assert f"{title}\n{cells}" in page.lines
 
 
 def test_a_mistake_has_its_label_and_the_prediction(write, parse, tmp_path):

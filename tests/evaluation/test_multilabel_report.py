@@ -66,7 +66,7 @@ def test_a_class_without_images_has_no_scores_and_comes_last(write, parse):
     page = parse(write(tuple(f"c{i}" for i in range(25)), probabilities, targets))
     assert "Classes, the worst of 25 first" in page.texts
     assert "The other 5" in page.texts
-    assert "\nc7\n0\n-\n0.500\n-\n-\n-\nThe surest mistakes" in page.lines
+    assert "\nc7\n0\n-\n0.500\n-\n-\n-\nCan its scores be trusted?" in page.lines
 
 
 def test_an_image_is_shown_with_its_worst_decision(write, parse, tmp_path):

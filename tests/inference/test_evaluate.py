@@ -18,7 +18,7 @@ pytestmark = pytest.mark.auto_precision
 
 KEYS = {
     *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
-    *("per_class", "failed"),
+    *("nll", "brier", "ece_adaptive", "ece_classwise", "per_class", "failed"),
 }
 
 

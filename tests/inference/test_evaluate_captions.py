@@ -27,7 +27,7 @@ KEYS = {
 }
 CLASS_KEYS = {
     *("top1", "top5", "top1_interval", "class_loss", "macro_f1", "balanced_accuracy", "ece"),
-    "per_class",
+    *("nll", "brier", "ece_adaptive", "ece_classwise", "per_class"),
 }
 CLASSES = ("apple", "class10", "class2")
 PRECISE = {"precision": "fp32"}

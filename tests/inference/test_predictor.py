@@ -1,6 +1,7 @@
 """Predictor: the order is kept, bad files stay bad, and neighbours change nothing."""
 
 import dataclasses
+import shutil
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from vit.errors import ConfigError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import from_pretrained
-from vit.weights.saved_model import load_run
+from vit.weights.saved_model import CALIBRATION, load_run, update_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -288,3 +289,84 @@ def test_a_damaged_image_in_memory_has_an_error_and_another_type_stops(tiny_run,
         predictor.stream(np.zeros((4, 4, 3), np.uint8))
     with pytest.raises(ConfigError, match=r"weights=5 \(int\): give a run folder"):
         Predictor(5)
+
+
+def test_scores_of_a_calibrated_run_are_those_of_scaled_logits(
+    tiny_run, calibrated_run, input_images
+):
+    run = load_run(tiny_run)
+    images = [run.preprocessing(Image.open(path).convert("RGB")) for path in input_images]
+    with torch.inference_mode():
+        logits = run.model(run.preprocessing.normalise(torch.stack(images)))
+    gaps = logits.amax(dim=1, keepdim=True) - logits.double()
+    expected = (-((gaps / 3) ** 1.2)).softmax(dim=1).sort(dim=1, descending=True).values
+    found = Predictor(calibrated_run, precision="fp32", batch_size=8)(input_images)
+    scores = [[score for _, score in one.predictions] for one in found]
+    torch.testing.assert_close(
+        torch.tensor(scores, dtype=torch.float64), expected, atol=1e-5, rtol=0
+    )
+    raw = Predictor(tiny_run, precision="fp32", batch_size=8)(input_images)
+    assert [one.predictions[0][0] for one in found] == [one.predictions[0][0] for one in raw]
+    plain = Predictor(calibrated_run, precision="fp32", batch_size=8, no_calibration=True)
+    assert plain(input_images) == raw
+    turned = Predictor(calibrated_run, precision="fp32", batch_size=8, patch_size=4)
+    assert turned.calibration == load_run(calibrated_run).calibration
+
+
+def test_a_multilabel_run_decides_the_same_with_and_without_calibration(
+    several_run, several_list, tmp_path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(several_run, folder)
+    update_run(folder, {CALIBRATION: {"temperature": 0.4, "images": 99, "exponent": 1.0}})
+    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+    settings = {"precision": "fp32", "batch_size": 8}
+    found = Predictor(folder, **settings)(images)
+    raw = Predictor(folder, **settings, no_calibration=True)(images)
+    names = [[label for label, _ in one.predictions] for one in found]
+    assert names == [[label for label, _ in one.predictions] for one in raw]
+    assert len({*map(tuple, names)}) > 1
+    assert found != raw
+
+
+def test_answers_may_be_unknown_and_come_with_sets(calibrated_run, input_images):
+    predictor = Predictor(calibrated_run, precision="fp32", batch_size=8)
+    plain = predictor(input_images)
+    found = predictor(input_images, top_k=1, reject=True, sets=0.8)
+    assert {one.unknown for one in found} == {None, "uncertain"}
+    assert len({len(one.prediction_set) for one in found}) > 1
+    for one, other in zip(found, plain, strict=True):
+        scores = [score for _, score in other.predictions]
+        assert (one.unknown is None) == (scores[0] >= 0.7)
+        before = [sum(scores[:place]) for place in range(3)]
+        expected = [place for place in range(3) if before[place] <= 0.7]
+        assert one.prediction_set == tuple(other.predictions[place][0] for place in expected)
+        assert one.predictions == other.predictions[:1]
+
+
+def test_a_network_without_calibration_rejects_nothing(tiny_run, calibrated_run, input_images):
+    for predictor in (Predictor(tiny_run), Predictor(calibrated_run, no_calibration=True)):
+        for options in ({"reject": True}, {"sets": 0.9}):
+            with pytest.raises(ConfigError, match="vit calibrate RUN DATA"):
+                predictor(input_images, **options)
+
+
+def test_images_unlike_those_of_training_are_unknown(distance_run, input_images):
+    predictor = Predictor(distance_run, precision="fp32", batch_size=8)
+    found = predictor(input_images, reject=True)
+    reasons = [one.unknown for one in found]
+    assert {*reasons} == {None, "uncertain", "unlike the training images"}
+    assert reasons.count("unlike the training images") == 5
+    plain = Predictor(distance_run, precision="fp32", batch_size=8)(input_images)
+    assert [one.predictions for one in found] == [one.predictions for one in plain]
+    mirrored = Predictor(distance_run, precision="fp32", batch_size=8, tta="flip")
+    assert "unlike the training images" in {
+        one.unknown for one in mirrored(input_images, reject=True)
+    }
+    embedded = Predictor(distance_run, precision="fp32", batch_size=8, embeddings=True)
+    assert [one.unknown for one in embedded(input_images, reject=True)] == reasons
+
+
+def test_distances_are_of_square_images(distance_run, input_images):
+    with pytest.raises(ConfigError, match="leave keep_aspect out"):
+        Predictor(distance_run, keep_aspect=True)(input_images, reject=True)

@@ -7,10 +7,11 @@ import os
 import openpyxl
 import pytest
 
-from vit.errors import RunError
+from vit.errors import ConfigError, RunError
 from vit.generation.generate import Caption
 from vit.output.prediction_results import (
     FORMATS,
+    READERS,
     Layout,
     Prediction,
     count_failed_rows,
@@ -208,3 +209,37 @@ def test_captions_are_safe_in_csv_and_in_a_table():
     assert all(row[:-1].isprintable() and row.endswith("\n") for row in [header, *found])
     ends = {display_width(row[: row.index("-0.500")]) for row in found}
     assert len(ends) == 1
+
+
+def test_unknown_answers_and_sets_are_in_every_format():
+    rows = [
+        Prediction("a.png", (("cat", 0.6),), unknown="uncertain", prediction_set=("cat", "=dog")),
+        Prediction("b.png", (("=dog", 0.9),), prediction_set=("=dog",)),
+        Prediction("c.png", error="it is empty"),
+    ]
+    layout = Layout(1, ("cat", "=dog"), ("a.png", "b.png", "c.png"), reject=True, sets=True)
+    formats = {name: FORMATS[name](layout) for name in ("table", "jsonl", "csv")}
+    lines = {name: [header, *map(line, rows)] for name, (header, line) in formats.items()}
+    first, second, third = (json.loads(line) for line in lines["jsonl"][1:])
+    assert (first["unknown"], first["reason"], first["set"]) == (True, "uncertain", ["cat", "=dog"])
+    assert first["predictions"] == [{"label": "cat", "score": 0.6}]
+    assert (second["unknown"], second["set"]) == (False, ["=dog"])
+    assert "reason" not in second
+    assert third.keys() == {"image", "error"}
+    assert [*csv.reader(lines["csv"])] == [
+        ["image", "label_1", "score_1", "unknown", "set", "error"],
+        ["a.png", "cat", "0.6", "uncertain", "cat|=dog", ""],
+        ["b.png", "'=dog", "0.9", "", "'=dog", ""],
+        ["c.png", "", "", "", "", "it is empty"],
+    ]
+    table = [line.split() for line in lines["table"]]
+    assert table[1] == ["a.png", "unknown", "60.00%", "unknown:", "uncertain", "set:", "cat|=dog"]
+    assert table[2] == ["b.png", "=dog", "90.00%", "set:", "=dog"]
+    for name, text in lines.items():
+        read = READERS[name](iter(text[not text[0] :]), layout.images)
+        assert [*map(tuple, read)][-3:] == [(True, False), (True, False), (True, True)]
+
+
+def test_sets_of_classes_with_the_separator_are_refused_in_csv():
+    with pytest.raises(ConfigError, match="parts classes"):
+        csv_lines(Layout(1, ("a|b", "c"), (), sets=True))

@@ -13,6 +13,8 @@ from tests.training.runs import events
 from vit.commands.main import main
 from vit.data.archives import relative
 from vit.errors import DataError, RunError
+from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
@@ -43,6 +45,35 @@ def test_the_report_equals_what_evaluate_says(run, colour_data, tmp_path):
     for name in ("top1", "macro_f1", "balanced_accuracy"):
         assert f"{expected[name]:.2%}" in page
     assert f"calibration error {expected['ece']:.4f}" in page
+
+
+def test_the_end_of_a_training_calibrates_the_scores(
+    tiny_config, colour_data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 10)
+    monkeypatch.setattr("vit.training.final_report.MIN_IMAGES", 10)
+    monkeypatch.setattr("vit.training.final_report.MIN_DISTANCES", 10)
+    monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
+    run = train(tiny_config(epochs=2, ema=0.0, mixup=0.0), tmp_path / "run").folder
+    config, page = (run / "config.json").read_bytes(), (run / "report.html").read_bytes()
+    stored = json.loads(config)["vit"]["calibration"]
+    assert stored["images"] == 21
+    images = [str(path) for path in sorted((colour_data / "val").rglob("*.png"))]
+    predictor = Predictor(run, device="cpu", precision="fp32")
+    predictor.return_distances()
+    distances = [one.distance for batch in predictor.batches(images) for one in batch]
+    assert sum(distance > stored["farthest"] + 1e-4 for distance in distances) == 1
+    assert stored["temperature"] != 1 or stored["exponent"] != 1
+    raw = evaluate(run, str(colour_data), device="cpu", precision="fp32", no_calibration=True)
+    found = evaluate(run, str(colour_data), device="cpu", precision="fp32")
+    text = page.decode()
+    assert f"temperature {stored['temperature']:.3f}" in text
+    assert f"error of {raw['ece']:.4f}" in text
+    assert found["loss"] < raw["loss"]
+    assert found["top1"] == raw["top1"]
+    train(tiny_config(epochs=2, ema=0.0, mixup=0.0), run, resume=True)
+    assert (run / "config.json").read_bytes() == config
+    assert (run / "report.html").read_bytes() == page
 
 
 def test_resuming_a_finished_run_writes_the_report_again(run, tiny_config, capsys):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 from tests.training.distributed.test_processes import launch
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError
-from vit.evaluation.multilabel_metrics import f1_scores
+from vit.evaluation.multilabel_metrics import choose_thresholds, f1_scores
 from vit.inference.evaluate import evaluate
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.multilabel import MultiLabel
+from vit.tasks.task import ValidationLogits, calibrated_activation
 from vit.training.final_report import read_events
 from vit.training.train import train
 from vit.weights import saved_model
@@ -149,6 +151,32 @@ def test_a_kill_between_both_files_leaves_a_whole_run(several_run, tmp_path, mon
     monkeypatch.undo()
     saved_model.set_thresholds(copy, [0.1, 0.2, 0.3])
     assert load_run(copy).thresholds == (0.1, 0.2, 0.3)
+
+
+class FakeRun:
+    """A finished multi-label run of made-up logits."""
+
+    def __init__(self, folder):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(60, 3, generator=generator)
+        labels = torch.bernoulli(logits.sigmoid(), generator=generator).long()
+        self.folder, self.lines = folder, []
+        self.notify = self.lines.append
+        self.splits = SimpleNamespace(classes=("blue", "green", "red"))
+        self.validation_logits = ValidationLogits(3 * logits, labels, [], {})
+
+
+def test_scores_are_calibrated_before_thresholds_are_chosen(several_run, tmp_path):
+    shutil.copytree(several_run, tmp_path / "run")
+    run = FakeRun(tmp_path / "run")
+    MultiLabel().finish(run)
+    loaded = load_run(tmp_path / "run")
+    assert loaded.calibration.temperature == pytest.approx(3, rel=0.3)
+    logits, labels, *_ = run.validation_logits
+    raw, _ = choose_thresholds(logits.double().sigmoid(), labels)
+    decided = calibrated_activation(loaded)(logits.double()) >= torch.tensor(loaded.thresholds)
+    assert torch.equal(decided, logits.double().sigmoid() >= torch.tensor(raw))
+    assert "temperature" in run.lines[0]
 
 
 def test_weights_of_one_class_an_image_are_fine_tuned(config, tiny_run, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, VitError, WeightsError
 from vit.model.build import build_classifier
+from vit.score_calibration import ScoreCalibration
+from vit.weights import saved_model
 from vit.weights.load_model import from_pretrained
-from vit.weights.saved_model import load_run, save_model
+from vit.weights.saved_model import load_run, save_model, update_run
 
 MODEL = ModelConfig(image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3)
 CLASSES = ("cat", "dog's", "ünï \u202e\x1b")
@@ -185,3 +188,67 @@ def test_an_invalid_config_with_a_valid_digest_raises(run, change, message):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(RunError, match="could not be written"):
         save(tmp_path / "nowhere", build_classifier(MODEL))
+
+
+def test_a_calibration_is_stored_beside_the_other_fields_and_survives(calibrated_run, tiny_run):
+    ours, theirs = (
+        json.loads((at / "config.json").read_text()) for at in (calibrated_run, tiny_run)
+    )
+    stored = ours["vit"].pop("calibration")
+    assert ours == theirs
+    run = load_run(calibrated_run)
+    assert run.calibration == ScoreCalibration.from_dict(stored)
+    assert run.calibration.temperature == 3
+    assert run.without_calibration().calibration is None
+    assert load_run(tiny_run).calibration is None
+    assert load_run(tiny_run).without_calibration().config == run.config
+
+
+def test_a_resumed_training_may_write_the_config_without_the_calibration(
+    calibrated_run, tiny_run, tmp_path
+):
+    copy = tmp_path / "run"
+    shutil.copytree(calibrated_run, copy)
+    shutil.copy(tiny_run / "config.json", copy)  # the weights come after it
+    assert load_run(copy).calibration is None
+
+
+def test_a_damaged_calibration_is_refused(calibrated_run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(calibrated_run, copy)
+    update_run(copy, {"calibration": {"temperature": 0}})
+    with pytest.raises(WeightsError, match="calibration must have"):
+        load_run(copy)
+
+
+def test_the_distance_belongs_to_the_run(distance_run, calibrated_run, tmp_path):
+    assert load_run(calibrated_run).distance is None
+    run = load_run(distance_run)
+    assert run.distance is not None
+    assert run.distance.mean.shape == (3, 32)
+    assert run.without_calibration().distance is None
+    copy = Path(shutil.copytree(distance_run, tmp_path / "run"))
+    (copy / "distance.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"distance\.safetensors is missing"):
+        load_run(copy)
+
+
+def test_a_kill_while_the_distance_is_written_leaves_a_whole_run(
+    distance_run, tmp_path, monkeypatch
+):
+    copy = Path(shutil.copytree(distance_run, tmp_path / "run"))
+    run = load_run(copy)
+    write = saved_model.write_tensors
+
+    def killed(path, *rest):
+        if path.name == "distance.safetensors":
+            raise KeyboardInterrupt
+        write(path, *rest)
+
+    monkeypatch.setattr(saved_model, "write_tensors", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved_model.store_calibration(copy, run.calibration, run.distance)
+    assert load_run(copy).calibration is None
+    monkeypatch.undo()
+    saved_model.store_calibration(copy, run.calibration, run.distance)
+    assert load_run(copy).calibration == run.calibration

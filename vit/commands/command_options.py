@@ -28,8 +28,12 @@ COMPILE_HELP = (
 )
 
 
-def add_network_options(parser: argparse.ArgumentParser) -> Any:
-    """Add flags of inference: batch size, device, precision, threads, patches.
+NO_CALIBRATION_HELP = "return raw scores, without the calibration that the run has measured"
+
+
+def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = True) -> Any:
+    """Add flags of inference: batch size, device, precision, threads, patches; and, where scores
+    may be `calibrated`, --no-calibration.
 
     Returns:
         The argument group, for further flags.
@@ -83,6 +87,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> Any:
         help="values of images of more than 8 bits per channel that become black and white "
         "(default: as in training)",
     )
+    if calibrated:
+        group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
     add_patch_options(group)
     return group
 
@@ -164,9 +170,10 @@ def search_from_args(args: argparse.Namespace) -> Any:
 
 def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `Predictor` and `evaluate`, from the flags of `add_network_options`, the search
-    and --tta and --compile."""
+    and --tta, --compile and --no-calibration."""
     names = ("device", "batch_size", "precision", "workers", "keep_aspect", "merge_tokens")
-    settings = {name: getattr(args, name) for name in (*names, "patch_size", "tta", "compile")}
+    more = ("patch_size", "tta", "compile", "no_calibration")
+    settings = {name: getattr(args, name) for name in (*names, *more)}
     deep = None if args.intensity_range is None else tuple(args.intensity_range)
     return {**settings, "search": search_from_args(args), "intensity_range": deep}
 

@@ -151,6 +151,7 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
         f"wrong decisions    {scores['hamming']:.2%}",
         f"loss               {scores['loss']:.4f}",
         f"calibration error  {scores['ece']:.2%}  (mean gap between probability and share of yes)",
+        f"Brier score        {scores['brier']:.4f}",
     ]
     columns = {"AP": "average_precision", **COLUMNS}
     return "\n".join([*lines, *weakest_classes(scores["per_class"], columns)])
@@ -167,6 +168,7 @@ def class_summary(scores: dict[str, Any]) -> str:
         f"macro F1           {scores['macro_f1']:.2%}",
         f"loss               {scores['loss']:.4f}",
         f"calibration error  {scores['ece']:.2%}  (mean gap between confidence and accuracy)",
+        f"Brier score        {scores['brier']:.4f}",
     ]
     return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])
 

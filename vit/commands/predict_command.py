@@ -40,6 +40,7 @@ UNSET = (
         "threshold",
         "engine",
         "tta",
+        "sets",
     ),
     *("embeddings", "sort_into", "sort_with"),
 )
@@ -106,6 +107,21 @@ def _add_rows(group: Any) -> None:
         metavar="P",
         text="minimum probability of a class (default: none; for a multi-label network the "
         "threshold of each class)",
+    )
+    _add(
+        group,
+        "--reject",
+        action="store_true",
+        text="answer `unknown` where the network is too uncertain to be right as often as its "
+        "calibration promises (98 %% of what is answered, or --target-precision of vit calibrate)",
+    )
+    _add(
+        group,
+        "--sets",
+        type=probability,
+        metavar="COVERAGE",
+        text="add to each row the classes that contain the true one with this probability, such "
+        "as 0.9",
     )
     _add(
         group,

@@ -1,4 +1,4 @@
-"""Charts of a report: curves over epochs and scatter plots, which a template draws as SVG."""
+"""Charts of a report: curves, scatter plots and reliability diagrams; a template draws the SVG."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ class Chart:
         best: x of the best epoch, if any.
         curves: Label, class in the page's style, and the (x, y) of each value.
         points: x, y and class in the page's style of single points.
+        lines: Both ends of single lines, x, y, x, y, and class in the page's style.
     """
 
     width: ClassVar = 420
@@ -39,6 +40,7 @@ class Chart:
     best: float | None = None
     curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]] = ()
     points: Sequence[tuple[float, float, str]] = ()
+    lines: Sequence[tuple[float, float, float, float, str]] = ()
 
 
 def line_chart(
@@ -108,6 +110,33 @@ def scatter_chart(
         marks=[(to_x(position), mark) for position, mark in marks.items()],
         axis="",
         points=[(to_x(position), to_y(value), style) for position, value, style in points],
+    )
+
+
+def reliability_chart(
+    title: str, bins: Sequence[tuple[int, float, float, tuple[float, float]]]
+) -> Chart:
+    """Accuracy against confidence with intervals; scores that can be trusted lie on the diagonal.
+
+    Args:
+        title: What is drawn.
+        bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.
+    """
+    to_x = _scale(0, 1, Chart.left, Chart.right)
+    to_y = _scale(0, 1, Chart.bottom, Chart.top)
+    shares = [0.0, 0.25, 0.5, 0.75, 1.0]
+    described = ", ".join(f"{mean:.0%}: {hits:.0%} of {count}" for count, mean, hits, _ in bins)
+    return Chart(
+        title=title,
+        description=f"{title}, by score: {described}",
+        ticks=[(to_y(share), f"{share:.0%}") for share in shares],
+        marks=[(to_x(share), f"{share:.0%}") for share in shares],
+        axis="score",
+        points=[(to_x(mean), to_y(hits), "val") for _, mean, hits, _ in bins],
+        lines=[
+            (to_x(0), to_y(0), to_x(1), to_y(1), "train"),
+            *((to_x(m), to_y(low), to_x(m), to_y(high), "val") for _, m, _, (low, high) in bins),
+        ],
     )
 
 

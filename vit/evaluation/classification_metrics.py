@@ -1,7 +1,11 @@
 """Classification metrics: accuracy with intervals, calibration, and scores of each class.
 
-Everything is computed in float64 from five numbers an image (`Outcomes`): a large dataset needs no
-table of images x classes, and processes can gather their parts.
+Everything is computed in float64 from six numbers an image and sums over bins (`Outcomes`): a large
+dataset needs no table of images x classes.
+
+Source: classwise calibration error: Kull et al., section 2, arXiv:1910.12656; adaptive: Nguyen and
+O'Connor, section 3, arXiv:1508.05154; Brier, "Verification of Forecasts Expressed in Terms of
+Probability", Monthly Weather Review 78, 1950.
 """
 
 import math
@@ -19,7 +23,7 @@ LEAST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Five numbers an image, from which all scores are computed; tensors of shape (images,).
+    """What all scores are computed from; tensors of shape (images,) but the last.
 
     Args:
         labels: The true class.
@@ -27,6 +31,9 @@ class Outcomes:
         confidences: Probability of `answers`.
         ranks: Rank of the true class by probability, from 0.
         likelihoods: Probability of the true class.
+        squares: Sum over classes of the squared probability.
+        class_gaps: Sums over images of (has the class) - (its probability), by bins of that
+            probability, (bins, classes).
     """
 
     labels: Tensor
@@ -34,6 +41,8 @@ class Outcomes:
     confidences: Tensor
     ranks: Tensor
     likelihoods: Tensor
+    squares: Tensor
+    class_gaps: Tensor
 
     @staticmethod
     def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
@@ -64,16 +73,35 @@ class Outcomes:
             confidences=probabilities.gather(1, answers.unsqueeze(1)).squeeze(1),
             ranks=places.gather(1, own).squeeze(1),
             likelihoods=probabilities.gather(1, own).squeeze(1),
+            squares=probabilities.square().sum(dim=1),
+            class_gaps=class_gaps(probabilities, labels),
         )
 
     @staticmethod
     def cat(parts: Sequence["Outcomes"]) -> "Outcomes":
         """All images of `parts`, in order; `parts` is not empty."""
-        names = [field.name for field in fields(Outcomes)]
-        return Outcomes(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        *names, sums = [field.name for field in fields(Outcomes)]
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        columns[sums] = torch.stack([getattr(part, sums) for part in parts]).sum(dim=0)
+        return Outcomes(**columns)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+@dataclass(frozen=True)
+class CalibratedOutcomes:
+    """Outcomes of calibrated scores.
+
+    Args:
+        scaling: Temperature and exponent of the calibration.
+        outcomes: With this scaling.
+        held_out: The same images, each by a calibration that was fitted without it.
+    """
+
+    scaling: tuple[float, float]
+    outcomes: Outcomes
+    held_out: Outcomes
 
 
 def ranking(probabilities: Tensor) -> Tensor:
@@ -106,15 +134,21 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     per_class = [*map(class_scores, classes, hits, labelled, answered)]
     seen = [row for row, times in zip(per_class, answered, strict=True) if row["count"] or times]
     recalls = [row["recall"] for row in per_class if row["count"]]
+    loss = float(-outcomes.likelihoods.clamp(min=LEAST).log().mean())
+    hit = outcomes.ranks == 0
     return {
         "count": count,
         "top1": right / count,
         "top5": int((outcomes.ranks < 5).sum()) / count,
         "top1_interval": list(wilson_interval(right, count)),
-        "loss": float(-outcomes.likelihoods.clamp(min=LEAST).log().mean()),
+        "loss": loss,
+        "nll": loss,
+        "brier": float((outcomes.squares - 2 * outcomes.likelihoods).mean()) + 1,
         "macro_f1": math.fsum(row["f1"] for row in seen) / len(seen),
         "balanced_accuracy": math.fsum(recalls) / len(recalls),
-        "ece": calibration_error(outcomes.confidences, outcomes.ranks == 0),
+        "ece": calibration_error(outcomes.confidences, hit),
+        "ece_adaptive": adaptive_calibration_error(outcomes.confidences, hit),
+        "ece_classwise": float(outcomes.class_gaps.abs().sum()) / (count * len(classes)),
         "per_class": per_class,
     }
 
@@ -162,8 +196,58 @@ def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
+    return _mean_gap(confidences, right, bin_of(confidences, bins), bins)
+
+
+def adaptive_calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:
+    """The same over bins of equally many images, whose edges are quantiles of confidence.
+
+    Equal confidences share a bin, so few different ones make fewer bins.
+    """
+    confidences = confidences.double().contiguous()
+    ordered = confidences.sort().values
+    ends = torch.arange(1, bins) * len(ordered) // bins - 1
+    edges = ordered[ends.clamp(min=0)]
+    return _mean_gap(confidences, right, torch.bucketize(confidences, edges), bins)
+
+
+def reliability(
+    confidences: Tensor, right: Tensor, *, bins: int = BINS
+) -> list[tuple[int, float, float, tuple[float, float]]]:
+    """Of each bin of confidence with an image: count, mean confidence, accuracy and its interval.
+
+    Arguments as for `calibration_error`.
+    """
+    place = bin_of(confidences, bins)
+    rows = []
+    for number in sorted(set(place.tolist())):
+        inside = place == number
+        count, hits = int(inside.sum()), int(right[inside].sum())
+        confidence = float(confidences[inside].double().mean())
+        rows.append((count, confidence, hits / count, wilson_interval(hits, count)))
+    return rows
+
+
+def bin_of(probabilities: Tensor, bins: int = BINS) -> Tensor:
+    """Index of the equally wide bin of each probability; a bin contains its upper edge."""
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-    place = torch.bucketize(confidences.double(), edges[1:-1])
+    return torch.bucketize(probabilities.double().contiguous(), edges[1:-1])
+
+
+def class_gaps(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Sums of label minus probability for each bin and class, (BINS, classes) float64.
+
+    Args:
+        probabilities: (images, classes), float64.
+        labels: (images,).
+    """
+    gaps = -probabilities
+    gaps[torch.arange(len(labels)), labels] += 1
+    sums = torch.zeros(BINS, probabilities.shape[1], dtype=torch.float64)
+    return sums.scatter_add(0, bin_of(probabilities), gaps)
+
+
+def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor, bins: int) -> float:
     gaps = right.double() - confidences.double()
     sums = torch.zeros(bins, dtype=torch.float64).index_add(0, place, gaps)
     return float(sums.abs().sum()) / len(confidences)

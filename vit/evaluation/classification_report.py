@@ -6,8 +6,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vit.evaluation.charts import reliability_chart
 from vit.evaluation.class_increment import RecallRow
-from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.classification_metrics import (
+    CalibratedOutcomes,
+    Outcomes,
+    reliability,
+    summarize,
+)
 from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.run_report import (
     Event,
@@ -32,6 +38,7 @@ def write_classification_report(
     outcomes: Outcomes,
     paths: Sequence[str],
     recall: Sequence[RecallRow] = (),
+    calibrated: CalibratedOutcomes | None = None,
 ) -> None:
     """Write `folder`/report.html.
 
@@ -39,9 +46,10 @@ def write_classification_report(
         folder: The run folder.
         facts: Facts about the run.
         events: Lines of metrics.jsonl, with at least one epoch.
-        outcomes: Of the validation images that could be read, at least one.
+        outcomes: Of the validation images that could be read, at least one, with raw scores.
         paths: Their files, in the same order.
         recall: Of old and new classes, if classes were added to another run.
+        calibrated: The same with calibrated scores, if the run has a calibration.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -54,16 +62,18 @@ def write_classification_report(
         facts=facts,
         epochs=epochs,
         charts=learning_charts(facts, epochs, **score),
-        mistakes=find_mistakes(outcomes, paths, facts),
+        mistakes=find_mistakes(calibrated.outcomes if calibrated else outcomes, paths, facts),
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         **score,
-        **class_findings(outcomes, facts.classes),
+        **class_findings(outcomes, facts.classes, calibrated),
     )
 
 
-def class_findings(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
+def class_findings(
+    outcomes: Outcomes, classes: Sequence[str], calibrated: CalibratedOutcomes | None = None
+) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, the confusion matrix or its worst pairs."""
     scores = summarize(outcomes, classes)
     pairs = Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
@@ -74,13 +84,29 @@ def class_findings(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]
     return {
         "scores": scores,
         "classes": class_table(scores["per_class"], "f1"),
-        "confidence": float(outcomes.confidences.mean()),
+        "reliability": calibration_findings(outcomes, classes, calibrated),
         "matrix": [[pairs.get((label, answer), 0) for answer in size] for label in size],
         "pairs": [
             (scores["per_class"][label], scores["per_class"][answer], wrong[label, answer])
             for label, answer in worst
         ],
         "wrong_pairs": len(wrong),
+    }
+
+
+def calibration_findings(
+    outcomes: Outcomes, classes: Sequence[str], calibrated: CalibratedOutcomes | None
+) -> dict[str, Any]:
+    """Scores of held-out images with calibration if there is one, of raw ones, and their chart."""
+    shown = outcomes if calibrated is None else calibrated.held_out
+    return {
+        "scores": summarize(shown, classes),
+        "raw": None if calibrated is None else summarize(outcomes, classes),
+        "scaling": None if calibrated is None else calibrated.scaling,
+        "confidence": float(shown.confidences.mean()),
+        "chart": reliability_chart(
+            "Right answers", reliability(shown.confidences, shown.ranks == 0)
+        ),
     }
 
 

@@ -7,13 +7,19 @@ prediction) are NaN in tensors, null in JSON, and left out of means.
 
 import math
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.evaluation.classification_metrics import LEAST, calibration_error, class_scores
+from vit.evaluation.classification_metrics import (
+    LEAST,
+    adaptive_calibration_error,
+    calibration_error,
+    class_scores,
+)
 
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class with too few images to choose one."""
@@ -165,8 +171,9 @@ def summarize_multilabel(
     `map` is over classes with an image; `macro_f1` over those that a label or an answer names, as
     scikit-learn's with zero_division=nan; `micro_f1` counts all decisions together;
     `subset_accuracy` is the share of images with every class right, `hamming` the share of wrong
-    decisions, `loss` the mean of binary cross-entropy over images and classes, `ece` the distance
-    between probability and share of yes over all decisions. In `per_class`, undefined precision,
+    decisions, `loss` (also `nll`) the mean of binary cross-entropy over images and classes, `brier`
+    that of the squared error, `ece` the distance between probability and share of yes over all
+    decisions, `ece_classwise` its mean over classes. In `per_class`, undefined precision,
     recall and F1 are 0, and an undefined average precision is None.
 
     Raises:
@@ -186,9 +193,7 @@ def summarize_multilabel(
     wrong = answers != targets.bool()
     decisions = float(labelled.sum() + predicted.sum())
     precisions = average_precisions(probabilities, targets)
-    losses = F.binary_cross_entropy(
-        probabilities.clamp(LEAST, 1 - 2**-53), targets.double(), reduction="mean"
-    )
+    calibration = calibration_scores(probabilities, targets)
     columns = (right, labelled, predicted, precisions)
     return {
         "count": len(probabilities),
@@ -198,8 +203,8 @@ def summarize_multilabel(
         "micro_f1": 2 * float(right.sum()) / decisions if decisions else 0.0,
         "subset_accuracy": float((~wrong.any(dim=1)).double().mean()),
         "hamming": float(wrong.double().mean()),
-        "loss": float(losses),
-        "ece": calibration_error(probabilities.flatten(), targets.flatten()),
+        "loss": calibration["nll"],
+        **calibration,
         "per_class": [
             {
                 **class_scores(label, hits, count, answered),
@@ -210,4 +215,18 @@ def summarize_multilabel(
                 classes, thresholds, *(column.tolist() for column in columns), strict=True
             )
         ],
+    }
+
+
+def calibration_scores(probabilities: Tensor, targets: Tensor) -> dict[str, float]:
+    """Log loss, Brier score and calibration errors over all decisions, (images, classes) each."""
+    probabilities, truth = probabilities.double(), targets.double()
+    loss = F.binary_cross_entropy(probabilities.clamp(LEAST, 1 - 2**-53), truth)
+    pairs = zip(probabilities.unbind(1), truth.unbind(1), strict=True)
+    return {
+        "nll": float(loss),
+        "brier": float((probabilities - truth).square().mean()),
+        "ece": calibration_error(probabilities.flatten(), truth.flatten()),
+        "ece_adaptive": adaptive_calibration_error(probabilities.flatten(), truth.flatten()),
+        "ece_classwise": math.fsum(starmap(calibration_error, pairs)) / truth.shape[1],
     }

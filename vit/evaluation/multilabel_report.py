@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.evaluation.charts import reliability_chart
+from vit.evaluation.classification_metrics import reliability
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
 from vit.evaluation.html_page import readable_thumbnails
-from vit.evaluation.multilabel_metrics import summarize_multilabel
+from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -30,12 +32,18 @@ class MultilabelOutcomes:
         targets: 1 where an image has a class, (images, classes).
         thresholds: Probability from which on a class is predicted.
         paths: Files of the images.
+        raw: Probabilities without calibration; those above if None.
+        held_out: Probabilities of each image by a calibration without it, if there is one.
+        temperature: Of the calibration.
     """
 
     probabilities: Tensor
     targets: Tensor
     thresholds: Sequence[float]
     paths: Sequence[str]
+    raw: Tensor | None = None
+    held_out: Tensor | None = None
+    temperature: float = 1.0
 
 
 def write_multilabel_report(
@@ -60,10 +68,25 @@ def write_multilabel_report(
         charts=learning_charts(facts, epochs, **score),
         scores=scores,
         classes=class_table(scores["per_class"], "average_precision"),
+        reliability=calibration_findings(outcomes),
         wrong=wrong,
         mistakes=mistakes,
         **score,
     )
+
+
+def calibration_findings(outcomes: MultilabelOutcomes) -> dict[str, Any]:
+    """As the findings of a single-label classifier, over the decisions of all classes."""
+    raw = outcomes.probabilities if outcomes.raw is None else outcomes.raw
+    shown, targets = raw if outcomes.held_out is None else outcomes.held_out, outcomes.targets
+    return {
+        "scores": calibration_scores(shown, targets),
+        "raw": None if outcomes.held_out is None else calibration_scores(raw, targets),
+        "scaling": (outcomes.temperature, 1.0),
+        "chart": reliability_chart(
+            "Images that have the class", reliability(shown.flatten(), targets.flatten())
+        ),
+    }
 
 
 def find_mistakes(

@@ -11,7 +11,7 @@ from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, VitError
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.tasks.task import get_task
+from vit.tasks.task import calibrated_activation, get_task
 from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
@@ -108,5 +108,5 @@ def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> 
 def probabilities(run: LoadedRun, image: Image.Image) -> Array:
     """Outputs of the network for one image, in float32."""
     floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
-    computed: Array = get_task(run.task_name).activation()(run.model(floats))[0].numpy()
+    computed: Array = calibrated_activation(run)(run.model(floats))[0].numpy()
     return computed

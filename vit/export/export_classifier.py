@@ -18,10 +18,13 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
+from vit.exported.onnx_classifier import DISTANCE, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
+from vit.model.attention import AttentionContext, AttentionFunction
 from vit.model.attention_maps import AttentionRecorder
+from vit.model.feature_distance import FeatureDistance, encode_with_means
 from vit.model.vision_transformer import VisionTransformer
-from vit.tasks.task import get_task
+from vit.tasks.task import calibrated_activation, get_task
 from vit.version import __version__
 from vit.weights.saved_model import LoadedRun
 
@@ -38,23 +41,38 @@ class Classifier(nn.Module):
         model: The network.
         preprocessing: Its normalisation.
         activation: Outputs of the head -> probabilities, or what else the task returns.
+        distance: Distance from the training images, which becomes the last output.
     """
 
     def __init__(
-        self, model: VisionTransformer, preprocessing: Preprocessing, activation: nn.Module
+        self,
+        model: VisionTransformer,
+        preprocessing: Preprocessing,
+        activation: nn.Module,
+        distance: FeatureDistance | None = None,
     ) -> None:
         super().__init__()
         self.model, self.preprocessing = model, preprocessing
-        self.activation = activation
+        self.activation, self.distance = activation, distance
+
+    def encode(
+        self, images: Tensor, attention_fn: AttentionFunction
+    ) -> tuple[Tensor, AttentionContext, tuple[Tensor, ...]]:
+        """Tokens after the last norm, their context, and the distances, (batch,), if any."""
+        floats = self.floats(images)
+        if self.distance is None:
+            return (*self.model.encode(floats, attention_fn=attention_fn), ())
+        tokens, context, means = encode_with_means(self.model, floats, attention_fn=attention_fn)
+        return tokens, context, (self.distance(means),)
 
     def floats(self, images: Tensor) -> Tensor:
         """Bytes (batch, height, width, 3) -> normalised, (batch, 3, height, width)"""
         return self.preprocessing.normalise(images.permute(0, 3, 1, 2))
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Bytes (batch, height, width, 3) -> probabilities (batch, classes)"""
-        tokens, context = self.model.encode(self.floats(images), attention_fn=decomposed_attention)
-        return (self.activation(self.model.forward_head(tokens, context)),)
+        """Bytes (batch, height, width, 3) -> probabilities (batch, classes), and distances"""
+        tokens, context, distances = self.encode(images, decomposed_attention)
+        return (self.activation(self.model.forward_head(tokens, context)), *distances)
 
 
 class ClassifierWithTokens(Classifier):
@@ -69,7 +87,7 @@ class ClassifierWithTokens(Classifier):
             each block to all tokens, mean over the heads; without one, mean over the patches.
         """
         model, recorder = self.model, AttentionRecorder()
-        tokens, context = model.encode(self.floats(images), attention_fn=recorder)
+        tokens, context, distances = self.encode(images, recorder)
         maps = [weights.mean(dim=1) for weights in recorder.maps]
         embedding = model.pool(tokens, context)
         prefix = model.num_prefix_tokens
@@ -78,7 +96,7 @@ class ClassifierWithTokens(Classifier):
             for weights in maps
         ]
         probabilities = self.activation(model.head(embedding))
-        return probabilities, tokens, embedding, torch.stack(rows, dim=1)
+        return probabilities, tokens, embedding, torch.stack(rows, dim=1), *distances
 
 
 def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
@@ -101,10 +119,13 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     outputs = {"probabilities": batch}
     if tokens:
         outputs |= {"tokens": batch, "embedding": batch, "attention": batch}
+    if run.distance is not None:
+        outputs[DISTANCE] = batch
     kind = ClassifierWithTokens if tokens else Classifier
+    activation = calibrated_activation(run)
     return Part(
         name="classifier",
-        module=kind(run.model, run.preprocessing, get_task(run.task_name).activation()).eval(),
+        module=kind(run.model, run.preprocessing, activation, run.distance).eval(),
         inputs={FITTED: batch},
         outputs=outputs,
         examples=[
@@ -132,6 +153,11 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
         "graph": "classifier",
         "activation": get_task(run.task_name).activation_name,
         **({} if run.thresholds is None else {"thresholds": json.dumps(run.thresholds)}),
+        **(
+            {}
+            if run.calibration is None
+            else {SCORE_CALIBRATION: json.dumps(run.calibration.to_dict())}
+        ),
         "classes": json.dumps(list(run.classes), ensure_ascii=False),
         "preprocessing": json.dumps(run.preprocessing.to_dict()),
         "vit_version": __version__,

@@ -123,20 +123,20 @@ def export_torch(
 
     The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
     part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
-    model, thresholds.json.
+    model, thresholds.json; of calibrated scores, score_calibration.json.
 
     Args:
         run, overwrite, notify: As for `export_onnx`.
         out: NAME.pt2.
-        options: `tokens` of `export_onnx`.
+        options: `tokens` and `no_calibration` of `export_onnx`.
 
     Raises:
         VitError: It cannot be exported or written.
     """
     settings, path = Options(**options), Path(out)
-    settings.check_unused("a program of torch has no such choice", "tokens")
+    settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
     check_output_path(path, overwrite=overwrite, suffix=".pt2")
-    loaded = load_classifier(run, notify, "torch")
+    loaded = load_classifier(run, notify, "torch", no_calibration=settings.no_calibration)
     part = export_classifier.part_of(loaded, tokens=settings.tokens)
     batch = torch.export.Dim("batch", min=1)
     with torch.no_grad():
@@ -151,6 +151,8 @@ def export_torch(
     extra_files = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
     if loaded.thresholds is not None:
         extra_files["thresholds.json"] = json.dumps(loaded.thresholds)
+    if loaded.calibration is not None:
+        extra_files["score_calibration.json"] = json.dumps(loaded.calibration.to_dict())
     extra_files["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
 
     def save(beside: Path) -> None:

@@ -95,6 +95,7 @@ def export_onnx(
     check_output_path(path, overwrite=overwrite)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is None:
+        loaded = loaded.without_calibration() if settings.no_calibration else loaded
         with classifier_file(loaded, run, path, settings, notify=notify, overwrite=overwrite) as (
             staged,
             difference,
@@ -109,12 +110,14 @@ def export_onnx(
     return _export_captioner(loaded, printable(run), path, overwrite=overwrite)
 
 
-def load_classifier(run: PathLike, notify: Notify | None, to: str) -> LoadedRun:
+def load_classifier(
+    run: PathLike, notify: Notify | None, to: str, *, no_calibration: bool
+) -> LoadedRun:
     """Load a run for a format that captioners cannot be written to."""
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None:
         raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
-    return loaded
+    return loaded.without_calibration() if no_calibration else loaded
 
 
 @contextmanager

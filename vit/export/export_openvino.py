@@ -65,7 +65,7 @@ def export_openvino(
     weights = path.with_suffix(WEIGHTS)
     check_output_path(path, overwrite=overwrite, suffix=SUFFIX)
     check_output_path(weights, overwrite=overwrite, suffix=WEIGHTS)
-    loaded = load_classifier(run, notify, "openvino")
+    loaded = load_classifier(run, notify, "openvino", no_calibration=settings.no_calibration)
     between = path.with_suffix(".onnx")
     with classifier_file(loaded, run, between, settings, notify=notify) as (
         checked,

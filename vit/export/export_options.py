@@ -27,6 +27,7 @@ class Options:
         dynamic: int8 with activation ranges measured at run time.
         validation: Labelled data for the comparison of the accuracy; `calibration` by default.
         max_drop: Largest loss of top-1 (of mAP if multi-label) there; MAX_DROP by default.
+        no_calibration: Return raw scores where the run has a calibration.
         external_data: Store the weights in NAME.onnx.data, as always from 2 GB on.
 
     Raises:
@@ -42,6 +43,7 @@ class Options:
     validation: str | None = None
     max_drop: float | None = None
     external_data: bool = False
+    no_calibration: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

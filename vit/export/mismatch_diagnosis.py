@@ -43,6 +43,15 @@ def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
         if other != value:
             found.append(f"its metadata say {name} {_text(other)}, the run {_text(value)}")
     found += _threshold_differences(run.thresholds, getattr(runner, "thresholds", None))
+    own_calibration, other = run.calibration, getattr(runner, "calibration", None)
+    if other is not None and other != own_calibration:
+        own = "none"
+        if own_calibration is not None:
+            own = f"one with temperature {own_calibration.temperature:g}"
+        found.append(
+            f"its metadata have a calibration with temperature {other.temperature:g}, the run "
+            f"{own}: export it again"
+        )
     if runner.classes != run.classes:
         found.append(_class_difference(run.classes, runner.classes))
     return found

@@ -18,7 +18,7 @@ from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
 from vit.model.captioner import Captioner
 from vit.output.prediction_results import Prediction
-from vit.tasks.task import get_task
+from vit.tasks.task import calibrated_activation
 from vit.weights.saved_model import LoadedRun
 
 Runner = ExportedClassifier | ExportedCaptioner
@@ -98,7 +98,7 @@ def _compute(run: LoadedRun, pixels: Tensor) -> ModelOutputs | str:
         ((caption, *_),) = generate_captions(model.decoder, memory, run.tokenizer, Search())
     else:
         logits = model(batch)
-    probabilities = get_task(run.task_name).activation()(logits.double())[0].numpy()
+    probabilities = calibrated_activation(run)(logits.double())[0].numpy()
     if not np.isfinite(probabilities).all():
         return "the network overflowed in float32"
     if caption is None:

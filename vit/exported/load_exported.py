@@ -24,6 +24,7 @@ def load_exported(
     threads: int | None = None,
     search: Any = None,
     intensity_range: tuple[float, float] | None = None,
+    no_calibration: bool = False,
     **settings: Any,
 ) -> "ExportedClassifier | ExportedCaptioner":
     """Load an exported network; settings of the torch Predictor that it lacks are refused.
@@ -36,6 +37,7 @@ def load_exported(
         search: A vit.generation Search, or None; only min_tokens and max_tokens may differ from
             their defaults.
         intensity_range: As for ExportedClassifier.
+        no_calibration: Refused, since the calibration is inside of the file.
         settings: Other settings of the Predictor; each must have its default value.
 
     Raises:
@@ -45,6 +47,11 @@ def load_exported(
     """
     if engine not in EXPORTED.values():
         raise ConfigError(f"engine={engine!r}: choose one of {', '.join(EXPORTED.values())}")
+    if no_calibration:
+        raise ConfigError(
+            "no_calibration: the scores of an exported network are calibrated inside; export it "
+            "with --no-calibration, or give the run"
+        )
     precision = _check_settings(settings)
     if engine == "onnx" and read_metadata(path).get("graph") in ("encoder", "decoder"):
         _check_precision(precision, "fp32")

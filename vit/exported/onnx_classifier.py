@@ -27,9 +27,14 @@ from vit.exported.image_prefetch import (
 )
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
+from vit.score_calibration import ScoreCalibration, check_selection
 from vit.text import printable
 
 INPUT, OUTPUT = "images", "probabilities"
+DISTANCE = "distance"
+"""Output of the distance from the training images, of a network that has measured it."""
+SCORE_CALIBRATION = "score_calibration"
+"""Key of the metadata; `calibration` is that of int8."""
 WITHOUT_THRESHOLDS = ("softmax", "identity")
 """Values of the metadata's `activation` that go with no thresholds."""
 WINDOW_BATCHES = 8
@@ -62,6 +67,7 @@ class ExportedClassifier:
         preprocessing: Preprocessing inside the graph.
         precision: fp32, fp16 or int8.
         thresholds: Decision threshold per class of a multi-label network; None for softmax.
+        calibration: Calibration of the scores, inside the graph; None where they are raw.
         block_size: A list gives the same results when it is continued at a multiple of this.
         metadata: Metadata of the file.
 
@@ -104,6 +110,8 @@ class ExportedClassifier:
             self.precision = self.metadata["precision"]
             self.thresholds = _parse_thresholds(self.metadata, self.classes)
             self.shares = self.metadata.get("activation") != "identity"
+            stored = json.loads(self.metadata.get(SCORE_CALIBRATION, "null"))
+            self.calibration = None if stored is None else ScoreCalibration.from_dict(stored)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
@@ -151,9 +159,12 @@ class ExportedClassifier:
         *,
         top_k: int | None = None,
         threshold: float | None = None,
+        reject: bool = False,
+        sets: float | None = None,
     ) -> list[Prediction]:
         """Return one prediction per image of `images`, in their order; see `stream`."""
-        return list(self.stream(images, top_k=top_k, threshold=threshold))
+        options = {"top_k": top_k, "threshold": threshold, "reject": reject, "sets": sets}
+        return list(self.stream(images, **options))  # type: ignore[arg-type]
 
     def stream(
         self,
@@ -161,6 +172,8 @@ class ExportedClassifier:
         *,
         top_k: int | None = None,
         threshold: float | None = None,
+        reject: bool = False,
+        sets: float | None = None,
     ) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`, in bounded memory.
 
@@ -169,19 +182,42 @@ class ExportedClassifier:
             top_k: Most probable classes to return, at most all. Default: 5; for a multi-label
                 network all classes above their thresholds.
             threshold: Minimum probability of a class; replaces the network's own thresholds.
+            reject, sets: As for vit.Predictor.
 
         Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one image instead of a list.
+            ConfigError: `top_k` is less than 1, `images` is one image instead of a list, or the
+                file has no calibration for `reject` or `sets`.
             WeightsError: The graph returns unexpected shapes.
         """
         check_top_k(top_k)
+        check_selection(self.calibration, reject=reject, sets=sets)
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
+        has_distance = reject and DISTANCE in self._session.outputs
+        names = (OUTPUT, DISTANCE) if has_distance else (OUTPUT,)
         return (
             Prediction(path, error=row.reason)
             if isinstance(row, BadImage)
-            else Prediction(path, top_k_classes(self.classes, row[OUTPUT], top_k, thresholds))
-            for path, row in self._run(named_images(images))
+            else Prediction(
+                path,
+                top_k_classes(self.classes, row[OUTPUT], top_k, thresholds),
+                **self._select(row, reject=reject, sets=sets),
+            )
+            for path, row in self._run(named_images(images), names)
         )
+
+    def _select(self, row: OutputRow, *, reject: bool, sets: float | None) -> dict[str, Any]:
+        """Reason of a rejection and prediction set of an image; empty if neither is requested."""
+        calibration, probabilities = self.calibration, row[OUTPUT]
+        if calibration is None or not (reject or sets is not None):
+            return {}
+        order = np.argsort(-probabilities, kind="stable")
+        scores = probabilities[order].tolist()
+        distance = float(row[DISTANCE]) if DISTANCE in row else None
+        size = 0 if sets is None else calibration.set_size(scores, sets)
+        return {
+            "unknown": calibration.reject_reason(scores[0], distance) if reject else None,
+            "prediction_set": tuple(self.classes[index] for index in order[:size]),
+        }
 
     def probabilities(self, images: Iterable[ImageInput]) -> Iterator[Array | BadImage]:
         """Yield the probabilities of each image, (classes,) float64, or its error."""

@@ -75,7 +75,7 @@ def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassA
         classes,
         batch_size=predictor.batch_size,
         seed=zlib.crc32(output.pixels.numpy().tobytes()),  # the same image, the same numbers
-        activation=predictor.task.activation(),
+        activation=predictor.activation,
     )
     return [
         ClassAttribution(predictor.classes[index], _normalised(weights.cpu()), deletion)

@@ -125,7 +125,8 @@ def model_files(model: str, engine: str) -> list[Path]:
 
         found = locate_weights(model)
         shards = found.folder.glob("*-of-*") if found.weights.suffix == ".json" else ()
-        others = (found.config, found.processor, found.folder / "tokenizer.json")
+        names = ("tokenizer.json", "distance.safetensors")
+        others = (found.config, found.processor, *(found.folder / name for name in names))
         files = [found.weights, *shards, *(one for one in others if one is not None)]
     else:
         decoder = path.with_suffix(f".decoder{path.suffix}")

@@ -73,6 +73,7 @@ def evaluate(
     intensity_range: tuple[float, float] | None = None,
     out: PathLike | None = None,
     top_k: int | None = None,
+    no_calibration: bool = False,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def evaluate(
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
         split: Part of `data`; `val` is the first validation split. A DatasetSpec has its own.
         images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
-        device, batch_size, ..., intensity_range: As for Predictor.
+        device, batch_size, ..., no_calibration: As for Predictor.
         out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
         top_k: Number of predicted classes in a row; 5 by default.
         notify: Called with notes.
@@ -118,6 +119,7 @@ def evaluate(
         tta=tta,
         compile=compile,
         intensity_range=intensity_range,
+        no_calibration=no_calibration,
         notify=notify,
     )
     samples = load_samples(predictor.task, model, spec, predictor.classes, notify)

@@ -18,6 +18,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.inference.tta import Views, augmented_views, mean
 from vit.model.captioner import Captioner
+from vit.model.feature_distance import FeatureDistance, encode_with_means
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.vision_transformer import VisionTransformer
@@ -42,6 +43,8 @@ class BatchOutput(NamedTuple):
     """Input of the head, (batch, dim), float32 on the CPU, if requested."""
     memories: Sequence[Tensor | None]
     """Of a captioner the image tokens of each image, (tokens, dim) on the device."""
+    distances: Tensor | None = None
+    """Distance from the training images, (batch,) float64 on the CPU, if requested."""
 
 
 class ModelRunner:
@@ -57,6 +60,8 @@ class ModelRunner:
         embeddings: Return the input of the head too.
         compiled: Use torch.compile.
         activation: Outputs of the head -> probabilities, or what else the task returns.
+        distance: Distance from the training images, on the CPU; returned while
+            `returns_distances` is set.
 
     Raises:
         ConfigError: The settings contradict each other or the model.
@@ -73,10 +78,12 @@ class ModelRunner:
         embeddings: bool = False,
         compiled: bool = False,
         activation: Activation,
+        distance: FeatureDistance | None = None,
     ) -> None:
         self.model, self.preprocessing, self.device = model, preprocessing, device
         self.keep_aspect, self.tta = keep_aspect, tta
         self.embeddings, self.compiled, self.activation = embeddings, compiled, activation
+        self.distance, self.returns_distances = distance, False
         check_settings(self)
         self.forward: Callable[[Tensor], Any] = self._forward
         if compiled:
@@ -89,14 +96,22 @@ class ModelRunner:
         """Output for uint8 images as an ImageReader returns them, averaged over the views."""
         probabilities: list[Tensor] = []
         embeddings: list[Tensor] = []
+        distances: list[Tensor] = []
         memories: Sequence[Tensor | None] = []
         for view in augmented_views(images, self.tta):
             with autocast(precision, self.device):
-                logits, pooled, memories = self._forward_images(view)
+                logits, pooled, memories, means = self._forward_images(view)
             probabilities.append(to_probabilities(logits, self.activation))
             if pooled is not None:
                 embeddings.append(pooled.float().cpu())
-        return BatchOutput(mean(probabilities), mean(embeddings) if embeddings else None, memories)
+            if means is not None and self.distance is not None:
+                distances.append(self.distance(means.float().cpu()).double())
+        return BatchOutput(
+            mean(probabilities),
+            mean(embeddings) if embeddings else None,
+            memories,
+            mean(distances) if distances else None,
+        )
 
     def warm_up(self, batch_size: int, precision: Precision) -> None:
         """Compile for batches of `batch_size` images.
@@ -119,36 +134,42 @@ class ModelRunner:
 
     def _forward_images(
         self, images: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-        """Logits, pooled tokens if requested, and memories of one view of uint8 images."""
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None], Tensor | None]:
+        """Logits, pooled tokens if requested, memories, and mean tokens of each block if requested,
+        of one view of uint8 images."""
         no_memories = [None] * len(images)
         # on a CPU an image that is normalised by itself stays in the cache
         one_by_one = self.keep_aspect or self.device.type == "cpu"
         floats = [self._normalise(image) for image in images] if one_by_one else []
         if self.keep_aspect and isinstance(self.model, Captioner):
             logits, memories = self.model.encode_images_packed(floats)
-            return logits, None, memories
+            return logits, None, memories, None
         if self.keep_aspect:
             pooled = self.model.features_packed(floats)
-            return self.model.head(pooled), pooled if self.embeddings else None, no_memories
+            return self.model.head(pooled), pooled if self.embeddings else None, no_memories, None
         batch = torch.stack(floats) if floats else self._normalise(torch.stack([*images]))
-        logits, embedding, memory = self.forward(batch)
-        return logits, embedding, no_memories if memory is None else [*memory]
+        logits, embedding, memory, means = self.forward(batch)
+        return logits, embedding, no_memories if memory is None else [*memory], means
 
-    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits, pooled tokens if requested, and memory of a captioner, of floats of one size."""
+    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Logits, pooled tokens if requested, memory of a captioner, and mean tokens of each block
+        if requested, of floats of one size."""
         half = torch.is_autocast_enabled(self.device.type)
         model = self.model if half or self.prepacked is None else self.prepacked
         if isinstance(model, Captioner):
             tokens, context = model.encode(batch)
             pooled = model.pool(tokens, context) if self.embeddings else None
-            return model.forward_head(tokens, context), pooled, tokens
+            return model.forward_head(tokens, context), pooled, tokens, None
+        if self.returns_distances and self.distance is not None:
+            tokens, context, means = encode_with_means(model, batch)
+            pooled = model.pool(tokens, context)
+            return self.model.head(pooled), pooled if self.embeddings else None, None, means
         if not self.embeddings:
-            return model(batch), None, None
+            return model(batch), None, None, None
         pooled = model.features(batch)
         if not self.model.num_classes:
-            return pooled.new_zeros(len(pooled), 0), pooled, None
-        return self.model.head(pooled), pooled, None
+            return pooled.new_zeros(len(pooled), 0), pooled, None, None
+        return self.model.head(pooled), pooled, None, None
 
     def _normalise(self, images: Tensor) -> Tensor:
         """uint8 (..., channels, height, width) -> normalised floats on the device"""

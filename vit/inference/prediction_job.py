@@ -106,6 +106,10 @@ class PredictionConfig:
     """Most probable classes in a row; all above their thresholds if the network is multi-label."""
     threshold: float | None = None
     """Minimum probability of a class in a row."""
+    reject: bool = False
+    """Answer `unknown` where the best class is too uncertain."""
+    sets: float | None = None
+    """Coverage of the prediction sets to add to each row."""
     sort_into: str | None = None
     """Folder in which each image is placed by its most probable class."""
     sort_with: SortMethod | None = None
@@ -127,6 +131,7 @@ class PredictionConfig:
     tta: Literal["flip", "crops"] | None = None
     compile: bool = False
     intensity_range: tuple[float, float] | None = None
+    no_calibration: bool = False
     """These from `device` on: as for vit.Predictor."""
 
     @property
@@ -153,6 +158,7 @@ class PredictionConfig:
             "compile": self.compile,
             "embeddings": bool(self.embeddings),
             "intensity_range": self.intensity_range and tuple(self.intensity_range),
+            "no_calibration": self.no_calibration,
         }
         return settings | {name: value for name, value in optional.items() if value}
 
@@ -210,7 +216,16 @@ class PredictionConfig:
                 f"--{name.replace('_', '-')} does not work with --engine ray": (
                     ray and getattr(self, name) not in (None, False)
                 )
-                for name in ("resume", "explain", "embeddings", "sort_into", "threshold")
+                for name in (
+                    *("resume", "explain", "embeddings", "sort_into", "threshold", "reject"),
+                    "sets",
+                )
+            },
+            **{
+                f"--{name} does not work with --explain: predict twice": (
+                    getattr(self, name) not in (None, False) and self.explain is not None
+                )
+                for name in ("reject", "sets")
             },
             "--format xlsx is a file: give --out FILE, without --explain and --engine ray": (
                 style == "xlsx" and (ray or not self.resumable)
@@ -439,9 +454,11 @@ class PredictionJob:
             ("top_k", "leave it out, or ask for several captions with --beams and --n-best"),
             ("threshold", "leave it out"),
             ("sort_into", "leave it out"),
+            ("reject", "leave it out"),
+            ("sets", "leave it out"),
         ):
             value = getattr(config, flag)
-            if value is not None and not classes:
+            if value not in (None, False) and not classes:
                 raise ConfigError(
                     f"{flag}={printable(value)}: this network writes captions and has no classes; "
                     f"{remedy}"
@@ -465,6 +482,8 @@ class PredictionJob:
             shares=predictor.shares,
             separator=config.separator,
             digits=config.digits,
+            reject=self.config.reject,
+            sets=self.config.sets is not None,
         )
         header, line = FORMATS[self.style](layout)
         if self.style == "csv" and config.to_file:
@@ -480,7 +499,13 @@ class PredictionJob:
         folder, method = self.config.sort_into, self.config.sort_with or "copy"
         if folder is None:
             return lambda _index, _prediction: False
-        return ImageSorter(folder, method, self.predictor.classes, self.images)
+        place = ImageSorter(folder, method, self.predictor.classes, self.images)
+
+        def sort(index: int, prediction: Prediction) -> bool:
+            known = prediction.unknown is None
+            return place(index, prediction if known else replace(prediction, predictions=()))
+
+        return sort
 
     def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Yield predictions of `images`; `first` is the index of the first one in the list."""
@@ -501,6 +526,8 @@ class PredictionJob:
         else:
             if first and config.samples:
                 options["first"] = first  # sampling is seeded by the index
+            if config.reject or config.sets is not None:
+                options |= {"reject": config.reject, "sets": config.sets}
             predictions = self.predictor.stream(images, **options)
         return (apply_threshold(one, config.threshold) for one in predictions)
 
@@ -509,7 +536,10 @@ class PredictionJob:
         self.totals["failed"] += prediction.error is not None
         self.totals["captions"] += len(prediction.captions)
         self.totals["unended"] += sum(not caption.ended for caption in prediction.captions)
-        self.totals["unsure"] += prediction.error is None and not prediction.predictions
+        self.totals["unknown"] += prediction.unknown is not None
+        self.totals["unsure"] += prediction.error is None and (
+            not prediction.predictions or prediction.unknown is not None
+        )
         self.totals["duplicates"] += duplicate
 
     def write_stream(self) -> int:
@@ -586,6 +616,11 @@ class PredictionJob:
             "patch_size": config.patch_size,
             "tta": config.tta,
             "compile": config.compile,
+            **{
+                name: value
+                for name in ("no_calibration", "reject", "sets")
+                if (value := getattr(config, name)) not in (None, False)
+            },
             "search": config.search and asdict(config.search),
             "threshold": config.threshold,
             "embeddings": config.embeddings and os.path.abspath(config.embeddings),
@@ -696,6 +731,8 @@ class PredictionJob:
         failed, total = totals["failed"], len(self.images)
         if totals["unended"]:
             self.notify(unended_note(totals["unended"], totals["captions"]))
+        if self.config.reject:
+            self.notify(f"{totals['unknown']:,} of {plural(total, 'image')} are unknown")
         if self.config.sort_into is not None:
             into_unsure = f", {totals['unsure']:,} of them into {UNSURE}" * bool(totals["unsure"])
             self.notify(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ from vit.inference.tta import Views
 from vit.model.captioner import use_column_major_weights
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
-from vit.tasks.task import get_task
+from vit.score_calibration import check_selection
+from vit.tasks.task import calibrated_activation, get_task
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
@@ -54,6 +56,7 @@ class ImageOutput:
         memory: The captioner's image tokens, (tokens, dim) on the device.
         pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
         embedding: Input of the head, (dim,) float32, if requested.
+        distance: Distance from the training images, if requested.
     """
 
     image: str
@@ -63,6 +66,7 @@ class ImageOutput:
     memory: Tensor | None = None
     pixels: Tensor | None = None
     embedding: Tensor | None = None
+    distance: float | None = None
 
 
 class Predictor:
@@ -99,6 +103,7 @@ class Predictor:
         embeddings: Return an `embedding` with each prediction; the weights then need no head.
         intensity_range: Values of images of more than 8 bits per channel that become black and
             white; by default those of the training (docs/data.md).
+        no_calibration: Return raw scores where the run has a calibration.
         notify: Called with notes: what foreign weights are, and which precision was chosen.
 
     Raises:
@@ -121,6 +126,7 @@ class Predictor:
         compile: bool = False,  # noqa: A002
         embeddings: bool = False,
         intensity_range: IntensityRange | None = None,
+        no_calibration: bool = False,
         notify: Callable[[str], object] = print_to_stderr,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("workers", workers)):
@@ -133,6 +139,8 @@ class Predictor:
         else:
             loaded = load_model(run, notify=notify, headless=embeddings)
         loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
+        if no_calibration:
+            loaded = loaded.without_calibration()
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         if intensity_range is not None:
@@ -147,6 +155,9 @@ class Predictor:
         self.task = get_task(loaded.task_name)
         self.thresholds = loaded.thresholds
         """Probability from which on each class is named, of a multi-label model; else None."""
+        self.calibration = loaded.calibration
+        """Calibration of the scores; None where they are raw."""
+        self.activation = calibrated_activation(loaded)
         self.runner = ModelRunner(
             self.model,
             self.preprocessing,
@@ -155,7 +166,8 @@ class Predictor:
             tta=tta,
             embeddings=embeddings,
             compiled=compile,
-            activation=self.task.activation(),
+            activation=self.activation,
+            distance=loaded.distance,
         )
         side = self.model.patch_embed.patch_size if keep_aspect else None
         self.read = ImageReader(
@@ -199,9 +211,12 @@ class Predictor:
         *,
         top_k: int | None = None,
         threshold: float | None = None,
+        reject: bool = False,
+        sets: float | None = None,
     ) -> list[Prediction]:
         """One Prediction for each of `images`, in their order; see `stream`."""
-        return list(self.stream(images, top_k=top_k, threshold=threshold))
+        options = {"top_k": top_k, "threshold": threshold, "reject": reject, "sets": sets}
+        return list(self.stream(images, **options))  # type: ignore[arg-type]
 
     def stream(
         self,
@@ -210,6 +225,8 @@ class Predictor:
         top_k: int | None = None,
         threshold: float | None = None,
         first: int = 0,
+        reject: bool = False,
+        sets: float | None = None,
     ) -> Iterator[Prediction]:
         """Iterate over predictions in the order of `images`, in constant memory.
 
@@ -222,18 +239,25 @@ class Predictor:
                 multi-label model all above their thresholds.
             threshold: Leave out classes that are less probable; replaces the model's thresholds.
             first: As for `batches`.
+            reject: Mark answers as unknown that are too uncertain for the precision that the
+                calibration of the run promises.
+            sets: Add the classes that contain the true one with this probability.
 
         Raises:
-            ConfigError: `top_k` is less than 1, `images` is one image instead of a list, or one of
-                them is none; the last is raised when its turn comes.
+            ConfigError: `top_k` is less than 1, the network has no calibration for `reject` or
+                `sets`, `images` is one image instead of a list, or one of them is none; the last is
+                raised when its turn comes.
         """
         check_top_k(top_k)
+        check_selection(self.calibration, reject=reject, sets=sets)
+        if reject:
+            self.return_distances()
         named_images(images)  # refuses a single image now, and not with the first result
         batches = self.batches(images, first=first)
         return (
             prediction
             for batch in batches
-            for prediction in self.to_predictions(batch, top_k, threshold)
+            for prediction in self.to_predictions(batch, top_k, threshold, reject=reject, sets=sets)
         )
 
     def batches(
@@ -270,6 +294,19 @@ class Predictor:
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def return_distances(self) -> None:
+        """Return the distance of each image from those of training from now on, if it is known.
+
+        Raises:
+            ConfigError: Images keep their aspect ratio, and distances are of square ones.
+        """
+        if self.runner.distance is not None and self.keep_aspect:
+            raise ConfigError(
+                "reject: distances from the training images are those of square crops; leave "
+                "keep_aspect out"
+            )
+        self.runner.returns_distances = True
+
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""
         if self.precision_autotuner is None:
@@ -283,6 +320,9 @@ class Predictor:
         outputs: Sequence[ImageOutput],
         top_k: int | None = None,
         threshold: float | None = None,
+        *,
+        reject: bool = False,
+        sets: float | None = None,
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
@@ -290,7 +330,8 @@ class Predictor:
         pairs: Iterator[tuple[list[int], list[float]]] = iter(())
         if rows:
             table = torch.stack(rows)
-            best = ranking(table)[:, :top_k]
+            order = ranking(table)
+            best = order[:, :top_k]
             pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
         least = [-math.inf] * len(self.classes) if thresholds is None else thresholds
         labels = (
@@ -301,14 +342,44 @@ class Predictor:
             )
             for pair in pairs
         )
+        selected: Iterator[dict[str, Any]] = iter(())
+        if rows and (reject or sets is not None):
+            distances = [one.distance for one in outputs if one.probabilities is not None]
+            selected = self._select(
+                order, table.gather(1, order), distances, reject=reject, sets=sets
+            )
         return [
             Prediction(output.image, error=output.error)
             if output.probabilities is None
             else Prediction(
-                output.image, next(labels), captions=output.captions, embedding=output.embedding
+                output.image,
+                next(labels),
+                captions=output.captions,
+                embedding=output.embedding,
+                **next(selected, {}),
             )
             for output in outputs
         ]
+
+    def _select(
+        self,
+        order: Tensor,
+        probabilities: Tensor,
+        distances: Sequence[float | None],
+        *,
+        reject: bool,
+        sets: float | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Reason of a rejection and prediction set of each image, from its sorted classes."""
+        assert self.calibration is not None, "checked by check_selection"
+        calibration = self.calibration
+        rows = zip(order.tolist(), probabilities.tolist(), distances, strict=True)
+        for row, scores, distance in rows:
+            size = 0 if sets is None else calibration.set_size(scores, sets)
+            yield {
+                "unknown": calibration.reject_reason(scores[0], distance) if reject else None,
+                "prediction_set": tuple(self.classes[index] for index in row[:size]),
+            }
 
     def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
         images = [self.read(one.source, one.name) for one in batch]
@@ -343,6 +414,7 @@ class Predictor:
                 memory=output.memories[n],
                 pixels=batch[n],
                 embedding=None if output.embeddings is None else output.embeddings[n],
+                distance=None if output.distances is None else float(output.distances[n]),
             )
             for n, name in enumerate(names)
         ]

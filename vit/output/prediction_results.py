@@ -38,6 +38,7 @@ BOM = "\ufeff"
 WIDEST_CELL = 60
 NO_CLASS = "-"
 BETWEEN = "|"
+UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
 
@@ -56,6 +57,9 @@ class Prediction:
         truth: What the data say of the image, in rows of an evaluation: `label`, and the
             probability of it, `label_score`; `true_labels` if there may be several; `references`,
             captions.
+        unknown: Reason why the best class is no answer, with `reject`; None if it is one.
+        prediction_set: Classes that contain the true one with the requested coverage, the most
+            probable first; empty if not requested.
     """
 
     image: str
@@ -64,6 +68,8 @@ class Prediction:
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
     truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
+    unknown: str | None = None
+    prediction_set: tuple[str, ...] = ()
 
     @property
     def caption(self) -> str | None:
@@ -115,6 +121,8 @@ class Layout:
         shares: Whether scores of classes are probabilities, which a table shows in percent.
         separator: Separator of CSV; with a semicolon the decimal sign is a comma.
         digits: Decimal digits in CSV; None for all.
+        reject: Whether an answer may be `unknown`.
+        sets: Whether answers have prediction sets.
     """
 
     top_k: int
@@ -126,6 +134,8 @@ class Layout:
     shares: bool = True
     separator: str = ","
     digits: int | None = None
+    reject: bool = False
+    sets: bool = False
 
     @property
     def caption_columns(self) -> list[tuple[str, str]]:
@@ -147,14 +157,25 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
     Where no class was probable enough, "predictions" is an empty list. A row of an evaluation has
     `Prediction.truth` after the image.
+    With `reject` there is "unknown", true or false, and if true its "reason"; with `sets` the class
+    names of the "set".
     """
     multilabel, named = layout.n_best > 1, layout.top_k > 0
-    return "", lambda prediction: json_line(prediction, multilabel=multilabel, named=named)
+    options = {"multilabel": multilabel, "named": named}
+    options |= {"reject": layout.reject, "sets": layout.sets}
+    return "", lambda prediction: json_line(prediction, **options)
 
 
-def json_line(prediction: Prediction, *, multilabel: bool = False, named: bool = False) -> str:
+def json_line(
+    prediction: Prediction,
+    *,
+    multilabel: bool = False,
+    named: bool = False,
+    reject: bool = False,
+    sets: bool = False,
+) -> str:
     """One line of `json_lines`: with all captions if `multilabel`, of a network with classes if
-    `named`."""
+    `named`, with `unknown` if `reject`, with the prediction set if `sets`."""
     record: dict[str, Any] = {"image": prediction.image, **prediction.truth}
     if prediction.error is not None:
         return to_json({**record, "error": prediction.error}) + "\n"
@@ -166,6 +187,12 @@ def json_line(prediction: Prediction, *, multilabel: bool = False, named: bool =
     if prediction.predictions or named or not captions:
         pairs = prediction.predictions
         record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
+    if reject:
+        record["unknown"] = prediction.unknown is not None
+    if reject and prediction.unknown is not None:
+        record["reason"] = prediction.unknown
+    if sets:
+        record["set"] = list(prediction.prediction_set)
     return to_json(record) + "\n"
 
 
@@ -198,16 +225,21 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     classes too, they come after these, and their scores are called caption_score. Where an image
     may have several classes: image, labels, scores, error, both with | between them, as lists for
     training have them. A row of an evaluation has `Prediction.truth` after the image.
+    Before the error there is a column `unknown` with the reason, with `reject`, and one `set` with
+    | between its classes, with `sets`.
 
     Raises:
-        ConfigError: It may have several, and the name of one has a |.
+        ConfigError: It may have several, or sets are asked for, and the name of one has a |.
     """
     if layout.multilabel:
         return _multilabel_cells(layout)
+    if layout.sets:
+        _check_names(layout.classes)
     header = ["image", *layout.truth]
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
     header += chain(*layout.caption_columns)
+    more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
         row: list[Cell] = [prediction.image, *truth_cells(prediction, layout)]
@@ -217,18 +249,28 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         row += [None] * (named - len(row))  # of classes that were not named
         for caption in prediction.captions:
             row += [caption.text, caption.score]
-        return [*row, *([None] * (len(header) - len(row))), prediction.error]
+        row += [None] * (len(header) - len(row))
+        if layout.reject:
+            row.append(prediction.unknown)
+        if layout.sets:
+            row.append(BETWEEN.join(prediction.prediction_set))
+        return [*row, prediction.error]
 
-    return [*header, "error"], cells
+    return [*header, *more, "error"], cells
 
 
-def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
-    for name in layout.classes:
+def _check_names(classes: Sequence[str]) -> None:
+    """Raise ConfigError if the name of a class has a |, which parts them in a cell."""
+    for name in classes:
         if BETWEEN in name:
             raise ConfigError(
                 f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
                 "there; use --format jsonl"
             )
+
+
+def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
+    _check_names(layout.classes)
 
     def cells(prediction: Prediction) -> list[Cell]:
         labels = BETWEEN.join(label for label, _ in prediction.predictions)
@@ -320,16 +362,18 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     An image of no probable class has a dash. Column widths come from the names alone, so that
     rows can be written as they are made; a name or a caption longer than its column pushes the
     rest of its row to the right. Where an image may have several classes, each of them adds a
-    label and its probability.
+    label and its probability. Instead of a rejected answer there is `unknown`, with the reason at
+    the end of the row; a prediction set is at the end too.
     """
     image_width = column_width("image", *layout.images)
-    label_width = column_width("label", *layout.classes)
+    label_width = column_width("label", *layout.classes, *([UNKNOWN] if layout.reject else []))
 
     def line(prediction: Prediction) -> str:
         cells = [pad(printable(prediction.image), image_width)]
-        for label, score in prediction.predictions:
+        for place, (label, score) in enumerate(prediction.predictions):
+            rejected = place == 0 and prediction.unknown is not None
             cells += [
-                pad(printable(label), label_width),
+                pad(UNKNOWN if rejected else printable(label), label_width),
                 share_text(score) if layout.shares else f"{score:7.4g}",
             ]
         if prediction.error is None:
@@ -338,6 +382,10 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
+        if prediction.unknown is not None:
+            cells.append(f"{UNKNOWN}: {prediction.unknown}")
+        if prediction.prediction_set:
+            cells.append(f"set: {printable(BETWEEN.join(prediction.prediction_set))}")
         if prediction.error is not None:
             cells.append(f"error: {printable(prediction.error)}")
         return "  ".join(cells).rstrip() + "\n"

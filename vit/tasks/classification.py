@@ -17,9 +17,11 @@ from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
-from vit.errors import ConfigError, VitError
+from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
-from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
+from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
+from vit.evaluation.temperature_scaling import fit_temperature, scale_logits
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
@@ -36,7 +38,7 @@ from vit.tasks.task import (
     one_class_needed,
 )
 from vit.text import printable
-from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run
+from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run, store_calibration
 
 MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""
@@ -55,6 +57,7 @@ class Classification(Task):
     planned = True
     activation_name = "softmax"
     score_name = "top-1"
+    measures_distance = True
 
     def __init__(self, balance: ClassBalance | None = None) -> None:
         self.balance = balance
@@ -110,25 +113,42 @@ class Classification(Task):
         """None: it is the task of a network without other fields."""
         return {}
 
+    def finish(self, run: FinishedRun) -> None:
+        """Calibrate the scores on the validation images."""
+        try:
+            found = run.validation_logits
+        except DataError:  # which the report says
+            return
+        fitted = fit_calibration(found.logits, found.labels, distances=found.distances)
+        if fitted is not None:
+            store_calibration(run.folder, fitted.calibration, found.distance)
+            for line in describe_calibration(fitted):
+                run.notify(line)
+
     def write_report(self, run: FinishedRun) -> None:
         """Scores, confusions, calibration and mistakes on the validation images."""
         from vit.evaluation.classification_report import write_classification_report
 
-        failed: dict[str, str] = {}
-        samples, paths, outcomes = run.splits.val, list[str](), list[Outcomes]()
-        for batch, logits in run.logits(samples, failed):
-            outcomes.append(Outcomes.of(logits.softmax(dim=1), batch.labels))
-            paths += [samples[index].path for index in batch.indices.tolist()]
-        measured = Outcomes.cat(outcomes)
-        recall = recall_after_increment(run, measured)
+        found = run.validation_logits
+        logits, calibration = found.logits.double(), run.loaded.calibration
+        outcomes = Outcomes.of(logits.softmax(dim=1), found.labels)
+        calibrated = None
+        if calibration is not None and (fitted := fit_temperature(found.logits, found.labels)):
+            scaled = (scale_logits(logits, *fitted.scaling), fitted.held_out)
+            calibrated = CalibratedOutcomes(
+                (calibration.temperature, calibration.exponent),
+                *(Outcomes.of(each.softmax(dim=1), found.labels) for each in scaled),
+            )
+        recall = recall_after_increment(run, outcomes)
         for line in recall_lines(recall) if recall else []:
             run.notify(line)
         write_classification_report(
             run.folder,
-            facts=run.facts(failed),
+            facts=run.facts(found.failed),
             events=run.events,
-            outcomes=measured,
-            paths=paths,
+            outcomes=outcomes,
+            calibrated=calibrated,
+            paths=found.paths,
             recall=recall,
         )
 

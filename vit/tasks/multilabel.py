@@ -12,7 +12,7 @@ and class on each process.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
     MIN_IMAGES,
@@ -34,6 +35,7 @@ from vit.evaluation.multilabel_metrics import (
     nanmean,
     summarize_multilabel,
 )
+from vit.evaluation.temperature_scaling import fit_temperature
 from vit.tasks.classification import preview_mixture
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
@@ -45,14 +47,12 @@ from vit.tasks.task import (
     Notify,
     Task,
     TrainingRun,
+    calibrated_activation,
     forward,
     mixed,
 )
 from vit.text import join_names
-from vit.weights.saved_model import set_thresholds
-
-if TYPE_CHECKING:
-    from vit.evaluation.multilabel_report import MultilabelOutcomes
+from vit.weights.saved_model import CALIBRATION, update_run
 
 
 class MultiLabel(Task):
@@ -133,10 +133,16 @@ class MultiLabel(Task):
         return {"thresholds": [DEFAULT_THRESHOLD] * len(outputs)}
 
     def finish(self, run: FinishedRun) -> None:
-        """Choose a threshold for each class on the validation images, and write them to the run."""
-        outcomes = predict_validation_images(run, {})
-        thresholds, few = choose_thresholds(outcomes.probabilities, outcomes.targets)
-        set_thresholds(run.folder, thresholds)
+        """Calibrate the scores and choose a threshold of each class on the validation images."""
+        found, changes = run.validation_logits, dict[str, Any]()
+        logits = found.logits.double()
+        if fitted := fit_calibration(logits, found.labels):
+            changes[CALIBRATION] = fitted.calibration.to_dict()
+            logits = logits / fitted.calibration.temperature
+            for line in describe_calibration(fitted):
+                run.notify(line)
+        thresholds, few = choose_thresholds(logits.sigmoid(), found.labels)
+        update_run(run.folder, {**changes, "thresholds": thresholds})
         run.notify(
             f"thresholds of the classes: {min(thresholds):.3f} to {max(thresholds):.3f}, by F1 on "
             "the validation images"
@@ -149,13 +155,28 @@ class MultiLabel(Task):
             )
 
     def write_report(self, run: FinishedRun) -> None:
-        """Scores of each class, and mistakes on the validation images."""
-        from vit.evaluation.multilabel_report import write_multilabel_report
+        """Scores of each class, calibration, and mistakes on the validation images."""
+        from vit.evaluation.multilabel_report import MultilabelOutcomes, write_multilabel_report
 
-        failed: dict[str, str] = {}
-        outcomes = predict_validation_images(run, failed)
+        found, loaded = run.validation_logits, run.loaded
+        assert loaded.thresholds is not None, "a multi-label run has thresholds"
+        logits = found.logits.double()
+        held_out = None
+        if loaded.calibration is not None and (fitted := fit_temperature(logits, found.labels)):
+            held_out = fitted.held_out.sigmoid()
         write_multilabel_report(
-            run.folder, facts=run.facts(failed), events=run.events, outcomes=outcomes
+            run.folder,
+            facts=run.facts(found.failed),
+            events=run.events,
+            outcomes=MultilabelOutcomes(
+                probabilities=calibrated_activation(loaded)(logits),
+                targets=found.labels,
+                thresholds=loaded.thresholds,
+                paths=found.paths,
+                raw=logits.sigmoid(),
+                held_out=held_out,
+                temperature=loaded.calibration.temperature if loaded.calibration else 1.0,
+            ),
         )
 
 
@@ -228,24 +249,6 @@ class MultiLabelTally:
 
         scores = run.on_main(score)
         return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
-
-
-def predict_validation_images(run: FinishedRun, failed: dict[str, str]) -> "MultilabelOutcomes":
-    """Probabilities and targets of the validation images; arguments as for `FinishedRun.logits`."""
-    from vit.evaluation.multilabel_report import MultilabelOutcomes
-
-    parts = [
-        (logits.sigmoid(), batch.indices) for batch, logits in run.logits(run.splits.val, failed)
-    ]
-    probabilities, indices = (torch.cat(part) for part in zip(*parts, strict=True))
-    samples, thresholds = run.splits.val, run.loaded.thresholds
-    assert thresholds is not None, "a multi-label run has thresholds"
-    return MultilabelOutcomes(
-        probabilities=probabilities,
-        targets=MultiHot(map(labels_of, samples), len(run.splits.classes))[indices],
-        thresholds=thresholds,
-        paths=[samples[index].path for index in indices.tolist()],
-    )
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

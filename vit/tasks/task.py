@@ -4,7 +4,8 @@
                  Task.with_data -> loss and tally; Task.rank chooses the best epoch
                  Task.finish, Task.write_report -> the run folder, with Task.stored_fields
     a saved run  LoadedRun.task_name -> get_task -> Task: activation, evaluation, score of an export
-    X.onnx       has the activation inside; its metadata have Task.activation_name
+                 calibrated_activation: the same of scaled logits, where a run has a calibration
+    X.onnx       has that activation inside; its metadata have Task.activation_name
 
 A task is one subclass of Task, and one line in `TASKS` of vit/config/training_config.py.
 """
@@ -14,7 +15,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -27,12 +28,14 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
+from vit.evaluation.temperature_scaling import scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
     from vit.evaluation.run_report import RunFacts
     from vit.generation.caption import Caption
+    from vit.model.feature_distance import FeatureDistance
     from vit.weights.saved_model import LoadedRun
 
 T = TypeVar("T")
@@ -46,6 +49,23 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "identity": nn.Identity,
 }
 """Name in the metadata of exported files -> module."""
+
+
+class ValidationLogits(NamedTuple):
+    """Outputs of the best weights for the validation images that can be read."""
+
+    logits: Tensor
+    """(images, outputs), float32."""
+    labels: Tensor
+    """As `Batch.labels`."""
+    paths: list[str]
+    """Files of the images."""
+    failed: dict[str, str]
+    """Files that cannot be read, with the reason."""
+    distance: "FeatureDistance | None" = None
+    """The distance from the training images, for a single-label classifier."""
+    distances: Tensor | None = None
+    """Distance of each image, (images,), float64."""
 
 
 class TrainingRun(Protocol):
@@ -122,6 +142,14 @@ class FinishedRun(Protocol):
         """Batches of `samples` and logits, float64 (images, classes).
 
         Those of the best weights, or of another `network` on their device.
+        """
+
+    @property
+    def validation_logits(self) -> ValidationLogits:
+        """Logits of all validation images, computed once.
+
+        Raises:
+            DataError: No image can be read.
         """
 
 
@@ -204,6 +232,8 @@ class Task(ABC):
     """A key of ACTIVATIONS, which exported files record."""
     score_name: ClassVar[str] = ""
     """Name of `score`."""
+    measures_distance: ClassVar[bool] = False
+    """Whether the distance of images from those of training is measured for its calibration."""
     trained_head: ClassVar[str] = "the head"
     """What is trained on a frozen encoder, for the log."""
 
@@ -397,6 +427,32 @@ def get_task(name: str) -> Task:
     module, _, kind = TASKS[name].partition(":")
     task: Task = getattr(importlib.import_module(module), kind)()
     return task
+
+
+class ScaledLogits(nn.Module):
+    """Logits by `vit.evaluation.temperature_scaling.scale_logits`.
+
+    Args:
+        temperature: Divisor of the gaps between logits, above 0.
+        exponent: Power of the gaps, above 0.
+    """
+
+    def __init__(self, temperature: float, exponent: float) -> None:
+        super().__init__()
+        self.temperature, self.exponent = temperature, exponent
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """(batch, outputs) -> the same"""
+        return scale_logits(logits, self.temperature, self.exponent)
+
+
+def calibrated_activation(run: "LoadedRun") -> nn.Module:
+    """The activation of a saved network's task, of calibrated logits where it has a calibration."""
+    activation = get_task(run.task_name).activation()
+    if run.calibration is None:
+        return activation
+    scaled = ScaledLogits(run.calibration.temperature, run.calibration.exponent)
+    return nn.Sequential(scaled, activation)
 
 
 def one_class_needed(config: Config, remedy: str) -> ConfigError:

@@ -35,7 +35,7 @@ from vit.training.train import resolve_plan, train
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
-UNBOUNDED = ("loss", "loss_shuffled", "class_loss", "cider")
+UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
 """Scores that are not in [0, 1]."""
 HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
 

@@ -22,11 +22,14 @@ from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError, VitError
+from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
+from vit.evaluation.temperature_scaling import MIN_IMAGES
+from vit.model.feature_distance import FeatureDistance, encode_with_means
 from vit.paths import did_you_mean, path_argument
 from vit.precision import autocast
 from vit.stop_signals import Interrupted, Interruption
-from vit.tasks.task import get_task
+from vit.tasks.task import ValidationLogits, get_task
 from vit.text import printable
 from vit.training.checkpoint.run_folder import lock_folder, stored_config
 from vit.training.data_setup import prepare_data
@@ -35,6 +38,9 @@ from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState
 from vit.weights.saved_model import LoadedRun, load_run
+
+DISTANCE_IMAGES = 2000
+"""Training images, about, that the distance of other images is measured from."""
 
 
 class BestWeights:
@@ -45,11 +51,20 @@ class BestWeights:
         folder: The run folder.
         splits: The data.
         best_epoch: From 1.
+        calibrating: Whether the validation images are those of a calibration, which also measures
+            their distance from the training images.
     """
 
     def __init__(
-        self, run: TrainingState, folder: Path, splits: Splits, *, best_epoch: int
+        self,
+        run: TrainingState,
+        folder: Path,
+        splits: Splits,
+        *,
+        best_epoch: int,
+        calibrating: bool = False,
     ) -> None:
+        self.calibrating = calibrating
         self.run, self.folder, self.splits, self.best_epoch = run, folder, splits, best_epoch
         self.config, self.device, self.notify = run.config, run.accelerator.device, notify
         self.precision = inference_precision(run.config.run.precision, self.device)
@@ -101,6 +116,54 @@ class BestWeights:
                 with torch.inference_mode(), self.autocast():
                     logits = model(images)
                 yield batch, logits.float().cpu().double()
+
+    @cached_property
+    def validation_logits(self) -> ValidationLogits:
+        """Logits of all validation images, computed once for the task's calibration and report."""
+        distance = self._fit_distance()
+        failed: dict[str, str] = {}
+        samples, logits, labels, paths = self.splits.val, [], [], list[str]()
+        distances: list[Tensor] = []
+        with contextlib.closing(self.batches(samples, failed)) as batches:
+            for batch, images in batches:
+                with torch.inference_mode(), self.autocast():
+                    if distance is None:
+                        outputs = self.loaded.model(images)
+                    else:
+                        tokens, context, means = encode_with_means(self.loaded.model, images)
+                        outputs = self.loaded.model.forward_head(tokens, context)
+                        distances.append(distance(means.float().cpu()).double())
+                logits.append(outputs.float().cpu())
+                labels.append(batch.labels)
+                paths += [samples[index].path for index in batch.indices.tolist()]
+        return ValidationLogits(
+            torch.cat(logits),
+            torch.cat(labels),
+            paths,
+            failed,
+            distance,
+            torch.cat(distances) if distances else None,
+        )
+
+    def _fit_distance(self) -> FeatureDistance | None:
+        """The distance from some of the training images, without augmentation, if the task has one.
+
+        None if there are too few images to tell how far ordinary ones are.
+        """
+        samples = self.splits.train[:: max(1, len(self.splits.train) // DISTANCE_IMAGES)]
+        few = len(samples) < MIN_IMAGES or len(self.splits.val) < MIN_DISTANCES
+        if few or not (self.calibrating and self.run.task.measures_distance):
+            return None
+        means = []
+        with contextlib.closing(self.batches(samples, {})) as batches:
+            for _, images in batches:
+                with torch.inference_mode(), self.autocast():
+                    means.append(encode_with_means(self.loaded.model, images)[2].float().cpu())
+        return FeatureDistance.fit(torch.cat(means))
+
+    def reload(self) -> None:
+        """Read the run folder again, which the task has completed."""
+        self.__dict__.pop("loaded", None)
 
     def batches(
         self,
@@ -163,9 +226,11 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         VitError: The task cannot complete the folder.
         Interrupted: A signal was received; the run itself is complete.
     """
-    run.task.finish(BestWeights(run, folder, splits, best_epoch=epoch))
+    best = BestWeights(run, folder, splits, best_epoch=epoch, calibrating=True)
+    run.task.finish(best)
+    best.reload()
     try:
-        run.task.write_report(BestWeights(run, folder, splits, best_epoch=epoch))
+        run.task.write_report(best)
     except Interrupted:
         raise
     except (VitError, OSError, RuntimeError, ValueError, MemoryError) as error:

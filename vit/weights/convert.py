@@ -189,6 +189,13 @@ def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -
     if pretrained.decoder is not None:
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
     lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
+    calibration = pretrained.calibration
+    if calibration is not None and (calibration.temperature, calibration.exponent) != (1, 1):
+        lines.append(
+            "note: the scores of that folder are raw: the calibration (temperature "
+            f"{calibration.temperature:.6g}, exponent {calibration.exponent:.6g}) has no place "
+            "there"
+        )
     if to == "huggingface":
         lines += [f"note: {note}" for note in processor_notes(preprocessing)]
     return lines

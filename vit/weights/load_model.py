@@ -141,6 +141,7 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         classes=run.classes,
         preprocessing=run.preprocessing,
         thresholds=run.thresholds,
+        calibration=run.calibration,
         origin=f"run {printable(found.folder)}",
         linear_offsets=True,
     )

@@ -5,6 +5,7 @@ checked on loading. model.safetensors stores a SHA-256 of itself and of the othe
 damage and mixed files of two runs are detected.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
@@ -21,8 +23,10 @@ from vit.config.training_config import TASKS, implied_task
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
+from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
+from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
 from vit.weights.formats.state_dict_names import check_fit, meta_model
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
@@ -32,6 +36,8 @@ from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
+DISTANCE_FILE = "distance.safetensors"
+"""Distance from the training images; timm refuses tensors in WEIGHTS_FILE that it does not know."""
 CONFIG_DIGEST = "config_sha256"
 VERSION = 1
 MAX_CONFIG_BYTES = 50_000_000
@@ -39,6 +45,8 @@ DEFAULT_THRESHOLD = 0.5
 """Threshold of a class until one is chosen on validation data."""
 TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER = "decoder."
+CALIBRATION = "calibration"
+"""Key of the calibration in our section of config.json."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,9 @@ class LoadedRun:
         thresholds: Minimum sigmoid probability per class of a multi-label classifier; None for a
             single-label one.
         stored_task: Name of its task, if the other fields do not show it.
+        calibration: Calibration of its scores; None for raw ones. `thresholds` are of calibrated
+            probabilities.
+        distance: Distance from the training images, if the calibration has a largest one.
     """
 
     model: VisionTransformer
@@ -67,6 +78,17 @@ class LoadedRun:
     tokenizer: Tokenizer | None = None
     thresholds: tuple[float, ...] | None = None
     stored_task: str = ""
+    calibration: ScoreCalibration | None = None
+    distance: FeatureDistance | None = None
+
+    def without_calibration(self) -> "LoadedRun":
+        """The same network with raw scores; of a multi-label one the decisions stay the same."""
+        if self.calibration is None:
+            return self
+        thresholds = self.thresholds
+        if thresholds is not None:
+            thresholds = rescale_thresholds(thresholds, self.calibration.temperature)
+        return dataclasses.replace(self, calibration=None, thresholds=thresholds, distance=None)
 
     @property
     def task_name(self) -> str:
@@ -210,7 +232,10 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         tokenizer = None
         if "decoder" in vit_section(content):
             tokenizer = read_tokenizer(where, notes.get(TOKENIZER_DIGEST))
-        return _build_run(content, state, tokenizer)
+        run = _build_run(content, state, tokenizer)
+        if run.calibration is None or run.calibration.farthest is None:
+            return run
+        return dataclasses.replace(run, distance=_read_distance(where, run.config))
     except WeightsError as error:
         reason = printable(error)
         prefix = "" if reason.startswith(printable(where)) else f"{printable(where)}: "
@@ -246,6 +271,8 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
             f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
         )
     thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
+    stored = own.get(CALIBRATION)
+    calibration = None if stored is None else ScoreCalibration.from_dict(stored)
     encoder, decoder_state = split_decoder(state)
     model = meta_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
@@ -261,6 +288,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         tokenizer=tokenizer,
         thresholds=thresholds,
         stored_task=check_task(own.get("task", "")),
+        calibration=calibration,
     )
 
 
@@ -305,17 +333,27 @@ def vit_section(content: Any) -> dict[str, Any]:
             f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
             "install the vit that wrote it"
         )
-    optional = {"decoder", "thresholds", "task"}
+    optional = {"decoder", "thresholds", "task", CALIBRATION}
     if own.keys() - optional != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
     return own
 
 
 def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) -> None:
-    """Write the thresholds of a multi-label run to its config.json.
+    """Write the thresholds of a multi-label run to its config.json; see `update_run`."""
+    update_run(folder, {"thresholds": list(thresholds)})
 
-    The run is valid at any time, with the old or the new thresholds, because the weight file
-    stores the digests of both versions of config.json.
+
+def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> None:
+    """Change what was measured after the training in our section of config.json.
+
+    The run is valid at any time, with the old or the new values, because the weight file stores the
+    digests of both versions of config.json, and that of the version that training writes again
+    when it is resumed.
+
+    Args:
+        folder: Run folder.
+        changes: Thresholds or a calibration, as JSON values; None removes one.
 
     Raises:
         RunError, WeightsError: The run cannot be read or written.
@@ -323,14 +361,53 @@ def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) 
     where = Path(folder)
     raw = read_config(where)
     content = json.loads(raw)
-    texts = []
-    for values in ([DEFAULT_THRESHOLD] * len(thresholds), list(thresholds)):
-        vit_section(content)["thresholds"] = values
-        texts.append(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    stored = dict(vit_section(content))
+    initial = {name: value for name, value in stored.items() if name != CALIBRATION}
+    if "thresholds" in stored:
+        initial["thresholds"] = [DEFAULT_THRESHOLD] * len(stored["classes"])
+    final = {name: value for name, value in {**stored, **changes}.items() if value is not None}
+    texts = [
+        json.dumps({**content, "vit": own}, indent=2, allow_nan=False) + "\n"
+        for own in (initial, final)
+    ]
     tensors, notes = read_tensors(where / WEIGHTS_FILE)
     known = dict.fromkeys([*(sha256(text.encode()) for text in texts), sha256(raw)])
     write_tensors(where / WEIGHTS_FILE, tensors, {**notes, CONFIG_DIGEST: " ".join(known)})
     write_text(where / CONFIG_FILE, texts[1])
+
+
+def store_calibration(
+    folder: str | os.PathLike[str],
+    calibration: ScoreCalibration,
+    distance: FeatureDistance | None = None,
+) -> None:
+    """Write a calibration to a run folder, and the distance from the training images if any.
+
+    The run is valid at any time: without a calibration while the distance is written.
+
+    Raises:
+        RunError, WeightsError: The run cannot be read or written.
+    """
+    if calibration.farthest is not None and distance is not None:
+        update_run(folder, {CALIBRATION: None})
+        write_tensors(Path(folder) / DISTANCE_FILE, distance.state_dict(), {"format": "pt"})
+    update_run(folder, {CALIBRATION: calibration.to_dict()})
+
+
+def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
+    """Read the distance of a run.
+
+    Raises:
+        WeightsError: It is missing, damaged, or of another network.
+    """
+    tensors, _ = read_tensors(folder / DISTANCE_FILE)
+    components = tensors.get("components", torch.empty(0))
+    layers = config.depth * config.repeat_blocks + 1
+    if components.shape[:2] != (layers, config.dim) or components.ndim != 3:
+        raise WeightsError(f"{printable(folder / DISTANCE_FILE)} is of another network")
+    distance = FeatureDistance(*components.shape)
+    distance.load_state_dict(tensors)
+    return distance.eval()
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:

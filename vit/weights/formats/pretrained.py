@@ -7,6 +7,7 @@ from torch import Tensor
 from vit.config import DecoderConfig, ModelConfig
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
+from vit.score_calibration import ScoreCalibration
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Pretrained:
             for images of another size; otherwise geometrically, as in BEiT.
         decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
+        calibration: Calibration of the scores, as in LoadedRun.
         notes: Lines for the user: assumptions, and tensors that were left out.
     """
 
@@ -51,4 +53,5 @@ class Pretrained:
     linear_offsets: bool = False
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None
+    calibration: ScoreCalibration | None = None
     notes: tuple[str, ...] = ()

@@ -1,0 +1,72 @@
+"""The promised share of right answers holds in simulation; bounds equal scipy's."""
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from vit.evaluation.selective_prediction import (
+    binomial_tail,
+    needed_images,
+    precision_threshold,
+)
+
+
+def draw(images: int, generator: torch.Generator):
+    """Confidences, and whether answers of an overconfident network are right."""
+    confidences = torch.rand(images, generator=generator, dtype=torch.float64)
+    return confidences, torch.bernoulli(confidences.sqrt(), generator=generator).bool()
+
+
+def share_right(threshold: float) -> float:
+    """P(right | confidence >= threshold) of `draw`: the mean of sqrt over [threshold, 1]."""
+    return (2 / 3) * (1 - threshold**1.5) / (1 - threshold)
+
+
+def misses(draws: int, images: int, target: float) -> tuple[int, int]:
+    """Draws whose threshold breaks the promise, and draws with a threshold."""
+    generator = torch.Generator().manual_seed(0)
+    found = [precision_threshold(*draw(images, generator), target) for _ in range(draws)]
+    thresholds = [one.threshold for one in found if one is not None]
+    return sum(share_right(threshold) < target for threshold in thresholds), len(thresholds)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 1), (0, 300), (3, 150), (20, 2000), (7, 7)])
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_tail_equals_scipys(successes, trials, share):
+    expected = binom.cdf(successes, trials, share)
+    assert binomial_tail(successes, trials, share) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_promise_is_kept():
+    wrong, proven = misses(40, 1500, 0.9)
+    assert proven >= 30
+    assert wrong <= 2
+
+
+@pytest.mark.slow
+def test_the_promise_is_kept_in_a_thousand_draws():
+    wrong, proven = misses(1000, 1500, 0.9)
+    assert proven > 800
+    assert wrong <= 17  # 1 % and two standard deviations
+
+
+def test_answers_that_are_all_right_are_all_given():
+    images = needed_images(0.98)
+    right = torch.ones(images, dtype=torch.bool)
+    confidences = torch.linspace(0.5, 1, images)
+    found = precision_threshold(confidences, right, 0.98)
+    assert found == pytest.approx((0.5, 1.0))
+    assert precision_threshold(confidences[1:], right[1:], 0.98) is None
+
+
+@pytest.mark.parametrize("images", [1, 400])
+def test_nothing_is_promised_where_every_answer_is_wrong(images):
+    wrong = torch.zeros(images, dtype=torch.bool)
+    assert precision_threshold(torch.rand(images), wrong, 0.5) is None
+
+
+def test_equal_confidences_are_answered_together():
+    confidences = torch.cat([torch.full((300,), 0.9), torch.full((300,), 0.4)])
+    right = torch.cat([torch.ones(300), torch.zeros(300)]).bool()
+    found = precision_threshold(confidences, right, 0.95)
+    assert found == pytest.approx((0.9, 0.5))

@@ -1,0 +1,145 @@
+"""Temperatures against scipy's minimisation, and what calibration promises for other images."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import log_expit, log_softmax
+
+from vit.evaluation.classification_metrics import Outcomes, ranking, summarize
+from vit.evaluation.temperature_scaling import (
+    best_scaling,
+    best_temperature,
+    fit_temperature,
+    mean_loss,
+    scale_logits,
+)
+
+
+def draw(images: int, temperature: float, *, classes: int = 5, seed: int = 0):
+    """Logits whose softmax at `temperature` is the distribution that labels are drawn from."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(images, classes, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(dim=1), 1, generator=generator).squeeze(1)
+    return logits * temperature, labels
+
+
+def draw_multilabel(images: int, temperature: float):
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(images, 4, generator=generator, dtype=torch.float64)
+    return logits * temperature, torch.bernoulli(logits.sigmoid(), generator=generator).long()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_the_temperature_of_single_labels_equals_scipys(temperature):
+    logits, labels = draw(200, temperature)
+    spread = 1 / 202
+    targets = np.full(logits.shape, spread / 5)
+    targets[np.arange(200), labels] += 1 - spread
+
+    def loss(power):
+        return -(targets * log_softmax(logits.numpy() / np.exp(power), axis=1)).sum(1).mean()
+
+    expected = np.exp(minimize_scalar(loss, bracket=(-1, 1), tol=1e-12).x)
+    found = best_temperature(logits, labels)
+    assert found == pytest.approx((expected, 1.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_the_temperature_of_several_labels_equals_scipys(temperature):
+    logits, labels = draw_multilabel(200, temperature)
+    positives, count = labels.sum().item(), labels.numel()
+    yes, no = (positives + 1) / (positives + 2), 1 / (count - positives + 2)
+    targets = np.where(labels.numpy() > 0, yes, no)
+
+    def loss(power):
+        z = logits.numpy() / np.exp(power)
+        return -(targets * log_expit(z) + (1 - targets) * log_expit(-z)).mean()
+
+    expected = np.exp(minimize_scalar(loss, bracket=(-1, 1), tol=1e-12).x)
+    found = best_temperature(logits, labels)
+    assert found == pytest.approx((expected, 1.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [0.8, 2.0])
+def test_temperature_and_exponent_equal_scipys(exponent):
+    true, labels = draw(300, 1.0)
+    logits = scale_logits(true, 0.7, 1 / exponent)  # smoothed where the exponent is above 1
+    spread = 1 / 302
+    targets = np.full(logits.shape, spread / 5)
+    targets[np.arange(300), labels] += 1 - spread
+    gaps = (logits.amax(dim=1, keepdim=True) - logits).numpy()
+
+    def loss(powers):
+        scaled = -((gaps / np.exp(powers[0])) ** np.exp(powers[1]))
+        return -(targets * log_softmax(scaled, axis=1)).sum(1).mean()
+
+    expected = np.exp(minimize(loss, (0, 0), method="Nelder-Mead", options={"xatol": 1e-6}).x)
+    found = best_scaling(logits, labels)
+    assert found == pytest.approx(tuple(expected), rel=0.02)
+    assert loss(np.log(found)) == pytest.approx(loss(np.log(expected)), abs=1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "exponent"), [(0.4, 1.0), (3.0, 1.0), (0.5, 2.0)])
+def test_the_calibration_error_of_other_images_falls_by_more_than_half(temperature, exponent):
+    true, labels = draw(1500, 1.0)
+    logits = scale_logits(true, 1 / temperature, 1 / exponent)
+    found = fit_temperature(logits[:750], labels[:750])
+    assert found.loss_after < found.loss_before
+
+    def scores(values):
+        return summarize(Outcomes.of(values.softmax(dim=1), labels[750:]), "abcde")
+
+    raw = scores(logits[750:])
+    calibrated = scores(scale_logits(logits[750:], *found.scaling))
+    assert calibrated["ece"] < raw["ece"] / 2
+    assert calibrated["ece_classwise"] < raw["ece_classwise"]
+    assert calibrated["top1"] == raw["top1"]
+    assert calibrated["per_class"] == raw["per_class"]
+
+
+def test_the_order_of_the_classes_stays():
+    logits = torch.randn(50, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[:, 1] = logits[:, 0]  # ties too
+    for scaling in ((0.3, 1.0), (2.0, 0.5), (0.7, 2.5)):
+        assert torch.equal(ranking(scale_logits(logits, *scaling)), ranking(logits))
+
+
+def test_each_image_is_scaled_by_a_fit_without_it():
+    logits, labels = draw(100, 2.0)
+    before = fit_temperature(logits, labels).held_out
+    changed = labels.clone()
+    changed[0] = logits[0].argmin()
+    after = fit_temperature(logits, changed).held_out
+    same = (after == before).all(dim=1)
+    assert same.sum() == 20
+    assert same[0]
+
+
+def test_loss_is_torchs_cross_entropy():
+    logits, labels = draw(60, 1.0)
+    expected = torch.nn.functional.cross_entropy(logits, labels)
+    assert mean_loss(logits, labels) == pytest.approx(float(expected))
+
+
+def test_no_scores_are_certain_where_every_answer_is_right():
+    labels = torch.arange(60) % 3
+    logits = 4.0 * torch.nn.functional.one_hot(labels, 3)
+    found = fit_temperature(logits, labels)
+    confidence = scale_logits(logits, *found.scaling).softmax(dim=1).max()
+    assert 0.9 < confidence < 0.999
+
+
+def test_raw_scores_are_kept_where_no_temperature_is_better():
+    equal = fit_temperature(torch.zeros(60, 3), torch.arange(60) % 3)
+    assert (equal.scaling, equal.loss_after) == ((1.0, 1.0), equal.loss_before)
+    assert torch.equal(equal.held_out, torch.zeros(60, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [torch.randn(49, 3), torch.randn(60, 1), torch.full((60, 3), float("inf"))],
+    ids=["few images", "one class", "overflow"],
+)
+def test_nothing_is_fitted_where_nothing_can_be_learned(logits):
+    assert fit_temperature(logits, torch.zeros(len(logits), dtype=torch.long)) is None

@@ -1,0 +1,119 @@
+"""Calibrated scores are the same in the run and in every exported file."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from vit.errors import ConfigError
+from vit.export.export_formats import export
+from vit.export.export_onnx import export_onnx
+from vit.export.verification import verify
+from vit.exported.load_exported import load_exported
+from vit.inference.predictor import Predictor
+from vit.tasks.task import calibrated_activation
+from vit.weights.saved_model import CALIBRATION, load_run, update_run
+
+
+@pytest.fixture(scope="module")
+def file(distance_run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "m.onnx"
+    export_onnx(distance_run, out, notify=None)
+    return out
+
+
+@pytest.fixture
+def images(tiny_data):
+    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
+
+
+def largest_difference(found, expected):
+    pairs = zip(found, expected, strict=True)
+    scores = [(dict(one.predictions), dict(other.predictions)) for one, other in pairs]
+    return max(abs(one[name] - other[name]) for one, other in scores for name in other)
+
+
+def test_the_file_gives_the_calibrated_scores(distance_run, tiny_run, file, images):
+    runner = load_exported(file)
+    exact = Predictor(distance_run, device="cpu", precision="fp32")
+    assert largest_difference(runner(images), exact(images)) < 1e-5
+    raw = Predictor(tiny_run, device="cpu", precision="fp32")
+    assert largest_difference(runner(images), raw(images)) > 0.05
+    assert runner.calibration == exact.calibration
+    assert json.loads(runner.metadata["score_calibration"]) == exact.calibration.to_dict()
+    options = {"reject": True, "sets": 0.8}
+    for one, other in zip(runner(images, **options), exact(images, **options), strict=True):
+        assert (one.unknown, one.prediction_set) == (other.unknown, other.prediction_set)
+    assert verify(file, images, run=distance_run).agrees
+
+
+@pytest.mark.slow
+def test_int8_scales_its_own_logits(calibrated_run, images, tmp_path):
+    options = {"precision": "int8", "dynamic": True, "notify": None}
+    for name, raw in (("raw.onnx", True), ("calibrated.onnx", False)):
+        export_onnx(calibrated_run, tmp_path / name, no_calibration=raw, **options)
+    raw, found = (load_exported(tmp_path / name) for name in ("raw.onnx", "calibrated.onnx"))
+    scale = calibrated_activation(load_run(calibrated_run))
+    for one, other in zip(raw.probabilities(images), found.probabilities(images), strict=True):
+        expected = scale(torch.from_numpy(one)[None].log())[0]
+        assert other == pytest.approx(expected.numpy(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
+    out = tmp_path / "raw.onnx"
+    report = export(calibrated_run, out, no_calibration=True, notify=None)
+    assert report.agrees
+    runner = load_exported(out)
+    assert runner.calibration is None
+    raw = Predictor(tiny_run, device="cpu", precision="fp32")
+    assert largest_difference(runner(images), raw(images)) < 1e-5
+
+
+def test_a_program_of_torch_gives_the_calibrated_scores(calibrated_run, tmp_path):
+    export(calibrated_run, tmp_path / "m.pt2", notify=None)
+    extra = {"score_calibration.json": ""}
+    program = torch.export.load(tmp_path / "m.pt2", extra_files=extra)
+    assert json.loads(extra["score_calibration.json"])["temperature"] == 3
+    scores = program.module()(torch.zeros(2, 16, 16, 3, dtype=torch.uint8))[0]
+    run = Predictor(calibrated_run, device="cpu", precision="fp32")
+    black = run.preprocessing.normalise(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    with torch.inference_mode():
+        expected = run.activation(run.model(black))
+    torch.testing.assert_close(scores[:1], expected, atol=1e-5, rtol=0)
+
+
+def test_a_file_of_an_earlier_calibration_is_named(calibrated_run, file, images, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(calibrated_run, copy)
+    update_run(copy, {CALIBRATION: {"temperature": 2.0, "images": 99, "exponent": 1.0}})
+    report = verify(file, images, run=copy)
+    assert not report.agrees
+    assert any("temperature 3, the run one with temperature 2" in cause for cause in report.causes)
+
+
+def test_the_scores_of_a_file_cannot_be_raw(file):
+    with pytest.raises(ConfigError, match="export it with --no-calibration"):
+        load_exported(file, no_calibration=True)
+
+
+def test_the_file_rejects_the_images_that_the_run_rejects(distance_run, file, images):
+    check_rejections(distance_run, file, images)
+
+
+@pytest.mark.slow
+def test_a_file_with_tokens_rejects_the_same_images(distance_run, images, tmp_path):
+    export_onnx(distance_run, tmp_path / "m.onnx", tokens=True, notify=None)
+    check_rejections(distance_run, tmp_path / "m.onnx", images)
+
+
+def check_rejections(run, file, images):
+    runner, exact = load_exported(file), Predictor(run, device="cpu", precision="fp32")
+    found, expected = (each(images, reject=True) for each in (runner, exact))
+    assert [one.unknown for one in found] == [one.unknown for one in expected]
+    assert "unlike the training images" in {one.unknown for one in found}
+    (row,) = runner.outputs(images[:1], ["distance"])
+    exact.return_distances()
+    ((output,),) = exact.batches(images[:1])
+    assert float(row["distance"]) == pytest.approx(output.distance, abs=1e-3)

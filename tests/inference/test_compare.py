@@ -1,0 +1,97 @@
+"""`vit compare`: the counts are those of the predictions of both runs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vit.commands.main import main
+from vit.config import Config
+from vit.errors import ConfigError, DataError
+from vit.inference.compare import compare
+from vit.inference.evaluate import evaluate
+from vit.inference.predictor import Predictor
+from vit.weights.saved_model import load_run, save_model
+
+EXACT = {"device": "cpu", "precision": "fp32"}
+WORDS = ["--device", "cpu", "--precision", "fp32"]
+
+
+def right_images(run, data):
+    images = [str(path) for path in sorted((data / "val").rglob("*.*"))]
+    found = Predictor(run, **EXACT)(images)
+    return {one.image for one in found if one.predictions[0][0] == Path(one.image).parent.name}
+
+
+@pytest.fixture
+def other_run(tiny_run, tmp_path):
+    """The same network with classes in another order, so that it answers otherwise."""
+    run = load_run(tiny_run)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    save_model(
+        folder,
+        run.model,
+        config=Config(model=run.config),
+        classes=run.classes[::-1],
+        preprocessing=run.preprocessing,
+    )
+    return folder
+
+
+def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data, tmp_path, capsys):
+    out, page = tmp_path / "result.json", tmp_path / "page.html"
+    words = [str(tiny_run), str(other_run), str(tiny_data), "--json", str(out), "--html", str(page)]
+    assert main(["compare", *words, *WORDS]) == 0
+    found = json.loads(out.read_text())
+    a, b = right_images(tiny_run, tiny_data), right_images(other_run, tiny_data)
+    assert (found["only_a_right"], found["only_b_right"]) == (len(a - b), len(b - a))
+    assert len(a - b) + len(b - a) > 5
+    for key, run in (("a", tiny_run), ("b", other_run)):
+        scores = evaluate(run, str(tiny_data), **EXACT)
+        assert found[key] == {name: scores[name] for name in ("top1", "top1_interval")}
+    assert found["count"] == 27
+    assert found["difference"] == pytest.approx(found["b"]["top1"] - found["a"]["top1"])
+    printed = capsys.readouterr().out
+    assert found["verdict"] in printed
+    text = page.read_text()
+    for path in (a - b) | (b - a):
+        assert Path(path).name in text
+
+
+def test_a_run_is_not_distinguishable_from_itself(tiny_run, calibrated_run, tiny_data):
+    found = compare(tiny_run, calibrated_run, str(tiny_data), **EXACT).to_dict()
+    assert (found["p_value"], found["difference"]) == (1.0, 0.0)
+    assert (found["verdict"], found["images_needed"]) == ("not distinguishable", None)
+    assert found["difference_interval"] == [0.0, 0.0]
+
+
+def test_unreadable_images_are_left_out_and_named(tiny_run, other_run, tiny_data, tmp_path):
+    data = Path(shutil.copytree(tiny_data, tmp_path / "data"))
+    (data / "val" / "apple" / "0.png").write_text("no image")
+    found = compare(tiny_run, other_run, str(data), **EXACT).to_dict()
+    assert found["count"] == 26
+    assert [Path(row["image"]).name for row in found["failed"]] == ["0.png"]
+
+
+def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_data, tmp_path):
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "ab"]
+    data = tiny_data / "val"
+    names = sorted(path.relative_to(data).as_posix() for path in data.rglob("*.*"))
+    for run, part in zip(runs, (names[:9], names[5:15]), strict=True):
+        record = {"root": str(data.resolve()), "val": part}
+        (run / "split.json").write_text(json.dumps(record))
+    notes = []
+    found = compare(*runs, str(data), notify=notes.append, **EXACT).to_dict()
+    assert found["count"] == 4
+    assert any("6 images left out" in note for note in notes)
+    record["val"] = names[20:]
+    (runs[1] / "split.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match="no image is held out by both"):
+        compare(*runs, str(data), **EXACT)
+
+
+def test_networks_of_several_classes_an_image_are_refused(tiny_run, several_run, tiny_data):
+    with pytest.raises(ConfigError, match="vit evaluate measures it"):
+        compare(several_run, tiny_run, str(tiny_data), **EXACT)

@@ -1,0 +1,72 @@
+"""`vit calibrate`: measure how far the scores of a trained model can be trusted, and store it."""
+
+import argparse
+
+from vit.commands.command_options import (
+    add_json_option,
+    add_list_options,
+    add_network_options,
+    dataset_spec,
+    inference_settings,
+    probability,
+)
+from vit.commands.command_output import image_bar, notify, write_json
+from vit.output.output_file import check_output, standard_output
+from vit.text import printable
+
+ROWS = {
+    "ece": "calibration error",
+    "ece_adaptive": "adaptive",
+    "ece_classwise": "classwise",
+    "brier": "Brier score",
+    "nll": "log loss",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run folder of a classifier")
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        help="labelled images that the network was not trained on, at least 50: a folder, a list "
+        "(.csv, .jsonl), or the name of a built-in set",
+    )
+    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
+    parser.add_argument(
+        "--target-precision",
+        type=probability,
+        default=0.98,
+        metavar="P",
+        help="share of the answers of `vit predict --reject` that has to be right (default: 0.98)",
+    )
+    add_list_options(parser, "that of the training, or the usual")
+    add_json_option(parser, "where all numbers are written as well; an older file is replaced")
+    add_network_options(parser, calibrated=False)
+    parser.set_defaults(tta=None, compile=False, no_calibration=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_output(args.json, overwrite=True)
+
+    from vit.inference.calibrate import calibrate
+
+    settings = inference_settings(args)
+    del settings["no_calibration"]
+    with image_bar() as progress:
+        found = calibrate(
+            args.run,
+            dataset_spec(args, split=args.split),
+            target_precision=args.target_precision,
+            **settings,
+            notify=lambda note: notify(f"vit calibrate: {note}"),
+            progress=progress,
+        )
+    write_json(args.json, found)
+    lines = [f"{'images':<18} {found['calibration']['images']}"]
+    for name, title in ROWS.items():
+        before, after = found["before"][name], found["after"][name]
+        lines.append(f"{title:<18} {before:.4f} before, {after:.4f} after, on held-out images")
+    print("\n".join(lines), file=standard_output(), flush=True)
+    for row in found["failed"]:
+        notify(f"vit calibrate: {printable(row['image'])}: {printable(row['error'])}")
+    return int(bool(found["failed"]))

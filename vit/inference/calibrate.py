@@ -1,0 +1,146 @@
+"""Calibrates the scores of a saved classifier on labelled images: `vit calibrate`.
+
+DATA -> predictor without calibration -> probabilities -> log -> fit_calibration -> config.json
+
+The logarithm of probabilities is the logits up to a constant per image, which softmax ignores.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.data.dataset_types import NO_LABEL
+from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError, DataError, RunError
+from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.fit_calibration import FittedCalibration, describe_calibration, fit_calibration
+from vit.evaluation.multilabel_metrics import calibration_scores
+from vit.evaluation.selective_prediction import TARGET_PRECISION
+from vit.evaluation.temperature_scaling import MIN_IMAGES
+from vit.inference.evaluate import load_samples
+from vit.inference.predictor import PathLike, Predictor
+from vit.score_calibration import rescale_thresholds
+from vit.text import printable
+from vit.weights.saved_model import CALIBRATION, load_run, update_run
+
+
+def calibrate(
+    run: PathLike,
+    data: str | DatasetSpec,
+    *,
+    split: str = "val",
+    images: str | None = None,
+    target_precision: float = TARGET_PRECISION,
+    notify: Callable[[str], object] = lambda _note: None,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Calibrate the scores of a run folder on one split of `data`, and store it in the folder.
+
+    Temperature, threshold of `--reject` and prediction sets; a multi-label run gets a temperature,
+    and its thresholds then decide as before.
+
+    Args:
+        run: The run folder, which is changed.
+        data, split, images: As for `vit.evaluate`; images that were not trained on.
+        target_precision: Share of the answers of `--reject` that has to be right.
+        notify: Called with notes and the result.
+        progress: Called with the images done and their total after each batch.
+        settings: As for Predictor.
+
+    Returns:
+        `calibration`, as config.json has it; scores of held-out images `before` and `after`; and
+        `failed`, unreadable images with the reason.
+
+    Raises:
+        VitError: The run or the data cannot be used, or there are fewer than 50 labelled images.
+    """
+    if not 0 < target_precision < 1:
+        raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
+    if not Path(run).is_dir():
+        raise RunError(f"{printable(run)} is no run folder: calibrations are stored in one")
+    loaded = load_run(run)
+    if loaded.tokenizer is not None or not loaded.classes or loaded.stored_task:
+        raise ConfigError(
+            f"{printable(run)}: only scores of classifiers are calibrated, and this network's task "
+            f"is {loaded.task_name}"
+        )
+    plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
+    predictor = Predictor(plain, **settings, notify=notify)
+    if loaded.distance is None and loaded.thresholds is None:
+        notify("note: this run has no distances from its training images, which trainings measure")
+    predictor.return_distances()
+    spec = (
+        data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
+    )
+    samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
+    rows, targets, failed = [], [], []
+    distances: list[float] = []
+    done = 0
+    for outputs in predictor.batches([sample.path for sample in samples]):
+        for sample, output in zip(samples[done:], outputs, strict=False):
+            if output.error is not None:
+                failed.append({"image": output.image, "error": output.error})
+            elif loaded.thresholds is not None or sample.label != NO_LABEL:
+                rows.append(output.probabilities)
+                distances += [] if output.distance is None else [output.distance]
+                targets.append(sample)
+        done += len(outputs)
+        progress(done, len(samples))
+    if len(rows) < MIN_IMAGES:
+        raise DataError(
+            f"{printable(spec.data)}: {len(rows)} labelled images can be read, and a calibration "
+            f"needs {MIN_IMAGES}; give more"
+        )
+    probabilities = torch.stack([row for row in rows if row is not None])
+    if loaded.thresholds is None:
+        logits = probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
+        truth = torch.tensor([sample.label for sample in targets])
+    else:
+        logits = probabilities.logit(eps=2**-53)
+        names = MultiHot(map(labels_of, targets), len(loaded.classes))
+        truth = names[torch.arange(len(targets))]
+    fitted = fit_calibration(
+        logits,
+        truth,
+        distances=torch.tensor(distances, dtype=torch.float64) if distances else None,
+        target_precision=target_precision,
+    )
+    if fitted is None:
+        raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")
+    changes: dict[str, Any] = {CALIBRATION: fitted.calibration.to_dict()}
+    if loaded.thresholds is not None:
+        before = loaded.calibration.temperature if loaded.calibration else 1.0
+        factor = before / fitted.calibration.temperature
+        changes["thresholds"] = list(rescale_thresholds(loaded.thresholds, factor))
+    update_run(run, changes)
+    for line in describe_calibration(fitted):
+        notify(line)
+    return {
+        **json.loads(json.dumps(changes)),
+        **_scores(logits, truth, fitted, loaded.classes),
+        "failed": failed,
+    }
+
+
+def _scores(
+    logits: Tensor, truth: Tensor, fitted: FittedCalibration, classes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Calibration measures of raw scores, and of each image at a temperature without it."""
+    scaled = {"before": logits, "after": fitted.temperature.held_out}
+    found = {}
+    for name, values in scaled.items():
+        if truth.ndim == 2:
+            found[name] = calibration_scores(values.sigmoid(), truth)
+        else:
+            scores = summarize(Outcomes.of(values.softmax(dim=1), truth), classes)
+            names = ("top1", "nll", "brier", "ece", "ece_adaptive", "ece_classwise")
+            found[name] = {key: scores[key] for key in names}
+    return found
