@@ -182,7 +182,7 @@ def find_label_errors(
         else:
             problems += report.listing.with_lines(suspected)
         report = dataclasses.replace(report, neighbour_agreement=agreement)
-        if has_learned(weights, report.listing.root):
+        if has_learned(os.fspath(weights), report.listing.root):
             notify(
                 f"note: {printable(weights)} was trained on these labels, errors included, and "
                 "agrees with some of them; vit train --folds judges each image by a network that "
