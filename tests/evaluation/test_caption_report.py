@@ -106,7 +106,7 @@ def test_numbers_are_the_metrics(write, parse):
         assert f"\n{name}\n{value:.4f}\n" in text, name
     for told in (
         f"{expected['cider']:.3f}",
-        f"\nBLEU-4\n{expected['bleu4']:.3f}",
+        f"\nBLEU-4\n{expected['bleu4']:.2%}",
         "\nexact\n25.00%",
         "\nloss of a token\n1.2500",
         "\nwith other images\n1.5000",
