@@ -94,6 +94,14 @@ def startup(options: argparse.Namespace) -> Iterator[Comparison]:
             vit.export_onnx(run, file)
         return command([*VIT, "predict", file, photo], folder)
 
+    def timm_folder() -> Run:
+        import timm
+
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+        names = {"label_names": [*"abcdefghij"]}
+        timm.models.save_for_hf(model, folder / "timm", model_config=names)
+        return command([*VIT, "predict", folder / "timm", photo], folder)
+
     def first_step(*settings: object) -> Run:
         words = ["train", "digits", "--overwrite", "--out", folder / "trained", *settings]
         return command([sys.executable, "-c", FIRST_STEP, *words, "--device", "cpu"], folder)
@@ -105,6 +113,7 @@ def startup(options: argparse.Namespace) -> Iterator[Comparison]:
         "a wrong flag": lambda: command([*VIT, "train", "--epohcs", 3], folder, code=2),
         "vit predict RUN, one image": lambda: command([*VIT, "predict", run, photo], folder),
         "vit predict FILE.onnx, one image": exported,
+        "vit predict FOLDER of timm, one image": timm_folder,
         "timm inference.py, one image": lambda: timm_inference(options, run, images),
         "vit train digits -c FILE, to the first step": partial(
             first_step, "-c", ROOT / "configs" / "digits.yaml"

@@ -210,19 +210,6 @@ def test_an_empty_list_is_one_line(predict, monkeypatch):
     assert (code, out, len(err)) == (2, [], 1)
 
 
-def test_starts_without_libraries_it_does_not_need(tiny_run, input_images):
-    code = (
-        "import sys; from vit.commands.main import main; code = main(sys.argv[1:]);"
-        "heavy = {'timm', 'torchvision', 'accelerate', 'transformers', 'torch._dynamo'};"
-        "heavy &= set(sys.modules); assert not heavy, heavy; sys.exit(code)"
-    )
-    words = ["predict", str(tiny_run), input_images[0]]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("command", ["predict", "evaluate", "models"])
 def test_help_needs_no_torch(command):
     code = (
