@@ -11,6 +11,17 @@ from vit.model.attention import CrossAttention
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    """Tokens of width 32, (3, 7, 32)."""
+    return torch.randn(3, 7, 32)
+
+
+@pytest.fixture(autouse=True)
 def _forget_graphs():
     """torch gives up on a function that was compiled for many networks in one process."""
     yield

@@ -26,16 +26,6 @@ DIM, HEADS, HIDDEN = 32, 4, 48
 NORM = partial(nn.LayerNorm, eps=1e-6)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randn(3, 7, DIM)
-
-
 @pytest.mark.parametrize("kind", [PreNormBlock, PostNormBlock])
 def test_block_equals_torch(kind, tokens):
     block = kind(

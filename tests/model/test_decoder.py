@@ -67,11 +67,6 @@ ENCODERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def heads_of(options: dict[str, object]) -> dict[str, object]:
     """Another width keeps the number of heads."""
     return {"decoder_heads": 4, **options} if options.get("decoder_dim") else options

@@ -1,22 +1,11 @@
 """Feed-forward layers against timm's."""
 
-import pytest
 import timm.layers
 import torch
 
 from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 
 DIM, HIDDEN = 32, 48
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randn(3, 7, DIM)
 
 
 def test_swiglu_equals_timm(tokens):

@@ -52,12 +52,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
-
-
 def capacity(num_experts: int, factor: float, order):
     return partial(drop_over_capacity, num_experts=num_experts, factor=factor, order=order)
 

@@ -10,16 +10,6 @@ from vit.model.normalization import RMSNorm
 DIM = 32
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randn(3, 7, DIM)
-
-
 @pytest.mark.parametrize("reference", [nn.RMSNorm(DIM, eps=1e-6), timm.layers.RmsNorm(DIM)])
 def test_rmsnorm_equals_torch_and_timm(reference, tokens):
     norm = RMSNorm(DIM)

@@ -312,10 +312,13 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
         {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1, "capacity_factor": 0.8},
         {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1},
         {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"},
+        *({"optimizer": name} for name in ("sgd", "lamb", "muon", "lion", "adan", "nadamw")),
     ],
     ids=str,
 )
-def test_other_networks_resume_exactly(tiny_config, tmp_path, interrupt_at, settings):
+def test_other_networks_and_optimisers_resume_exactly(
+    tiny_config, tmp_path, interrupt_at, settings
+):
     config = tiny_config(**settings, epochs=2)
     train(config, tmp_path / "whole")
     interrupt_at(5)
@@ -350,17 +353,6 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
         flexible.patch_embed.current_patch_size = size
         fixed = vit.from_pretrained(run, patch_size=size, notify=None)
         torch.testing.assert_close(fixed(images), flexible(images))
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "lamb", "muon", "lion", "adan", "nadamw"])
-def test_other_optimisers_resume_exactly(tiny_config, tmp_path, interrupt_at, optimizer):
-    config = tiny_config(optimizer=optimizer, epochs=2)
-    train(config, tmp_path / "whole")
-    interrupt_at(5)
-    with pytest.raises(Interrupted):
-        train(config, tmp_path / "parts")
-    train(config, tmp_path / "parts", resume=True)
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
 
 
 def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tmp_path):
