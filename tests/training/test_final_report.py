@@ -167,7 +167,7 @@ def test_a_captioner_has_a_report_with_the_validations_numbers(
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     loss = result.scores.get("caption_loss", result.scores["loss"])
     assert f"<b>{result.scores['cider']:.3f}</b>" in page
-    assert f"<dd>{result.scores['bleu4']:.3f}</dd>" in page
+    assert f"<dd>{result.scores['bleu4']:.2%}</dd>" in page
     assert f"<dd>{result.scores['distinct']:.1%}</dd>" in page
     assert f"<dd>{loss:.4f}</dd>" in page
     assert f"<dd>{result.scores['loss_shuffled']:.4f}</dd>" in page
