@@ -117,7 +117,8 @@ def test_every_command_accepts_every_source_of_weights(
         assert main(["verify", "OUT.onnx", words["IMAGE"]]) == 0  # by the source that it names
         assert main(["verify", "OUT.onnx", words["IMAGE"], "--run", words["MODEL"]]) == 0
     if command == "check":
-        assert "suspected_label" in json.loads(Path("OUT.json").read_text())["kinds"]
+        # of networks that have learned nothing: their suspicions would mean nothing
+        assert "weak_features" in json.loads(Path("OUT.json").read_text())["kinds"]
     if command == "convert":
         assert Path("OUT/model.safetensors").is_file()
 
