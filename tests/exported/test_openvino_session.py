@@ -76,6 +76,14 @@ def test_outputs_are_copies_that_a_later_run_does_not_overwrite(content):
     np.testing.assert_array_equal(first, kept)
 
 
+def test_outputs_that_never_settle_are_an_error(content, monkeypatch):
+    session = openvino_session.OpenVINOSession(content)
+    random = np.random.default_rng(0)
+    monkeypatch.setattr(session, "_infer", lambda _values: [random.random((2, 4))])
+    with pytest.raises(WeightsError, match="other outputs each time"):
+        session({"images": np.zeros((2, 6), np.uint8)})
+
+
 def test_bf16_is_used_only_when_requested(content):
     """OpenVINO alone would choose bf16 where the CPU supports it."""
     import openvino as library
