@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,14 @@ import vit
 from tests.training.runs import events
 from vit.commands.main import main
 from vit.data.archives import relative
+from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import with_held_out
+from vit.training.final_report import distance_samples, with_held_out
 from vit.training.train import train
 
 
@@ -26,6 +28,17 @@ from vit.training.train import train
 def run(tiny_config, tmp_path):
     """A finished run of two epochs."""
     return train(tiny_config(epochs=2), tmp_path / "run").folder
+
+
+@pytest.mark.parametrize(
+    ("images", "held_out", "chosen"), [(3999, 500, 3999), (45_000, 500, 2046), (45_000, 98, 0)]
+)
+def test_distances_are_measured_from_some_of_the_training_images(images, held_out, chosen):
+    train, val = (
+        tuple(Sample(f"{n}.png", 0) for n in range(count)) for count in (images, held_out)
+    )
+    splits = Splits(classes=("a", "b"), train=train, val=val, notes=(), made=True, root=Path())
+    assert len(distance_samples(splits)) == chosen
 
 
 def test_the_report_names_the_classes_and_has_the_validations_number(run):

@@ -43,6 +43,16 @@ DISTANCE_IMAGES = 2000
 """Training images, about, that the distance of other images is measured from."""
 
 
+def distance_samples(splits: Splits) -> Sequence[Sample]:
+    """The training images that the distance of other images is measured from.
+
+    None if there are too few images to tell how far ordinary ones are.
+    """
+    samples = splits.train[:: max(1, len(splits.train) // DISTANCE_IMAGES)]
+    few = len(samples) < MIN_IMAGES or len(splits.val) < MIN_DISTANCES
+    return () if few else samples
+
+
 class BestWeights:
     """The best weights of a finished training; the `vit.tasks.task.FinishedRun` of its task.
 
@@ -146,13 +156,9 @@ class BestWeights:
         )
 
     def _fit_distance(self) -> FeatureDistance | None:
-        """The distance from some of the training images, without augmentation, if the task has one.
-
-        None if there are too few images to tell how far ordinary ones are.
-        """
-        samples = self.splits.train[:: max(1, len(self.splits.train) // DISTANCE_IMAGES)]
-        few = len(samples) < MIN_IMAGES or len(self.splits.val) < MIN_DISTANCES
-        if few or not (self.calibrating and self.run.task.measures_distance):
+        """The distance from `distance_samples`, without augmentation, if the task has one."""
+        samples = distance_samples(self.splits)
+        if not (samples and self.calibrating and self.run.task.measures_distance):
             return None
         means = []
         with contextlib.closing(self.batches(samples, {})) as batches:

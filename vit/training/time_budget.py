@@ -29,6 +29,7 @@ from vit.errors import ConfigError
 from vit.text import format_duration
 from vit.training.autotune.dry_run import LONG, dry_run
 from vit.training.distributed.collectives import max_over_processes
+from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe_init import probe_samples
 from vit.training.lr_schedule import COOLDOWN, GROWN, image_side
 from vit.training.training_loaders import (
@@ -328,13 +329,16 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
         seen = sum(map(len, probe_samples(run.config, splits)))
         probing = validation * (seen / len(splits.val) + 1) + written
     # the main process alone measures once more for the report, and weights that may be averaged
+    ending = REPORT + start + validation * (run.processes + kept)
+    if run.task.measures_distance and (others := distance_samples(splits)):
+        ending += start + validation * len(others) / len(splits.val)
     return Costs(
         start=build + starts + start + probing,
         small_step=small,
         full_step=full,
         validation=validation,
         saving=written,
-        ending=REPORT + start + validation * (run.processes + kept),
+        ending=ending,
     )
 
 
