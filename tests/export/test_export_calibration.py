@@ -99,16 +99,16 @@ def test_the_scores_of_a_file_cannot_be_raw(file):
 
 
 def test_the_file_rejects_the_images_that_the_run_rejects(distance_run, file, images):
-    check_rejections(distance_run, file, images)
+    assert_same_rejections(distance_run, file, images)
 
 
 @pytest.mark.slow
 def test_a_file_with_tokens_rejects_the_same_images(distance_run, images, tmp_path):
     export_onnx(distance_run, tmp_path / "m.onnx", tokens=True, notify=None)
-    check_rejections(distance_run, tmp_path / "m.onnx", images)
+    assert_same_rejections(distance_run, tmp_path / "m.onnx", images)
 
 
-def check_rejections(run, file, images):
+def assert_same_rejections(run, file, images):
     runner, exact = load_exported(file), Predictor(run, device="cpu", precision="fp32")
     found, expected = (each(images, reject=True) for each in (runner, exact))
     assert [one.unknown for one in found] == [one.unknown for one in expected]

@@ -50,7 +50,7 @@ def timm_folder(theirs, tmp_path) -> Path:
 
 
 @torch.no_grad()
-def require_equal(ours, other, images=IMAGES) -> None:
+def assert_equal_outputs(ours, other, images=IMAGES) -> None:
     mine, reference = ours(images), other(images)
     reference = getattr(reference, "logits", reference)
     assert reference.std() > 0.1
@@ -65,7 +65,7 @@ def refusal(source, **options) -> str:
 
 
 def test_a_folder_of_timm(theirs, timm_folder, capsys):
-    require_equal(vit.from_pretrained(timm_folder), theirs)
+    assert_equal_outputs(vit.from_pretrained(timm_folder), theirs)
     said = capsys.readouterr().err
     assert "license: cc-by-4.0" in said
     assert open_pretrained(timm_folder).classes == tuple(NAMES)
@@ -73,14 +73,14 @@ def test_a_folder_of_timm(theirs, timm_folder, capsys):
 
 def test_assumptions_for_a_bare_file_are_printed(theirs, tmp_path, capsys):
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
-    require_equal(vit.from_pretrained(tmp_path / "weights.pth"), theirs)
+    assert_equal_outputs(vit.from_pretrained(tmp_path / "weights.pth"), theirs)
     assert "num_heads=1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_timm_s_training(theirs, tmp_path):
     checkpoint = {"epoch": 3, "arch": "x", "state_dict": theirs.state_dict(), "optimizer": {}}
     torch.save(checkpoint, tmp_path / "last.pth.tar")
-    require_equal(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
+    assert_equal_outputs(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
 
 
 def test_a_folder_of_hugging_face(randomise, tmp_path):
@@ -91,7 +91,7 @@ def test_a_folder_of_hugging_face(randomise, tmp_path):
     theirs = ViTForImageClassification(config).eval()
     theirs.load_state_dict(randomise(theirs.state_dict()))
     theirs.save_pretrained(tmp_path)
-    require_equal(vit.from_pretrained(tmp_path), theirs)
+    assert_equal_outputs(vit.from_pretrained(tmp_path), theirs)
     assert open_pretrained(tmp_path).classes == tuple(NAMES)
 
 
@@ -102,13 +102,13 @@ def test_a_file_of_torchvision(randomise, tmp_path):
     ).eval()  # fmt: skip
     theirs.load_state_dict(randomise(theirs.state_dict()))
     torch.save(theirs.state_dict(), tmp_path / "tv.pth")
-    require_equal(vit.from_pretrained(tmp_path / "tv.pth"), theirs)
+    assert_equal_outputs(vit.from_pretrained(tmp_path / "tv.pth"), theirs)
 
 
 def test_a_run_folder(tiny_run):
     ours = vit.from_pretrained(tiny_run, notify=None)
     images = torch.randn(2, 3, 16, 16)
-    require_equal(ours, load_model(tiny_run).model, images)
+    assert_equal_outputs(ours, load_model(tiny_run).model, images)
 
 
 def test_another_head_is_zero_and_the_report_says_so(timm_folder, capsys):

@@ -256,7 +256,7 @@ def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, ".", "..", "a//b", "a/../b"])
 def test_invalid_names_raise(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    refusal(source, offline=True)
+    assert len(refusal(source, offline=True).splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["a/b/c", "a b", "../a", "a/..", "a@b@c", "", "a/b@../../c"])
@@ -360,7 +360,7 @@ def test_a_reference_cannot_escape_the_cache(cache, reference):
     put(cache, "o/n", files(VIT))
     (cache / "models--o--n" / "refs" / "main").write_text(reference)
     make(cache.parent / "secret", VIT)
-    refusal("o/n")
+    assert "o/n" in refusal("o/n")
 
 
 def test_offline_errors_list_searched_locations_and_the_command(cache):

@@ -168,7 +168,7 @@ def on_a_disk(target: Callable[..., int], words: list[str], tmp_path: Path, *res
     return job.said()
 
 
-def require_full_and_resumed(said: str, files: str, kept: Path, whole: Path) -> None:
+def assert_full_and_resumed(said: str, files: str, kept: Path, whole: Path) -> None:
     """One line for the full disk; and with room again, the end of the undisturbed run."""
     first, _ = said.split("-- resumed\n")
     full = rf"disk/run/(checkpoints/)?({files}) could not be written: the disk is full.*: free some"
@@ -185,7 +185,7 @@ def test_a_full_disk_stops_a_run_that_continues_when_there_is_room(whole, words,
     # before a step that leaves the first checkpoint, ends an epoch, is in the middle, is the last
     for step, left in ((0, 0), (0, 100_000), (5, 60_000), (8, 0), (11, 150_000), (17, 4096)):
         said = on_a_disk(disks.full, words, tmp_path, step, left, step)
-        require_full_and_resumed(said, files, tmp_path / "kept", whole)
+        assert_full_and_resumed(said, files, tmp_path / "kept", whole)
         assert [path.name for path in find_checkpoints(tmp_path / "kept/stopped/checkpoints")] == [
             f"step-{number:08d}.safetensors" for number in (step, step - 1) if number > 0
         ]
@@ -198,7 +198,7 @@ def test_a_disk_too_full_for_metrics_is_reported(tiny_config, tmp_path):
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out"]
     complete(command, [*words, str(tmp_path / "whole")], log=tmp_path / "whole.log")
     said = on_a_disk(disks.full, words, tmp_path, 5, 0, 0)
-    require_full_and_resumed(said, r"metrics\.jsonl", tmp_path / "kept", tmp_path / "whole")
+    assert_full_and_resumed(said, r"metrics\.jsonl", tmp_path / "kept", tmp_path / "whole")
 
 
 def test_a_read_only_disk_is_refused_and_the_run_is_intact(whole, words, tmp_path):

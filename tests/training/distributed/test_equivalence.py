@@ -59,7 +59,9 @@ def outcome_of(tiny_config, tmp_path_factory) -> Callable[..., Outcome]:
     return run
 
 
-def require_equal(found: Outcome, expected: Outcome, *, losses: float, weights: float) -> None:
+def assert_equal_outcomes(
+    found: Outcome, expected: Outcome, *, losses: float, weights: float
+) -> None:
     """Equal samples and learning rates; losses within a share, weights within a distance."""
     assert found.seen == expected.seen
     for kind, count in (("epoch", EPOCHS), ("step", STEPS)):
@@ -81,7 +83,7 @@ def test_processes_equal_one_in_float64(outcome_of):
     assert sorted(one.seen) == list(range(STEPS))
     for processes in (2, 4):
         many = outcome_of(processes, precision="fp64")
-        require_equal(many, one, losses=1e-9, weights=1e-10)
+        assert_equal_outcomes(many, one, losses=1e-9, weights=1e-10)
 
 
 def test_processes_equal_one_in_float32(outcome_of):
@@ -89,14 +91,14 @@ def test_processes_equal_one_in_float32(outcome_of):
     assert {value.dtype for value in one.weights.values()} == {torch.float32}
     for processes in (2, 4):
         many = outcome_of(processes, precision="fp32")
-        require_equal(many, one, losses=1e-4, weights=2e-4)
+        assert_equal_outcomes(many, one, losses=1e-4, weights=2e-4)
 
 
 def test_accumulation_equals_one_batch(outcome_of):
     one = outcome_of(precision="fp64")
     for processes, accumulate in ((1, 4), (2, 2)):
         many = outcome_of(processes, precision="fp64", accumulate=accumulate)
-        require_equal(many, one, losses=1e-9, weights=1e-10)
+        assert_equal_outcomes(many, one, losses=1e-9, weights=1e-10)
 
 
 def test_experts_train_equally_on_two_processes(outcome_of):
@@ -104,7 +106,7 @@ def test_experts_train_equally_on_two_processes(outcome_of):
     experts = {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "precision": "fp64"}
     one = outcome_of(**experts, balance_loss=0.5, router_z_loss=0.1)
     two = outcome_of(2, **experts, balance_loss=0.5, router_z_loss=0.1)
-    require_equal(two, one, losses=1e-9, weights=1e-10)
+    assert_equal_outcomes(two, one, losses=1e-9, weights=1e-10)
     for name in ("balance_loss", "router_z_loss"):
         assert two.each("step", name) == pytest.approx(one.each("step", name), rel=1e-9)
         assert min(one.each("step", name)) > 0.1
@@ -129,7 +131,7 @@ def test_a_step_sees_the_images_of_the_sampler(outcome_of):
 def test_loader_processes_change_nothing(outcome_of):
     none, *some = (outcome_of(workers=workers, dropout=0.1) for workers in (0, 1, 2))
     for other in some:
-        require_equal(other, none, losses=0.0, weights=0.0)
+        assert_equal_outcomes(other, none, losses=0.0, weights=0.0)
 
 
 @pytest.mark.parametrize("each", [1, 3])
