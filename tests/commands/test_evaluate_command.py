@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vit.commands.main import main
+from vit.data.corruptions import CORRUPTIONS
 from vit.data.workbook import read_sheet
 from vit.inference.evaluate import evaluate
 
@@ -151,3 +152,41 @@ def test_invalid_arguments_are_one_line_errors(tiny_run, tiny_data, capsys, word
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert reason in captured.err
+
+
+def test_slices_and_robustness_are_printed_and_in_the_page(
+    several_run, several_list, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("vit.evaluation.accuracy_slices.LEVEL", 1.1)  # every slice is flagged
+    kept = {name: CORRUPTIONS[name] for name in ("jpeg", "gaussian_blur")}
+    monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", kept)
+    page, scores = tmp_path / "page.html", tmp_path / "scores.json"
+    words = ["--html", str(page), "--json", str(scores), "--corruptions", "--device", "cpu"]
+    with open(several_list, encoding="utf-8") as file:
+        rows = [f"{line.strip()},{'ab'[number % 2]}" for number, line in enumerate(file)]
+    listed = tmp_path / "list.csv"
+    listed.write_text("\n".join([rows[0][:-1] + "site", *rows[1:]]) + "\n")
+    words += ["--images", str(several_list.parent), "--slice", "site"]
+    assert main(["evaluate", str(several_run), str(listed), *words]) == 0
+    found, printed = json.loads(scores.read_text(encoding="utf-8")), capsys.readouterr().out
+    assert {row["slice"] for row in found["slices"]} == {"a", "b"}
+    text = page.read_text(encoding="utf-8")
+    assert "2 of 2 slices of the images are less accurate than the rest" in printed
+    for row in found["slices"]:
+        assert f"  {row['sentence']}" in printed
+        assert row["sentence"] in text
+    curve = [
+        row["map"] for row in found["robustness"]["corruptions"] if row["corruption"] == "jpeg"
+    ]
+    assert len(curve) == 5
+    cells = "".join(f"{value:>9.2%}" for value in curve)
+    assert f"  jpeg            {cells}" in printed
+    assert f"mean {found['robustness']['mean']:.2%}" in printed
+    for part in ("jpeg, by severity: 0: ", f"<b>{found['map']:.2%}</b>", "gaussian blur"):
+        assert part in text
+
+
+def test_without_a_worse_slice_there_is_one_line(tiny_run, tiny_data, capsys):
+    assert main(["evaluate", str(tiny_run), str(tiny_data), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("none of 2 slices of the images is less accurate than the rest")

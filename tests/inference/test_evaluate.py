@@ -5,11 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
+from vit.data.corruptions import CORRUPTIONS, Corruption
+from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.errors import DataError, RunError
+from vit.errors import ConfigError, DataError, RunError
 from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.auto_precision
 
 KEYS = {
     *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
-    *("nll", "brier", "ece_adaptive", "ece_classwise", "per_class", "failed"),
+    *("nll", "brier", "ece_adaptive", "ece_classwise", "per_class", "slices", "failed"),
 }
 
 
@@ -143,3 +146,102 @@ def test_a_table_is_read_with_the_columns_of_the_training(tmp_path):
     assert with_training_settings(DatasetSpec("hf:other.parquet"), tmp_path).label_column is None
     own = DatasetSpec("hf:photos.parquet", label_column="fine")
     assert with_training_settings(own, tmp_path).label_column == "fine"
+
+
+FP32 = {"device": "cpu", "precision": "fp32"}
+
+
+@pytest.fixture
+def photo_list(data):
+    """photos.csv of the 27 images, with the camera and the hour of each; one hour is missing."""
+    paths = sorted((data / "val").rglob("*.*"))
+    rows = [
+        f"{path.relative_to(data)},{path.parent.name},{'old' if number % 2 else 'new'},{hour}"
+        for number, path in enumerate(paths)
+        for hour in ["" if number == 26 else number]
+    ]
+    (data / "photos.csv").write_text("\n".join(["image,label,Camera,hour", *rows]) + "\n")
+    return data / "photos.csv", paths
+
+
+def test_slices_are_those_counted_from_predictions(tiny_run, photo_list):
+    listed, paths = photo_list
+    rows = evaluate(tiny_run, str(listed), slice=["camera", "hour"], **FP32)["slices"]
+    found = Predictor(tiny_run, **FP32)(paths)
+    right = [p.predictions[0][0] == Path(p.image).parent.name for p in found]
+    groups = {
+        ("file_type", "PNG"): [path.suffix == ".png" for path in paths],
+        ("file_type", "JPEG"): [path.suffix == ".jpg" for path in paths],
+        ("column:camera", "new"): [number % 2 == 0 for number in range(27)],
+        ("column:camera", "old"): [number % 2 == 1 for number in range(27)],
+    }
+    assert {(row["feature"], row["slice"]) for row in rows} == groups.keys()
+    for row in rows:
+        inside = groups[row["feature"], row["slice"]]
+        hits = sum(hit for hit, own in zip(right, inside, strict=True) if own)
+        assert (row["count"], row["rest_count"]) == (sum(inside), 27 - sum(inside))
+        assert row["accuracy"] == hits / sum(inside)
+        assert row["rest_accuracy"] == (sum(right) - hits) / (27 - sum(inside))
+
+
+def test_columns_that_are_not_there_are_errors(tiny_run, photo_list, tiny_data):
+    for where, column in ((photo_list[0], "lens"), (tiny_data, "camera")):
+        with pytest.raises(ConfigError, match=f"slice={column}: .* has no such column"):
+            evaluate(tiny_run, str(where), slice=[column], **FP32)
+
+
+def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):
+    read = []
+
+    def read_once(path, **options):
+        read.append(path)
+        return read_image(path, **options)
+
+    monkeypatch.setattr("vit.inference.batch_pipeline.read_image", read_once)
+    monkeypatch.setattr("vit.data.image_io.read_header", None)
+    assert evaluate(tiny_run, str(tiny_data), **FP32)["slices"]
+    assert len(read) == len({*read}) == 27
+
+
+def test_several_labels_are_right_where_all_are(several_run, several_list, monkeypatch):
+    monkeypatch.setattr("vit.evaluation.accuracy_slices.MIN_IMAGES", 1)
+    scores = evaluate(several_run, str(several_list), **FP32)
+    rows = [row for row in scores["slices"] if row["feature"] == "brightness"]
+    assert sum(row["count"] for row in rows) == 32
+    right = sum(row["count"] * row["accuracy"] for row in rows)
+    assert right / 32 == pytest.approx(scores["subset_accuracy"])
+    assert 0 < right < 32
+
+
+def test_robustness_is_the_accuracy_on_corrupted_images(tiny_run, tiny_data, monkeypatch):
+    blank = (lambda image, value, _: Image.new("RGB", image.size, (value,) * 3), (1, 2, 3, 4, 5))
+    monkeypatch.setitem(CORRUPTIONS, "blank", blank)
+    names = ("gaussian_noise", "blank")
+    monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", {n: CORRUPTIONS[n] for n in names})
+    monkeypatch.setattr("vit.inference.evaluate.SEVERITIES", (1, 5))
+    steps = []
+    settings = {**FP32, "batch_size": 9, "progress": lambda *step: steps.append(step)}
+    scores = evaluate(tiny_run, str(tiny_data), corruptions=True, **settings)
+    assert steps == [(done, 27 * 5) for done in range(9, 27 * 5 + 1, 9)]
+    found, predictor = scores.pop("robustness"), Predictor(tiny_run, **FP32)
+    rows = found["corruptions"]
+    pairs = [(name, severity) for name in names for severity in (1, 5)]
+    assert [(row["corruption"], row["severity"]) for row in rows] == pairs
+    paths = sorted((tiny_data / "val").rglob("*.*"))
+    for row in rows:
+        corruption = Corruption(
+            name=row["corruption"],
+            severity=row["severity"],
+            preprocessing=predictor.preprocessing,
+        )
+        answers = predictor([corruption(read_image(path)) for path in paths])
+        right = sum(
+            one.predictions[0][0] == path.parent.name
+            for one, path in zip(answers, paths, strict=True)
+        )
+        assert row["top1"] == right / 27
+        assert row["top1_interval"][0] <= row["top1"] <= row["top1_interval"][1]
+    assert found["clean"] == scores["top1"]
+    assert found["mean"] == pytest.approx(sum(row["top1"] for row in rows) / 4)
+    assert scores == evaluate(tiny_run, str(tiny_data), **FP32)
+    assert rows[-1]["top1"] == 1 / 3 != scores["top1"]  # one answer for all images

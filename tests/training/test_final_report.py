@@ -20,7 +20,7 @@ from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import distance_samples, with_held_out
+from vit.training.final_report import distance_samples, report, with_held_out
 from vit.training.train import train
 
 
@@ -58,6 +58,19 @@ def test_the_report_equals_what_evaluate_says(run, colour_data, tmp_path):
     for name in ("top1", "macro_f1", "balanced_accuracy"):
         assert f"{expected[name]:.2%}" in page
     assert f"calibration error {expected['ece']:.4f}" in page
+
+
+def test_the_report_has_the_slices_of_evaluate(run, colour_data, monkeypatch):
+    monkeypatch.setattr("vit.evaluation.accuracy_slices.MIN_IMAGES", 4)
+    report(run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    rows = evaluate(run, str(colour_data), device="cpu", precision="fp32")["slices"]
+    assert {row["feature"] for row in rows} == {"brightness", "sharpness"}
+    assert f"All {len(rows)} slices" in page
+    for row in rows:
+        cells = [f"{row['count']:,}", f"{row['accuracy']:.1%}"]
+        assert f"<bdi>{row['slice']}</bdi>" in page
+        assert re.search(r"\s*".join(f'<td class="n">{cell}</td>' for cell in cells), page)
 
 
 def test_the_end_of_a_training_calibrates_the_scores(

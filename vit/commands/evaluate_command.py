@@ -18,9 +18,9 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import ConfigError
-from vit.output.output_file import check_output, standard_output
+from vit.output.output_file import check_output, open_output, standard_output
 from vit.quick_imports import quick_imports
-from vit.text import printable
+from vit.text import plural, printable
 
 WEAKEST = 5
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
@@ -56,6 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="predicted classes in a row of --out (default: 5)",
     )
+    parser.set_defaults(html=None, slice=[])
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="a page with all numbers, classifiers only; an older file is replaced",
+    )
+    parser.add_argument(
+        "--slice",
+        metavar="COLUMN",
+        action="append",
+        default=argparse.SUPPRESS,
+        help="accuracy by the values of a column of a list too; may be repeated (always: by image "
+        "size, aspect, brightness, sharpness, file type, frequency of the class, folder)",
+    )
+    parser.add_argument(
+        "--corruptions",
+        action="store_true",
+        help="measure images with noise, blur, JPEG artefacts, other brightness and contrast, and "
+        "rotated ones as well, each in five severities: 30 more passes over the images",
+    )
     add_search_options(parser)
     add_network_options(parser)
     parser.set_defaults(tta=None)
@@ -64,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in (args.json, args.out):
+    for path in (args.json, args.out, args.html):
         check_output(path, overwrite=True)
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
@@ -79,10 +100,17 @@ def run(args: argparse.Namespace) -> int:
             **inference_settings(args),
             out=args.out,
             top_k=args.top_k,
+            slice=args.slice,
+            corruptions=args.corruptions,
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
         )
     write_json(args.json, scores)
+    if args.html is not None:
+        from vit.evaluation.evaluation_page import evaluation_page
+
+        with open_output(args.html) as out:
+            out.write(evaluation_page(args.model, args.data, scores))
     print(format_scores(scores), file=standard_output(), flush=True)
     failed = scores["failed"]
     for row in failed:
@@ -97,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
 
 def format_scores(scores: dict[str, Any]) -> str:
     """Text of the scores of captions, of classes, or of both."""
+    return "\n".join([_task_summary(scores), *slice_lines(scores), *robustness_lines(scores)])
+
+
+def _task_summary(scores: dict[str, Any]) -> str:
     if "map" in scores:
         return multilabel_summary(scores)
     if "bleu4" not in scores:
@@ -171,6 +203,37 @@ def class_summary(scores: dict[str, Any]) -> str:
         f"Brier score        {scores['brier']:.4f}",
     ]
     return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])
+
+
+def slice_lines(scores: Mapping[str, Any]) -> list[str]:
+    """The slices that are less accurate than the rest."""
+    rows = scores.get("slices", [])
+    flagged = [row["sentence"] for row in rows if row["flagged"]]
+    if not rows:
+        return []
+    number = f"{len(flagged) or 'none'} of {plural(len(rows), 'slice')}"
+    head = f"{number} of the images is less accurate than the rest, beyond chance"
+    if len(flagged) > 1:
+        head = head.replace(" is ", " are ")
+    return ["", f"{head} (--html FILE or --json FILE has all)", *(f"  {one}" for one in flagged)]
+
+
+def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
+    """Table of the score on corrupted images."""
+    found = scores.get("robustness")
+    if found is None:
+        return []
+    title = {"top1": "top-1", "map": "mAP"}[found["score"]]
+    table: dict[str, list[float]] = {}
+    for row in found["corruptions"]:
+        table.setdefault(row["corruption"], []).append(row[found["score"]])
+    severities = "".join(f"{number:>9}" for number in range(1, 6))
+    lines = ["", f"{f'{title} by severity':<18}{severities}"]
+    for name, values in table.items():
+        cells = "".join(f"{value:>9.2%}" for value in values)
+        lines.append(f"  {name.replace('_', ' '):<16}{cells}")
+    lines.append(f"mean {found['mean']:.2%}, of images as they are {found['clean']:.2%}")
+    return lines
 
 
 def weakest_classes(

@@ -77,7 +77,7 @@ def read_image(
     before_decode: Callable[[int], object] = lambda _pixels: None,
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
-    """Read the image at `path`: its first frame, upright, RGB.
+    """Read the image at `path`: its first frame, upright, RGB, with its file's `format`.
 
     Args:
         path: A file, or an image inside an archive (vit.data.archives).
@@ -96,10 +96,13 @@ def read_image(
         before_decode(image.width * image.height)
         pixels = _decode_intact_jpeg(image, None)
         if pixels is None:
-            return upright_rgb(image, intensity_range, on_dark)
-        transpose = EXIF_TRANSPOSE.get(_orientation(image))
-        rgb = Image.fromarray(pixels)
-        return rgb if transpose is None else rgb.transpose(transpose)
+            rgb = upright_rgb(image, intensity_range, on_dark)
+        else:
+            transpose = EXIF_TRANSPOSE.get(_orientation(image))
+            rgb = Image.fromarray(pixels)
+            rgb = rgb if transpose is None else rgb.transpose(transpose)
+        rgb.format = image.format
+        return rgb
 
 
 def read_pixels(
@@ -187,14 +190,19 @@ class Header(NamedTuple):
     """Whether pixels may be transparent."""
     deep: bool
     """Whether it has more than 8 bits per channel."""
+    width: int
+    """In pixels, upright like the height."""
+    height: int
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read the header of the image at `path`."""
     with _open_image(path) as image:
         alpha = "A" in image.mode.upper() or "transparency" in image.info
-        rotated = _orientation(image) in EXIF_TRANSPOSE
-        return Header(image.format or "", image.mode, rotated, alpha, is_deep(image))
+        transpose = EXIF_TRANSPOSE.get(_orientation(image))
+        rotated, deep = transpose is not None, is_deep(image)
+        size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
+        return Header(image.format or "", image.mode, rotated, alpha, deep, *size)
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

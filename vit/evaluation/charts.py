@@ -140,6 +140,28 @@ def reliability_chart(
     )
 
 
+def severity_chart(title: str, label: str, values: Sequence[float]) -> Chart:
+    """A chart of a share by the severity of a corruption.
+
+    Args:
+        title: The corruption.
+        label: Name of the share.
+        values: At severities 0 (no corruption), 1, 2...
+    """
+    to_x = _scale(0, len(values) - 1, Chart.left, Chart.right)
+    to_y = _scale(0, 1, Chart.bottom, Chart.top)
+    shares = [0.0, 0.25, 0.5, 0.75, 1.0]
+    described = ", ".join(f"{place}: {value:.1%}" for place, value in enumerate(values))
+    return Chart(
+        title=title,
+        description=f"{title}, by severity: {described}",
+        ticks=[(to_y(share), f"{share:.0%}") for share in shares],
+        marks=[(to_x(place), place) for place in range(len(values))],
+        axis="severity",
+        curves=[(label, "val", [(to_x(place), to_y(value)) for place, value in enumerate(values)])],
+    )
+
+
 def _vertical_axis(
     low: float, high: float, unit: str
 ) -> tuple[list[tuple[float, str]], Callable[[float], float]]:

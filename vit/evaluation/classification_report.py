@@ -39,6 +39,7 @@ def write_classification_report(
     paths: Sequence[str],
     recall: Sequence[RecallRow] = (),
     calibrated: CalibratedOutcomes | None = None,
+    slices: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write `folder`/report.html.
 
@@ -50,6 +51,7 @@ def write_classification_report(
         paths: Their files, in the same order.
         recall: Of old and new classes, if classes were added to another run.
         calibrated: The same with calibrated scores, if the run has a calibration.
+        slices: Rows of `AccuracySlice.to_dict`.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -66,6 +68,7 @@ def write_classification_report(
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
+        slices=slices,
         **score,
         **class_findings(outcomes, facts.classes, calibrated),
     )

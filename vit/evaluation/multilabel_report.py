@@ -1,6 +1,6 @@
 """report.html of a multi-label run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,7 +47,12 @@ class MultilabelOutcomes:
 
 
 def write_multilabel_report(
-    folder: Path, *, facts: RunFacts, events: Sequence[Event], outcomes: MultilabelOutcomes
+    folder: Path,
+    *,
+    facts: RunFacts,
+    events: Sequence[Event],
+    outcomes: MultilabelOutcomes,
+    slices: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write `folder`/report.html; arguments as for `write_classification_report`.
 
@@ -69,6 +74,7 @@ def write_multilabel_report(
         scores=scores,
         classes=class_table(scores["per_class"], "average_precision"),
         reliability=calibration_findings(outcomes),
+        slices=slices,
         wrong=wrong,
         mistakes=mistakes,
         **score,

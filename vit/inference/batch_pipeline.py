@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vit.config import ModelConfig
@@ -63,7 +64,15 @@ class ImageReader:
         patch_size: Patch side in pixels, to keep the aspect ratio of images; None for squares.
         crops: Return five crops of each image instead of one.
         notify: Called with a note about the first image that is read nearly black.
+
+    Attributes:
+        transform: Applied to each decoded image, if set.
+        observe: Called with the name of each image, its (width, height), its file format and the
+            result, if set; in the threads that read.
     """
+
+    transform: Callable[[Image.Image], Image.Image] | None = None
+    observe: Callable[[str, tuple[int, int], str, Tensor], object] | None = None
 
     def __init__(
         self,
@@ -105,8 +114,15 @@ class ImageReader:
         }
         try:
             if isinstance(image, str | os.PathLike):
-                return self.prepare(read_image(name, before_decode=admit, **options))
-            return self.prepare(to_rgb_image(image, name, **options))
+                decoded = read_image(name, before_decode=admit, **options)
+            else:
+                decoded = to_rgb_image(image, name, **options)
+            if self.transform is not None:
+                decoded = self.transform(decoded)
+            result = self.prepare(decoded)
+            if self.observe is not None:
+                self.observe(name, decoded.size, decoded.format or "", result)
+            return result
         except ConfigError:  # an array that is no image
             raise
         except BadImage as error:

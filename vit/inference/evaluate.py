@@ -11,12 +11,18 @@ The loss of a captioner is measured twice, as in the validation of its training:
 The two are equal for a decoder that ignores the images.
 
 With `out`, each image has a row in a file: what the data say of it, and the prediction.
+
+    slices         accuracy by properties of the images; vit/evaluation/accuracy_slices.py
+    robustness     the score on corrupted images; vit/data/corruptions.py
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +30,14 @@ import torch
 
 from vit.config.parser import make_config, read_settings
 from vit.data.archives import relative
+from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
 from vit.data.sources.list_files import is_list
-from vit.data.sources.open_dataset import open_eval_split
+from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import ConfigError, DataError, RunError
+from vit.evaluation.accuracy_slices import accuracy_slices
+from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
@@ -47,6 +56,7 @@ from vit.text import printable
 from vit.weights.saved_model import LoadedRun
 
 SPLIT_FILE = "split.json"
+ROBUSTNESS_SCORES = ("top1", "map")
 ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv", ".xlsx": "xlsx"}
 
 
@@ -74,6 +84,8 @@ def evaluate(
     out: PathLike | None = None,
     top_k: int | None = None,
     no_calibration: bool = False,
+    slice: Sequence[str] = (),  # noqa: A002
+    corruptions: bool = False,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -89,6 +101,8 @@ def evaluate(
         device, batch_size, ..., no_calibration: As for Predictor.
         out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
         top_k: Number of predicted classes in a row; 5 by default.
+        slice: Columns of a list, by whose values `slices` has the accuracy too.
+        corruptions: Measure the score on corrupted images as well, in 30 more passes over the data.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
 
@@ -122,31 +136,109 @@ def evaluate(
         no_calibration=no_calibration,
         notify=notify,
     )
+    score = robustness_score(predictor) if corruptions else ""
     samples = load_samples(predictor.task, model, spec, predictor.classes, notify)
+    run = None if isinstance(model, LoadedRun) else run_folder_of(model)
+    full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
+    columns = {column: column_cells(full_spec, column) for column in slice}
+    passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
+
+    def advance(done: int, total: int) -> None:
+        progress(done, passes * total)
+
+    measured = partial(
+        measure, predictor, samples, notify, advance, where=spec.data, columns=columns
+    )
     if out is None or style is None:
-        return measure(predictor, samples, notify, progress, where=spec.data)
-    names = predictor.task.label_names(spec, predictor.classes)
-    rows = EvaluationRows(predictor, samples, names, style, top_k)
-    if style == "xlsx":
-        lines = [rows.header]
-        scores = measure(
-            predictor,
-            samples,
-            notify,
-            progress,
-            where=spec.data,
-            write=lambda outputs, samples: lines.extend(rows.lines(outputs, samples)),
+        scores = measured()
+    else:
+        names = predictor.task.label_names(spec, predictor.classes)
+        rows = EvaluationRows(predictor, samples, names, style, top_k)
+        scores = _measure_with_rows(measured, rows, os.fspath(out))
+    if corruptions:
+        scores["robustness"] = measure_robustness(
+            predictor, samples, scores, score, progress, where=spec.data
         )
-        with atomic_file(resolve_link(os.fspath(out))) as book:
-            write_workbook(book, map(str.encode, lines), shares=predictor.shares)
+    return scores
+
+
+def _measure_with_rows(
+    measured: Callable[..., dict[str, Any]], rows: "EvaluationRows", out: str
+) -> dict[str, Any]:
+    """The scores, while the rows are written to `out`."""
+    if rows.style == "xlsx":
+        lines = [rows.header]
+        scores = measured(write=lambda outputs, samples: lines.extend(rows.lines(outputs, samples)))
+        with atomic_file(resolve_link(out)) as book:
+            write_workbook(book, map(str.encode, lines), shares=rows.predictor.shares)
         return scores
-    with open_output(os.fspath(out)) as file:
+    with open_output(out) as file:
         file.write(rows.header)
+        return measured(
+            write=lambda outputs, samples: file.writelines(rows.lines(outputs, samples))
+        )
 
-        def write(outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> None:
-            file.writelines(rows.lines(outputs, samples))
 
-        return measure(predictor, samples, notify, progress, where=spec.data, write=write)
+def robustness_score(predictor: Predictor) -> str:
+    """The score that is measured on corrupted images: top-1, or mAP of several classes an image.
+
+    Raises:
+        ConfigError: It is no classifier.
+    """
+    name = predictor.task.metric.removeprefix("val_")
+    if name not in ROBUSTNESS_SCORES:
+        raise ConfigError(
+            "corruptions: measures classifiers, and this network is none; leave it out"
+        )
+    return name
+
+
+def measure_robustness(
+    predictor: Predictor,
+    samples: tuple[Sample, ...],
+    clean: Mapping[str, Any],
+    score: str,
+    progress: Callable[[int, int], object],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """`score` on the images with each corruption of each severity.
+
+    Args:
+        predictor: The network.
+        samples: The images.
+        clean: Scores of the images as they are.
+        score: Key of the score.
+        progress: Called with the images done, those as they are included, and the total.
+        where: The data, in messages.
+
+    Returns:
+        `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
+        severity, score and its interval of each.
+    """
+    rows: list[dict[str, Any]] = []
+    pairs = [*itertools.product(CORRUPTIONS, SEVERITIES)]
+    try:
+        for number, (name, severity) in enumerate(pairs, start=1):
+
+            def advance(done: int, total: int, number: int = number) -> None:
+                progress(number * total + done, (1 + len(pairs)) * total)
+
+            predictor.read.transform = Corruption(
+                name=name, severity=severity, preprocessing=predictor.preprocessing
+            )
+            found = measure(predictor, samples, lambda _note: None, advance, where=where)
+            interval = f"{score}_interval"
+            row = {"corruption": name, "severity": severity, score: found[score]}
+            rows.append({**row, interval: found[interval]})
+    finally:
+        predictor.read.transform = None
+    return {
+        "score": score,
+        "clean": clean[score],
+        "mean": math.fsum(row[score] for row in rows) / len(rows),
+        "corruptions": rows,
+    }
 
 
 def row_style(out: str) -> str:
@@ -182,7 +274,7 @@ class EvaluationRows:
         style: str,
         top_k: int | None = None,
     ) -> None:
-        self.predictor, self.names, self.top_k = predictor, names, top_k
+        self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None
         self.truth = ["true_labels"] if multilabel else []
         if not multilabel and any(sample.label != NO_LABEL for sample in samples):
@@ -247,14 +339,14 @@ def load_samples(
         ConfigError: The labels, or a setting of the data, do not suit the network.
     """
     run = None if isinstance(model, LoadedRun) else run_folder_of(model)
-    spec = with_training_settings(task.eval_spec(spec, classes), run)
+    spec = evaluated_spec(task, run, spec, classes)
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
         return [] if run is None else held_out_images(run, spec.data, root, known)
 
     samples, notes = open_eval_split(
         spec,
-        split=spec.split or "val",
+        split=str(spec.split),
         classes=task.label_names(spec, classes),
         held_out=held_out,
     )
@@ -262,6 +354,30 @@ def load_samples(
         notify(note)
     task.check_samples(samples, spec.data)
     return samples
+
+
+def evaluated_spec(
+    task: Task, run: Path | None, spec: DatasetSpec, classes: tuple[str, ...]
+) -> DatasetSpec:
+    """What `load_samples` reads, with the settings of the training in run folder `run`."""
+    spec = with_training_settings(task.eval_spec(spec, classes), run)
+    return dataclasses.replace(spec, split=spec.split or "val")
+
+
+def column_cells(spec: DatasetSpec, column: str) -> dict[str, str]:
+    """The cells of a column of a list, by the path of the image.
+
+    Raises:
+        ConfigError: The data are no list, or have no such column.
+    """
+    index = read_source(dataclasses.replace(spec, group=column))
+    if not index.has_groups:
+        raise ConfigError(
+            f"slice={printable(column)}: {printable(spec.data)} has no such column; name one of a "
+            "list (.csv, .jsonl) or table"
+        )
+    records = itertools.chain.from_iterable(index.splits.values())
+    return {record.path: record.group for record in records}
 
 
 def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
@@ -334,18 +450,33 @@ def measure(
     *,
     where: str,
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
+    columns: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
-    `write` is called with the outputs of each batch, and its samples.
+    Args:
+        predictor: The network.
+        samples: The images.
+        notify: Called with notes.
+        progress: Called with the images done and their total after each batch.
+        where: The data, in messages.
+        write: Called with the outputs of each batch, and its samples.
+        columns: Cells of columns by path. If given, also empty, there are `slices` where answers
+            are right or wrong.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
+        ConfigError: There are columns, and no answers that are right or wrong.
     """
     evaluation = predictor.task.evaluation(predictor, samples, notify)
+    if columns and evaluation.right is None:
+        raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
+    sliced = columns is not None and evaluation.right is not None
+    properties = ImageProperties()
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
+    predictor.read.observe = properties.add if sliced else None
     with torch.inference_mode():
         for outputs in predictor.batches(paths):
             with autocast(predictor.precision, predictor.device):
@@ -359,6 +490,7 @@ def measure(
             ]
             done += len(outputs)
             progress(done, len(paths))
+    predictor.read.observe = None
     scores = evaluation.scores()
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))
@@ -368,4 +500,11 @@ def measure(
         )
     for note in evaluation.notes(scores):
         notify(note)
+    if sliced and evaluation.right is not None:
+        classes = None
+        if predictor.thresholds is None:
+            classes = [predictor.classes[sample.label] for sample in evaluation.samples]
+        features = properties.features(paths, classes=classes, columns=columns)
+        found = accuracy_slices(evaluation.right, features)
+        scores["slices"] = [one.to_dict() for one in found]
     return {**scores, "failed": failed}

@@ -150,6 +150,11 @@ class Classification(Task):
             calibrated=calibrated,
             paths=found.paths,
             recall=recall,
+            slices=found.slices(
+                (outcomes.ranks == 0).tolist(),
+                classes=[run.splits.classes[label] for label in found.labels.tolist()],
+                training_counts=Counter(run.splits.classes[one.label] for one in run.splits.train),
+            ),
         )
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
@@ -225,17 +230,24 @@ class ClassEvaluation(Evaluation):
         super().__init__(samples)
         self.classes = classes
         self.outcomes: list[Outcomes] = []
+        self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
         """Add a batch."""
-        rows = [
-            (sample.label, output.probabilities)
-            for sample, output in zip(self.samples[first:], outputs, strict=False)
+        samples = self.samples[first : first + len(outputs)]
+        rows = {
+            place: (sample.label, output.probabilities)
+            for place, (sample, output) in enumerate(zip(samples, outputs, strict=True))
             if output.probabilities is not None and sample.label != NO_LABEL
-        ]
+        }
+        right: list[bool | None] = [None] * len(outputs)
         if rows:
-            labels, probabilities = zip(*rows, strict=True)
-            self.outcomes.append(Outcomes.of(torch.stack(probabilities), torch.tensor(labels)))
+            labels, probabilities = zip(*rows.values(), strict=True)
+            outcomes = Outcomes.of(torch.stack(probabilities), torch.tensor(labels))
+            self.outcomes.append(outcomes)
+            for place, hit in zip(rows, (outcomes.ranks == 0).tolist(), strict=True):
+                right[place] = hit
+        self.right += right
 
     def scores(self) -> dict[str, Any]:
         """The metrics of `summarize`."""

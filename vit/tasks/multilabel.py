@@ -164,12 +164,16 @@ class MultiLabel(Task):
         held_out = None
         if loaded.calibration is not None and (fitted := fit_temperature(logits, found.labels)):
             held_out = fitted.held_out.sigmoid()
+        probabilities = calibrated_activation(loaded)(logits)
+        limits = torch.tensor(loaded.thresholds, dtype=torch.float64)
+        wrong = (probabilities >= limits) != found.labels.bool()
         write_multilabel_report(
             run.folder,
             facts=run.facts(found.failed),
             events=run.events,
+            slices=found.slices((~wrong.any(dim=1)).tolist()),
             outcomes=MultilabelOutcomes(
-                probabilities=calibrated_activation(loaded)(logits),
+                probabilities=probabilities,
                 targets=found.labels,
                 thresholds=loaded.thresholds,
                 paths=found.paths,
@@ -194,15 +198,21 @@ class MultiLabelEvaluation(Evaluation):
     ) -> None:
         super().__init__(samples)
         self.classes, self.thresholds = classes, thresholds
+        self.limits = torch.tensor(thresholds, dtype=torch.float64)
         self.rows: list[Tensor] = []
         self.labels: list[tuple[int, ...]] = []
+        self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
-        """Add a batch."""
+        """Add a batch; an answer is right where each of its classes is."""
         for sample, output in zip(self.samples[first:], outputs, strict=False):
-            if output.probabilities is not None:
-                self.rows.append(output.probabilities)
-                self.labels.append(labels_of(sample))
+            if output.probabilities is None:
+                self.right.append(None)
+                continue
+            self.rows.append(output.probabilities)
+            self.labels.append(labels_of(sample))
+            named = (output.probabilities >= self.limits).nonzero().flatten().tolist()
+            self.right.append(set(named) == set(labels_of(sample)))
 
     def scores(self) -> dict[str, Any]:
         """Mean average precision, F1 and scores of each class."""

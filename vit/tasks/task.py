@@ -28,6 +28,8 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
+from vit.evaluation.accuracy_slices import accuracy_slices
+from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.temperature_scaling import scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
@@ -51,6 +53,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 """Name in the metadata of exported files -> module."""
 
 
+MAX_HEADERS = 10_000
+"""Images up to which the report opens files for their size and format."""
+
+
 class ValidationLogits(NamedTuple):
     """Outputs of the best weights for the validation images that can be read."""
 
@@ -66,6 +72,31 @@ class ValidationLogits(NamedTuple):
     """The distance from the training images, for a single-label classifier."""
     distances: Tensor | None = None
     """Distance of each image, (images,), float64."""
+    properties: ImageProperties | None = None
+    """Brightness and sharpness of the images."""
+
+    def slices(
+        self,
+        right: Sequence[bool],
+        *,
+        classes: Sequence[str] | None = None,
+        training_counts: Mapping[str, int] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Rows of accuracy by slices, for the report.
+
+        Args:
+            right: Whether each answer is right.
+            classes: The class of each image; None of a multi-label network.
+            training_counts: Training images of each class.
+        """
+        if self.properties is None:
+            return []
+        if len(self.paths) <= MAX_HEADERS:
+            self.properties.add_headers(self.paths)
+        features = self.properties.features(
+            self.paths, classes=classes, training_counts=training_counts
+        )
+        return [one.to_dict() for one in accuracy_slices(right, features)]
 
 
 class TrainingRun(Protocol):
@@ -180,7 +211,13 @@ class Evaluation(ABC):
 
     Args:
         samples: The images to predict, in this order.
+
+    Attributes:
+        right: Whether the answer for each image that was added is right, None where there is no
+            answer or no label; None of a task whose answers are not right or wrong.
     """
+
+    right: list[bool | None] | None = None
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples

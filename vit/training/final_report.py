@@ -23,6 +23,7 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError, VitError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
+from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.model.feature_distance import FeatureDistance, encode_with_means
@@ -134,6 +135,7 @@ class BestWeights:
         failed: dict[str, str] = {}
         samples, logits, labels, paths = self.splits.val, [], [], list[str]()
         distances: list[Tensor] = []
+        properties = ImageProperties()
         with contextlib.closing(self.batches(samples, failed)) as batches:
             for batch, images in batches:
                 with torch.inference_mode(), self.autocast():
@@ -145,7 +147,9 @@ class BestWeights:
                         distances.append(distance(means.float().cpu()).double())
                 logits.append(outputs.float().cpu())
                 labels.append(batch.labels)
-                paths += [samples[index].path for index in batch.indices.tolist()]
+                names = [samples[index].path for index in batch.indices.tolist()]
+                properties.add_pixels(names, batch.images)
+                paths += names
         return ValidationLogits(
             torch.cat(logits),
             torch.cat(labels),
@@ -153,6 +157,7 @@ class BestWeights:
             failed,
             distance,
             torch.cat(distances) if distances else None,
+            properties,
         )
 
     def _fit_distance(self) -> FeatureDistance | None:

@@ -1,0 +1,125 @@
+"""Slices against scipy's exact test, Holm's correction by hand, and planted drops."""
+
+import numpy as np
+import pytest
+from scipy.stats import fisher_exact, hypergeom
+
+from vit.evaluation.accuracy_slices import (
+    MAX_CATEGORIES,
+    Feature,
+    accuracy_slices,
+    adjust_p_values,
+    lower_tail,
+    slice_names,
+)
+from vit.evaluation.classification_metrics import wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("right", "images", "hits", "count"),
+    [
+        (3, 40, 30, 10),
+        (7, 40, 30, 10),
+        (10, 40, 30, 10),
+        (0, 40, 0, 10),
+        (10, 40, 40, 10),
+        (0, 20, 10, 10),
+        (310, 50_000, 40_000, 600),
+        (12_000, 50_000, 40_000, 12_500),
+        (500, 100_000, 50_000, 50_000),
+        (49_900, 100_000, 50_000, 50_000),
+    ],
+)
+def test_p_values_are_those_of_fishers_exact_test(right, images, hits, count):
+    found = lower_tail(right, images, hits, count)
+    assert found == pytest.approx(hypergeom.cdf(right, images, hits, count), rel=1e-6, abs=1e-300)
+    table = [[right, count - right], [hits - right, images - hits - count + right]]
+    if images < 1000:
+        assert found == pytest.approx(fisher_exact(table, alternative="less").pvalue, rel=1e-9)
+
+
+def test_p_values_equal_scipys_on_random_tables():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        images = int(random.integers(2, 300))
+        hits, count = (int(random.integers(0, images + 1)) for _ in range(2))
+        right = int(random.integers(max(0, count - images + hits), min(hits, count) + 1))
+        expected = hypergeom.cdf(right, images, hits, count)
+        assert lower_tail(right, images, hits, count) == pytest.approx(expected, rel=1e-7)
+
+
+def test_holms_correction_by_hand():
+    assert adjust_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert adjust_p_values([0.5, 0.9]) == [1.0, 1.0]
+    assert adjust_p_values([]) == []
+
+
+def test_a_planted_drop_is_flagged_and_nothing_else():
+    random = np.random.default_rng(0)
+    dark = random.random(400) < 0.2
+    right = random.random(400) < np.where(dark, 0.6, 0.9)
+    brightness = np.where(dark, 0.1, random.uniform(0.3, 1, 400))
+    features = [
+        Feature(key="brightness", title="brightness", values=brightness.tolist(), edges=[0.2]),
+        Feature(key="size", title="the short side", values=random.integers(20, 90, 400).tolist()),
+        Feature(
+            key="camera", title="column camera", values=random.choice(list("ab"), 400).tolist()
+        ),
+    ]
+    rows = accuracy_slices(right.tolist(), features)
+    (flagged,) = [row for row in rows if row.flagged]
+    assert (flagged.feature, flagged.name) == ("brightness", "0.1")
+    assert (flagged.count, flagged.right) == (dark.sum(), (right & dark).sum())
+    assert (flagged.rest, flagged.rest_right) == ((~dark).sum(), (right & ~dark).sum())
+    text = flagged.sentence()
+    assert text.startswith("less accurate where brightness is 0.1: ")
+    low, high = wilson_interval(flagged.right, flagged.count)
+    assert f"{low:.1%} to {high:.1%}" in text
+    found = flagged.to_dict()
+    assert found["accuracy_interval"] == [low, high]
+    assert found["sentence"] == text
+    assert sum(row.count for row in rows if row.feature == "size") == 400
+
+
+def test_slices_that_are_not_worse_are_rarely_flagged():
+    """Of 100 sets of images whose answers depend on nothing, at most 5 or so have a flag."""
+    random, alarms = np.random.default_rng(1), 0
+    for _ in range(100):
+        features = [
+            Feature(key=str(number), title="", values=random.random(200).tolist())
+            for number in range(5)
+        ]
+        rows = accuracy_slices((random.random(200) < 0.8).tolist(), features)
+        assert len(rows) == 20
+        alarms += any(row.flagged for row in rows)
+    assert alarms <= 10
+
+
+def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together():
+    names, order = slice_names([*range(100)], unit=" px")
+    assert order == ["0 to 24 px", "25 to 49 px", "50 to 74 px", "75 to 99 px"]
+    assert [names.count(name) for name in order] == [25] * 4
+    names, order = slice_names([32.0] * 90 + [64.0] * 10)
+    assert (order, names.count("32")) == (["32", "64"], 90)
+    many = [1.0] * 60 + [*map(float, range(2, 42))]
+    names, order = slice_names(many)
+    assert set(names[:60]) == {names[0]}
+    assert slice_names([], None) == ([], [])
+
+
+def test_rare_words_share_a_slice():
+    words = [f"w{number}" for number in range(50) for _ in range(50 - number)]
+    names, order = slice_names(words)
+    assert len(order) == MAX_CATEGORIES + 1
+    assert names.count("other") == sum(range(1, 21))
+
+
+def test_small_slices_unknown_values_and_left_out_images_are_not_counted():
+    values = ["a"] * 20 + ["b"] * 20 + ["c"] * 9 + [None] * 30
+    right = [True, None] * 10 + [False] * 20 + [True] * 9 + [True] * 30
+    rows = accuracy_slices(right, [Feature(key="k", title="k", values=values)])
+    assert [(row.name, row.count, row.right, row.rest) for row in rows] == [
+        ("b", 20, 0, 19),
+        ("a", 10, 10, 29),
+    ]
+    assert accuracy_slices(right[:20], [Feature(key="k", title="k", values=["a"] * 20)]) == []

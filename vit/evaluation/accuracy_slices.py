@@ -1,0 +1,221 @@
+"""Accuracy by slices of the images, and which slices are really worse than the other images.
+
+    p          = P(X <= right in the slice),  X ~ Hypergeometric(images, right, images of the slice)
+    adjusted   = max over smaller p of  (number of slices - rank) * p          rank from 0
+    flagged    = adjusted < 0.05 and the slice is less accurate than the rest
+
+Without the adjustment one of twenty slices would be flagged by chance.
+
+Source: Fisher's exact test, one-sided; Holm, "A Simple Sequentially Rejective Multiple Test
+Procedure", Scandinavian Journal of Statistics 6, 1979.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vit.evaluation.classification_metrics import wilson_interval
+from vit.text import percent, plural, printable
+
+OTHER = "other"
+"""Slice of the words that have none of their own."""
+LEVEL = 0.05
+"""Probability that any slice is flagged where none is worse."""
+MIN_IMAGES = 10
+"""Images of a slice, and images beside it; smaller slices are left out."""
+MAX_CATEGORIES = 30
+"""Slices of a feature whose values are words; the largest ones."""
+MAX_DISTINCT = 10
+"""Different numbers up to which each of them is a slice of its own."""
+
+Value = float | str | None
+"""A number or a word; None where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A property of images.
+
+    Args:
+        key: Its name in JSON.
+        title: Its name in sentences.
+        values: One an image.
+        edges: Limits of the slices of numbers; the quartiles if omitted.
+        unit: Of the numbers, with a space before it.
+    """
+
+    key: str
+    title: str
+    values: Sequence[Value]
+    edges: Sequence[float] | None = None
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracySlice:
+    """Right answers in a slice, and in all other images whose value of the feature is known.
+
+    Args:
+        feature: Key of the feature.
+        title: Its name in sentences.
+        name: The slice: a word, or a range of numbers.
+        count, right: Images of the slice, and right answers.
+        rest, rest_right: The same of the other images.
+        p_value: Of Fisher's exact test against a slice that is as accurate or more.
+        p_adjusted: The same after Holm's correction for all slices.
+    """
+
+    feature: str
+    title: str
+    name: str
+    count: int
+    right: int
+    rest: int
+    rest_right: int
+    p_value: float
+    p_adjusted: float = 1.0
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the slice is less accurate than the rest, beyond chance."""
+        return self.p_adjusted < LEVEL
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "feature": self.feature,
+            "slice": self.name,
+            "count": self.count,
+            "accuracy": self.right / self.count,
+            "accuracy_interval": list(wilson_interval(self.right, self.count)),
+            "rest_count": self.rest,
+            "rest_accuracy": self.rest_right / self.rest,
+            "p_value": self.p_value,
+            "p_adjusted": self.p_adjusted,
+            "flagged": self.flagged,
+            "sentence": self.sentence() if self.flagged else None,
+        }
+
+    def sentence(self) -> str:
+        """The result in words."""
+        low, high = wilson_interval(self.right, self.count)
+        return (
+            f"less accurate where {self.title} is {printable(self.name)}: "
+            f"{percent(self.right / self.count, 1)} of {plural(self.count, 'image')} right "
+            f"(95 % interval {percent(low, 1)} to {percent(high, 1)}), "
+            f"{percent(self.rest_right / self.rest, 1)} of the other {self.rest:,} "
+            f"(p = {self.p_adjusted:.2g} after correction)"
+        )
+
+
+def accuracy_slices(
+    right: Sequence[bool | None], features: Iterable[Feature]
+) -> list[AccuracySlice]:
+    """Slices of the images by each feature, with p-values corrected for all of them.
+
+    Args:
+        right: Whether each answer is right; None for an image that is left out.
+        features: With a value for each image. One with the same value everywhere has no slices.
+    """
+    found = list(itertools.chain.from_iterable(_slices_of(right, one) for one in features))
+    adjusted = adjust_p_values([one.p_value for one in found])
+    return [
+        AccuracySlice(**{**vars(one), "p_adjusted": p})
+        for one, p in zip(found, adjusted, strict=True)
+    ]
+
+
+def _slices_of(right: Sequence[bool | None], feature: Feature) -> list[AccuracySlice]:
+    known = [
+        (value, bool(hit))
+        for value, hit in zip(feature.values, right, strict=True)
+        if value is not None and hit is not None
+    ]
+    names, order = slice_names([value for value, _ in known], feature.edges, feature.unit)
+    totals = Counter(names)
+    rights = Counter(name for name, (_, hit) in zip(names, known, strict=True) if hit)
+    images, hits = len(known), sum(rights.values())
+    return [
+        AccuracySlice(
+            feature=feature.key,
+            title=feature.title,
+            name=name,
+            count=totals[name],
+            right=rights[name],
+            rest=images - totals[name],
+            rest_right=hits - rights[name],
+            p_value=lower_tail(rights[name], images, hits, totals[name]),
+        )
+        for name in order
+        if totals[name] >= MIN_IMAGES and images - totals[name] >= MIN_IMAGES
+    ]
+
+
+def slice_names(
+    values: Sequence[float | str], edges: Sequence[float] | None = None, unit: str = ""
+) -> tuple[list[str], list[str]]:
+    """The slice of each value, and the slices in their order.
+
+    Words are slices, the most frequent ones; the others share `other`. Numbers are divided at
+    `edges`, or at their quartiles, and equal ones are never separated; a slice is named by its
+    smallest and its largest number.
+    """
+    if any(isinstance(value, str) for value in values):
+        words = list(map(str, values))
+        frequent = [word for word, _ in Counter(words).most_common(MAX_CATEGORIES)]
+        kept = set(frequent)
+        names = [word if word in kept else OTHER for word in words]
+        return names, list(dict.fromkeys([*frequent, *names]))
+    if not values:
+        return [], []
+    numbers = np.array(values, dtype=np.float64)
+    distinct = np.unique(numbers)
+    if edges is None and len(distinct) <= MAX_DISTINCT:
+        places = np.searchsorted(distinct, numbers)
+    else:
+        limits = np.quantile(numbers, [0.25, 0.5, 0.75]) if edges is None else np.array(edges)
+        places = np.searchsorted(limits, numbers, side="right")
+    texts = {}
+    for place in np.unique(places).tolist():
+        inside = numbers[places == place]
+        low, high = (f"{limit:.4g}" for limit in (inside.min(), inside.max()))
+        texts[place] = (low if low == high else f"{low} to {high}") + unit
+    return [texts[place] for place in places.tolist()], list(dict.fromkeys(texts.values()))
+
+
+def lower_tail(right: int, images: int, hits: int, count: int) -> float:
+    """P(X <= right) of the right answers among `count` of `images`, `hits` of which are right."""
+    wrong = images - hits
+    lowest = max(0, count - wrong)
+    if right < lowest:
+        return 0.0
+    if right * images >= hits * count:  # above the mean: the sum of the other side is the small one
+        return 1.0 - lower_tail(count - right - 1, images, wrong, count)
+    term = math.exp(
+        _log_choose(hits, right) + _log_choose(wrong, count - right) - _log_choose(images, count)
+    )
+    total = 0.0
+    for k in range(right, lowest - 1, -1):
+        total += term
+        if term <= 1e-18 * total:
+            break
+        term *= k * (wrong - count + k) / ((hits - k + 1) * (count - k + 1))
+    return min(total, 1.0)
+
+
+def _log_choose(total: int, chosen: int) -> float:
+    return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
+
+
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction of p-values of several tests, in their order."""
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min((len(p_values) - rank) * p_values[index], 1.0))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,58 @@
+"""The page of `vit evaluate --html`: scores, classes, slices and robustness."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vit.errors import ConfigError
+from vit.evaluation.charts import Chart, severity_chart
+from vit.evaluation.classification_report import class_table
+from vit.evaluation.html_page import render_page
+
+SCORES = {"top1": "top-1", "map": "mAP"}
+"""Key of the score of a classifier -> its name."""
+CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
+"""Key of the score of a classifier -> that of a class."""
+
+
+def evaluation_page(
+    model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
+) -> str:
+    """The whole page.
+
+    Args:
+        model, data: What was evaluated.
+        scores: As `vit.evaluate` returns them, of a classifier of one or several classes an image.
+
+    Raises:
+        ConfigError: They are those of captions or of another task.
+    """
+    key = next((name for name in SCORES if name in scores and "bleu4" not in scores), None)
+    if key is None:
+        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+    return render_page(
+        "evaluation_page.html.j2",
+        heading=os.path.basename(os.path.normpath(model)) or model,
+        model=model,
+        data=data,
+        scores=scores,
+        key=key,
+        interval=scores[f"{key}_interval"],
+        classes=class_table(scores["per_class"], CLASS_SCORES[key]),
+        slices=scores.get("slices", ()),
+        robustness=scores.get("robustness"),
+        charts=robustness_charts(scores.get("robustness")),
+    )
+
+
+def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
+    """A curve of the score for each corruption, from images as they are to severity 5."""
+    if robustness is None:
+        return []
+    score, curves = robustness["score"], dict[str, list[float]]()
+    for row in robustness["corruptions"]:
+        curves.setdefault(row["corruption"], [robustness["clean"]]).append(row[score])
+    return [
+        severity_chart(name.replace("_", " "), SCORES[score], values)
+        for name, values in curves.items()
+    ]

@@ -1,0 +1,158 @@
+"""Properties of images that accuracy may depend on: size, shape, brightness, sharpness, origin.
+
+    brightness = mean of the grey image / 255
+    sharpness  = standard deviation of its Laplacian, in grey levels
+
+Both are those of the image as the network sees it, resized and cropped: blur that disappears in
+resizing does not matter. Nothing is decoded for them.
+
+Source: Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy: a comparative study",
+ICPR 2000 (variance of the Laplacian).
+"""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vit.data.image_io import JPEG_FORMATS, read_header
+from vit.errors import BadImage
+from vit.evaluation.accuracy_slices import Feature, Value
+
+GREY = (0.299, 0.587, 0.114)
+"""Shares of red, green and blue in the grey value, as in JPEG."""
+ASPECTS = (2 / 3, 9 / 10, 10 / 9, 3 / 2)
+"""Limits between slices of width / height."""
+CHUNK = 64
+"""Images of a batch that are converted to floats at a time."""
+EMPTY = "(empty)"
+
+
+class ImageProperties:
+    """Collects the properties of images by their path; thread-safe."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[int, int, str]] = {}
+        """Width, height and file format, the two in pixels."""
+        self.pixels: dict[str, tuple[float, float]] = {}
+        """Brightness and sharpness."""
+
+    def add(self, path: str, size: tuple[int, int], file_format: str, pixels: Tensor) -> None:
+        """Add a decoded image.
+
+        Args:
+            path: Its file.
+            size: Width and height of the whole image, in pixels.
+            file_format: As Pillow names it.
+            pixels: As the network sees it, uint8 (3, height, width), or (crops, 3, height, width),
+                of which the first is measured.
+        """
+        self.files[path] = (*size, file_format)
+        batch = pixels[:1] if pixels.ndim == 4 else pixels[None]
+        self.add_pixels([path], batch)
+
+    def add_pixels(self, paths: Sequence[str], batch: Tensor) -> None:
+        """Add images as the network sees them, uint8 (images, 3, height, width)."""
+        found = torch.cat([pixel_statistics(part) for part in torch.split(batch, CHUNK)])
+        for path, (brightness, sharpness) in zip(paths, found.tolist(), strict=True):
+            self.pixels[path] = (brightness, sharpness)
+
+    def add_headers(self, paths: Sequence[str]) -> None:
+        """Read size and format of files from their headers; unreadable ones are left out."""
+        for path in paths:
+            try:
+                header = read_header(path)
+            except BadImage:
+                continue
+            self.files[path] = (header.width, header.height, header.format)
+
+    def features(
+        self,
+        paths: Sequence[str],
+        *,
+        classes: Sequence[str] | None = None,
+        training_counts: Mapping[str, int] | None = None,
+        columns: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> list[Feature]:
+        """The features of the images of an evaluation.
+
+        Args:
+            paths: Their files.
+            classes: The class of each; None of a multi-label network.
+            training_counts: Training images of each class; counted in `classes` if omitted.
+            columns: Cells of the columns of a list, by path.
+        """
+        files = [self.files.get(path) for path in paths]
+        pixels = [self.pixels.get(path, (None, None)) for path in paths]
+        sides = [None if one is None else float(min(one[:2])) for one in files]
+        aspects = [None if one is None else one[0] / one[1] for one in files]
+        formats = [None if one is None else _format_name(one[2]) for one in files]
+        found = [
+            Feature(key="size", title="the short side", values=sides, unit=" px"),
+            Feature(key="aspect", title="width / height", values=aspects, edges=ASPECTS),
+            Feature(key="brightness", title="brightness", values=[one for one, _ in pixels]),
+            Feature(key="sharpness", title="sharpness", values=[one for _, one in pixels]),
+            Feature(key="file_type", title="the file type", values=formats),
+        ]
+        if classes is not None:
+            where = "here" if training_counts is None else "in training"
+            counts = Counter(classes) if training_counts is None else training_counts
+            frequency = [float(counts.get(name, 0)) for name in classes]
+            title = f"the number of images of the class {where}"
+            found.append(Feature(key="class_frequency", title=title, values=frequency))
+        folders = origin_folders(paths, classes)
+        found.append(Feature(key="folder", title="the folder", values=folders))
+        for column, cells in (columns or {}).items():
+            values = column_values([cells.get(path, "") for path in paths])
+            title = f"column {column}"
+            found.append(Feature(key=f"column:{column}", title=title, values=values))
+        return found
+
+
+def pixel_statistics(images: Tensor) -> Tensor:
+    """Brightness in [0, 1] and sharpness in grey levels, (images, 2).
+
+    Args:
+        images: uint8, (images, 3, height, width). Of less than 3 pixels a side the sharpness is 0.
+    """
+    red, green, blue = images.unbind(1)
+    grey = red * GREY[0] + green * GREY[1] + blue * GREY[2]
+    brightness = grey.mean(dim=(1, 2)) / 255
+    if min(grey.shape[1:]) < 3:
+        return torch.stack([brightness, torch.zeros_like(brightness)], dim=1)
+    laplacian = grey[:, 1:-1, 1:-1] * -4
+    laplacian += grey[:, :-2, 1:-1]
+    laplacian += grey[:, 2:, 1:-1]
+    laplacian += grey[:, 1:-1, :-2]
+    laplacian += grey[:, 1:-1, 2:]
+    sharpness = laplacian.flatten(1).std(dim=1, correction=0)
+    return torch.stack([brightness, sharpness], dim=1)
+
+
+def origin_folders(paths: Sequence[str], classes: Sequence[str] | None = None) -> list[str]:
+    """The folder of each image below the one that all share, without that of its class."""
+    parents = [os.path.dirname(path).split(os.sep) for path in paths]
+    levels = zip(*parents, strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+    names = [None] * len(paths) if classes is None else classes
+    return [
+        "/".join(part for part in parts[shared:] if part != name) or "."
+        for parts, name in zip(parents, names, strict=True)
+    ]
+
+
+def column_values(cells: Sequence[str]) -> list[Value]:
+    """Cells of a column as numbers where all of them are some, else as words."""
+    try:
+        numbers = [float(cell) if cell else None for cell in cells]
+    except ValueError:
+        return [cell or EMPTY for cell in cells]
+    finite = all(one is None or abs(one) < float("inf") for one in numbers)
+    return [*numbers] if finite else [cell or EMPTY for cell in cells]
+
+
+def _format_name(name: str) -> str | None:
+    return "JPEG" if name in JPEG_FORMATS else name or None
