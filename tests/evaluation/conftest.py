@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from vit.config.parser import make_config
+from vit.evaluation.html_page import script_digest
 from vit.evaluation.run_report import RunFacts
 
 HOSTILE_NAMES = (
@@ -25,7 +26,7 @@ HOSTILE_NAMES = (
     "x" * 99 + "<",
 )
 VOID = {"meta", "img", "br"}
-LOADING = {"script", "iframe", "object", "link", "base", "form"}
+LOADING = {"iframe", "object", "link", "base", "form"}
 
 
 class Page(HTMLParser):
@@ -36,6 +37,7 @@ class Page(HTMLParser):
         self.html = html
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.texts: list[str] = []
+        self.scripts: list[str] = []
         self.open: list[str] = []
         self.feed(html)
         self.close()
@@ -64,13 +66,15 @@ class Page(HTMLParser):
         assert self.open.pop() == name
 
     def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "title") and data.strip():
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] not in ("style", "title") and data.strip():
             self.texts.append(re.sub(r"\s+", " ", data))
 
 
 @pytest.fixture
 def parse() -> Callable[[str], Page]:
-    """Parse a page, and check that tags close in order and that nothing can act or load."""
+    """Parse a page, and check that tags close in order and that only its script can act."""
 
     def parse(html: str) -> Page:
         page = Page(html)
@@ -90,7 +94,12 @@ def parse() -> Callable[[str], Page]:
             for meta in page.find("meta")
             if meta.get("http-equiv") == "Content-Security-Policy"
         )
-        assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+        (script,) = page.scripts
+        assert page.find("script") == [{}]
+        assert policy == (
+            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+            f"script-src '{script_digest(script)}'"
+        )
         return page
 
     return parse
@@ -121,7 +130,8 @@ def assert_harmless(parse) -> Callable[[str], Page]:
     def check(html: str) -> Page:
         page = parse(html)
         assert {name for name, _ in page.elements}.isdisjoint({"i", "u", "s"})
-        for raw in ("<script", "<img src=x", "'><", "<u>", "</title></style><b>"):
+        assert html.count("<script") == 1
+        for raw in ("<script>alert", "<img src=x", "'><", "<u>", "</title></style><b>"):
             assert raw not in html
         for name in ("<script>alert(1)</script>", "red\\x1b[31m", "{{ 7 * 7 }}{% raw %}"):
             assert name in page.prose

@@ -7,7 +7,13 @@ import jinja2
 import pytest
 from PIL import Image
 
-from vit.evaluation.html_page import TEMPLATES, number, read_thumbnail, render_page
+from vit.evaluation.html_page import (
+    TEMPLATES,
+    number,
+    read_thumbnail,
+    render_page,
+    script_digest,
+)
 
 
 def test_templates_switch_escaping_off_for_the_data_of_thumbnails_only():
@@ -41,6 +47,12 @@ def test_headings_are_escaped_printable_and_cut_in_the_middle(parse, heading):
         "<bdi>&#39;&#34;\\u202e</bdi>",
     }
     parse(html)
+
+
+def test_the_digest_of_a_script_is_that_of_the_standard():
+    # the example of Content Security Policy Level 3, section 6.7.3.3
+    expected = "sha256-qznLcsROx4GACP2dm0UCKCzCG+HiZ1guq6ZZDob/Tng="
+    assert script_digest("alert('Hello, world.');") == expected
 
 
 def test_numbers_have_commas_or_a_format():

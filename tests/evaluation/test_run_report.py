@@ -67,3 +67,43 @@ def test_a_soup_is_named(write, parse):
     page = parse(write(soup=(1, 2)))
     assert "\nsoup of epochs\n1, 2\n" in page.lines
     assert "a soup, the average of epochs 1, 2," in page.prose
+
+
+def test_the_origin_of_a_run_is_shown(write, parse):
+    session = {
+        "began": "2026-01-31T12:00:00+00:00",
+        "command": "vit train '<b>pets' --lr 1e-3",
+        "directory": "/home/<i>user",
+        "versions": {"vit": "0.1", "torch": "2.9"},
+        "processor": "A processor",
+        "cores": 8,
+        "gpus": ["A GPU"],
+        "system": "Linux",
+        "git": {"vit": {"commit": "c0ffee", "changed": True}, "data": {"commit": "beef"}},
+    }
+    text = parse(write(environment=[session, {**session, "command": "vit train --resume"}])).prose
+    for expected in (
+        "vit train '<b>pets' --lr 1e-3",
+        "resumed:vit train --resume",
+        "vit 0.1, torch 2.9",
+        "A processor, 8 cores; A GPU; Linux",
+        "c0ffee, with changes",
+        "beef",
+    ):
+        assert expected in text
+    assert "How it was made" not in parse(write(folder="of an older version")).prose
+
+
+def test_costs_are_those_of_the_training(write, parse, tmp_path):
+    text = parse(write(event={"data_wait": 0.25}, flops=2_500_000_000)).lines
+    for tile in (
+        "parameters\n21.7 M",
+        "FLOPs of an image\n2.5 G",
+        "training, images/s\n812",
+        "waiting for images\n25%",
+        "training time\n2 min",
+    ):
+        assert f"\n{tile}\n" in text
+    older = parse(write(folder="older")).lines
+    assert "FLOPs" not in older
+    assert "waiting for images" not in older

@@ -109,7 +109,7 @@ def read_pixels(
     path: str | os.PathLike[str],
     min_size: MinSize,
     *,
-    intensity_range: IntensityRange | None = None,
+    intensity_range: IntensityRange | Literal["own"] | None = None,
 ) -> Pixels:
     """Read the image at `path` as an array: its first frame, upright, RGB.
 

@@ -22,7 +22,9 @@ class Chart:
         best: x of the best epoch, if any.
         curves: Label, class in the page's style, and the (x, y) of each value.
         points: x, y and class in the page's style of single points.
+        notes: A text for each point, shown under the pointer; empty without.
         lines: Both ends of single lines, x, y, x, y, and class in the page's style.
+        bars: x, y, width and height of filled bars, behind all others.
     """
 
     width: ClassVar = 420
@@ -40,7 +42,9 @@ class Chart:
     best: float | None = None
     curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]] = ()
     points: Sequence[tuple[float, float, str]] = ()
+    notes: Sequence[str] = ()
     lines: Sequence[tuple[float, float, float, float, str]] = ()
+    bars: Sequence[tuple[float, float, float, float]] = ()
 
 
 def line_chart(
@@ -114,18 +118,30 @@ def scatter_chart(
 
 
 def reliability_chart(
-    title: str, bins: Sequence[tuple[int, float, float, tuple[float, float]]]
+    title: str,
+    bins: Sequence[tuple[int, float, float, tuple[float, float]]],
+    *,
+    bin_width: float = 1 / 15,
 ) -> Chart:
     """Accuracy against confidence with intervals; scores that can be trusted lie on the diagonal.
+
+    Bars show the share of the images in each bin.
 
     Args:
         title: What is drawn.
         bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.
+        bin_width: Width of a bin of scores.
     """
     to_x = _scale(0, 1, Chart.left, Chart.right)
     to_y = _scale(0, 1, Chart.bottom, Chart.top)
     shares = [0.0, 0.25, 0.5, 0.75, 1.0]
     described = ", ".join(f"{mean:.0%}: {hits:.0%} of {count}" for count, mean, hits, _ in bins)
+    total = sum(count for count, *_ in bins)
+    bars = []
+    for count, mean, *_ in bins:
+        left = max(math.ceil(mean / bin_width - 1e-9) - 1, 0) * bin_width
+        x, y = to_x(left), to_y(count / total)
+        bars.append((x + 1, y, round(to_x(left + bin_width) - x - 2, 1), Chart.bottom - y))
     return Chart(
         title=title,
         description=f"{title}, by score: {described}",
@@ -133,6 +149,11 @@ def reliability_chart(
         marks=[(to_x(share), f"{share:.0%}") for share in shares],
         axis="score",
         points=[(to_x(mean), to_y(hits), "val") for _, mean, hits, _ in bins],
+        notes=[
+            f"score {mean:.1%}: {hits:.1%} of {count:,} (95% interval {low:.1%} to {high:.1%})"
+            for count, mean, hits, (low, high) in bins
+        ],
+        bars=bars,
         lines=[
             (to_x(0), to_y(0), to_x(1), to_y(1), "train"),
             *((to_x(m), to_y(low), to_x(m), to_y(high), "val") for _, m, _, (low, high) in bins),

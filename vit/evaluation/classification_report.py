@@ -1,6 +1,5 @@
 """report.html of a classification run: scores, confused classes, calibration and mistakes."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from vit.evaluation.classification_metrics import (
     reliability,
     summarize,
 )
+from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings
 from vit.evaluation.html_page import readable_thumbnails
 from vit.evaluation.run_report import (
     Event,
@@ -24,10 +24,7 @@ from vit.evaluation.run_report import (
 )
 
 MAX_MISTAKES = 24
-MAX_PAIRS = 30
 MAX_ROWS = 2000
-MAX_TABLE = 20
-"""Classes up to which a table shows all of them."""
 
 
 def write_classification_report(
@@ -70,30 +67,25 @@ def write_classification_report(
         recall=recall[:MAX_ROWS],
         slices=slices,
         **score,
-        **class_findings(outcomes, facts.classes, calibrated),
+        **class_findings(outcomes, facts.classes, calibrated, paths=paths),
     )
 
 
 def class_findings(
-    outcomes: Outcomes, classes: Sequence[str], calibrated: CalibratedOutcomes | None = None
+    outcomes: Outcomes,
+    classes: Sequence[str],
+    calibrated: CalibratedOutcomes | None = None,
+    *,
+    paths: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What class_findings.html.j2 shows: scores, the confusion matrix or its worst pairs."""
+    """What class_findings.html.j2 shows: scores, confusions and calibration; see `paths` above."""
     scores = summarize(outcomes, classes)
-    pairs = Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
-    wrong = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
-    worst = sorted(wrong, key=lambda pair: (-wrong[pair], pair))[:MAX_PAIRS]
-    small = len(classes) <= MAX_TABLE
-    size = range(len(classes) if small else 0)
+    shown = calibrated.outcomes if calibrated else outcomes
     return {
         "scores": scores,
         "classes": class_table(scores["per_class"], "f1"),
         "reliability": calibration_findings(outcomes, classes, calibrated),
-        "matrix": [[pairs.get((label, answer), 0) for answer in size] for label in size],
-        "pairs": [
-            (scores["per_class"][label], scores["per_class"][answer], wrong[label, answer])
-            for label, answer in worst
-        ],
-        "wrong_pairs": len(wrong),
+        "confusion_matrix": confusion_findings(shown, classes, paths),
     }
 
 
@@ -115,12 +107,13 @@ def calibration_findings(
 
 def class_table(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Any]:
     """Scores of each class; where there are many, the worst by `measure` first."""
-    if len(rows) > MAX_TABLE:
+    many = len(rows) > FEW_CLASSES
+    if many:
         rows = sorted(rows, key=lambda row: (not row["count"], row[measure] or 0.0))
     return {
         "total": len(rows),
-        "first": rows[:MAX_TABLE],
-        "folded": rows[MAX_TABLE:MAX_ROWS],
+        "rows": rows[:MAX_ROWS],
+        "worst_first": many,
         "left_out": max(len(rows) - MAX_ROWS, 0),
     }
 

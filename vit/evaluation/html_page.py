@@ -1,21 +1,34 @@
-"""HTML pages from the jinja2 templates in templates/: one offline file a page, without scripts.
+"""HTML pages from the jinja2 templates in templates/: one offline file a page, with one script.
 
 Every value that a template writes is made printable and escaped: names of classes and files come
-from users. Markup is made in templates alone.
+from users. Markup is made in templates alone. A page's policy allows the script by its digest, so
+that a browser refuses any other.
 """
 
 import base64
+import hashlib
 import io
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from vit.data.archives import relative
-from vit.data.image_io import read_image
+from vit.data.image_io import read_pixels
 from vit.errors import BadImage
-from vit.text import format_count, format_duration, percent, plural, printable, quoted
+from vit.text import (
+    format_count,
+    format_duration,
+    format_megabytes,
+    percent,
+    plural,
+    printable,
+    quoted,
+)
 from vit.version import __version__
 
 if TYPE_CHECKING:
@@ -43,8 +56,8 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     filters = (
-        *(format_count, format_duration, number, percent, plural),
-        *(printable, quoted, relative, shorten),
+        *(format_count, format_duration, format_megabytes, number, percent, plural),
+        *(printable, quoted, relative, script_digest, shorten),
     )
     environment.filters |= {function.__name__: function for function in filters}
     return environment
@@ -53,6 +66,12 @@ def _environment() -> "Environment":
 def number(value: float, spec: str = ",") -> str:
     """`value` in a format of Python, by default with commas between thousands."""
     return format(value, spec)
+
+
+def script_digest(script: str) -> str:
+    """The source of a Content-Security-Policy that allows this script and no other."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return "sha256-" + base64.b64encode(digest).decode("ascii")
 
 
 def shorten(text: str, limit: int = 300) -> str:
@@ -80,16 +99,25 @@ class Thumbnail:
         return max(self.width, self.height) < TINY
 
 
-def read_thumbnail(path: str) -> Thumbnail | None:
-    """A thumbnail of the image in `path`, without its metadata; None if it is unreadable."""
+def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
+    """A thumbnail of the image in `path`, without its metadata; None if it is unreadable.
+
+    Args:
+        path: A file, or an image inside an archive.
+        size: Its longer side at most, in pixels.
+    """
+
+    def enough(width: int, height: int) -> tuple[int, int]:
+        scale = min(size / max(width, height), 1.0)
+        return math.ceil(width * scale), math.ceil(height * scale)
+
     try:
-        image = read_image(path, intensity_range="own")
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image = Image.fromarray(read_pixels(path, enough, intensity_range="own"))
+        image.thumbnail((size, size))
     except (BadImage, OSError, ValueError, MemoryError):
         return None
-    image.info = {}
     content = io.BytesIO()
-    image.save(content, "JPEG", quality=88)
+    image.save(content, "JPEG", quality=88 if size >= THUMBNAIL else 80)
     encoded = base64.b64encode(content.getvalue()).decode("ascii")
     return Thumbnail("data:image/jpeg;base64," + encoded, image.width, image.height)
 

@@ -17,6 +17,7 @@ beside libraries and weights (docs/network.md).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 import torch
@@ -142,10 +143,7 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     """
     _check_countable(config, batch_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        network = assemble_model(config)
-        for module in network.modules():
-            if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
-                setattr(module, "forward", by_shape)  # noqa: B010
+        network = _assemble_by_shape(config)
         with (
             torch.no_grad(),
             MemoryMeter(network) as meter,
@@ -171,6 +169,30 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     total = int(counter.get_total_flops())
     parts = Table(calls).rows(network, NETWORK)
     return Cost(with_remainder(parts, learned, total), learned, total, memory)
+
+
+@cache
+def count_flops(config: ModelConfig) -> int:
+    """FLOPs of one image, forward, as `cost_of` counts them, in less time.
+
+    Raises:
+        ConfigError: A tensor would have too many numbers to be counted.
+    """
+    _check_countable(config, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        network = _assemble_by_shape(config).eval()
+        with make_flop_counter() as counter:
+            network(images(config, 1))
+    return int(counter.get_total_flops())
+
+
+def _assemble_by_shape(config: ModelConfig) -> VisionTransformer:
+    """A network that computes shapes, to be called inside a FakeTensorMode."""
+    network = assemble_model(config)
+    for module in network.modules():
+        if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
+            setattr(module, "forward", by_shape)  # noqa: B010
+    return network
 
 
 def _check_countable(config: ModelConfig, batch_size: int) -> None:

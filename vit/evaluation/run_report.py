@@ -1,5 +1,6 @@
 """report.html of a run: what the reports of all tasks share."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ class RunFacts:
         best_epoch: The epoch whose weights are measured, from 1.
         soup: Epochs, the average of whose weights is measured instead, if any.
         unreadable: Images that could not be read, with the reason.
+        flops: Of one image, forward; None if they were not counted.
+        environment: Lines of environment.jsonl; runs of older versions have none.
     """
 
     config: Config
@@ -46,6 +49,8 @@ class RunFacts:
     best_epoch: int
     soup: Sequence[int] = ()
     unreadable: Mapping[str, str]
+    flops: int | None = None
+    environment: Sequence[Mapping[str, Any]] = ()
 
 
 def write_run_report(
@@ -73,10 +78,32 @@ def write_run_report(
         facts=facts,
         epochs=epochs,
         routers=best.get("routers", ()),
+        cost=training_cost(folder, epochs),
         settings=changed_settings(facts.config),
         **values,
     )
     write_text(folder / REPORT_FILE, page)
+
+
+def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | None]:
+    """Speed and time of a training, and the size of its weights.
+
+    Args:
+        folder: The run folder.
+        epochs: Its epochs, at least one.
+
+    Returns:
+        `images_per_second` (the median), `data_wait` (the mean; None in older runs), `seconds`, and
+        `weights_bytes` (None without weights).
+    """
+    waits = [event["data_wait"] for event in epochs if "data_wait" in event]
+    weights = folder / "model.safetensors"
+    return {
+        "images_per_second": statistics.median(event["images_per_second"] for event in epochs),
+        "data_wait": statistics.fmean(waits) if waits else None,
+        "seconds": sum(event["seconds"] for event in epochs),
+        "weights_bytes": weights.stat().st_size if weights.is_file() else None,
+    }
 
 
 def select_epochs(events: Sequence[Event]) -> list[Event]:

@@ -24,6 +24,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError, VitError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.image_properties import ImageProperties
+from vit.evaluation.model_summary import count_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.model.feature_distance import FeatureDistance, encode_with_means
@@ -35,6 +36,7 @@ from vit.text import printable
 from vit.training.checkpoint.run_folder import lock_folder, stored_config
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
+from vit.training.logging.environment import read_environment
 from vit.training.logging.training_progress import notify
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState
@@ -107,6 +109,8 @@ class BestWeights:
             best_epoch=self.best_epoch,
             soup=soups[0] if soups else (),
             unreadable={**self.run.failed, **failed},
+            flops=count_flops(self.config.model),
+            environment=read_environment(self.folder),
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

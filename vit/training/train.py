@@ -42,6 +42,7 @@ from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
 from vit.training.finetune.linear_probe_init import init_head_from_probe
+from vit.training.logging.environment import record_environment
 from vit.training.logging.trackers import require_tracker
 from vit.training.logging.training_progress import Notify, notifier, notify
 from vit.training.lr_schedule import total_steps
@@ -304,7 +305,7 @@ def claim_run_folder(
     *,
     new: bool,
 ) -> None:
-    """Lock `folder` until `stack` closes, and write the settings of a new run.
+    """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
 
     Raises:
         RunError: Another process has locked it, or began a run there since `check` was called.
@@ -314,6 +315,7 @@ def claim_run_folder(
         raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
     if new:
         write_new_run(folder, config, splits)
+    record_environment(folder, config.data.data)
 
 
 def uses_probe(config: Config) -> bool:

@@ -1,0 +1,89 @@
+"""environment.jsonl: command, versions and git commits of a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vit.errors import RunError
+from vit.training.logging import environment
+from vit.training.logging.environment import (
+    command_line,
+    describe_environment,
+    read_environment,
+    record_environment,
+)
+from vit.version import __version__
+
+
+def git(folder, *arguments) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_each_start_adds_a_line(tmp_path):
+    assert read_environment(tmp_path) == []
+    for _ in range(2):
+        record_environment(tmp_path, "digits")
+    first, second = read_environment(tmp_path)
+    assert first["versions"]["vit"] == __version__
+    assert first["versions"]["torch"] == torch.__version__
+    assert first["cores"] >= 1
+    assert first["processor"]
+    assert first["git"]["data"] is None
+    assert second["began"] >= first["began"]
+
+
+def test_a_cut_line_is_left_out(tmp_path):
+    path = tmp_path / "environment.jsonl"
+    path.write_text(json.dumps({"command": "a"}) + '\n[1]\n{"command": "b')
+    assert read_environment(tmp_path) == [{"command": "a"}]
+    path.write_bytes(b"\xff\xfe")
+    assert read_environment(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_one_line(tmp_path):
+    with pytest.raises(RunError, match="gone"):
+        record_environment(tmp_path / "gone", "digits")
+
+
+def test_the_commit_of_the_data_is_recorded(tmp_path):
+    (tmp_path / "photos").mkdir()
+    assert describe_environment(str(tmp_path / "photos"))["git"]["data"] is None
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "commit", "--allow-empty", "--quiet", "-m", "first")
+    expected = {"commit": git(tmp_path, "rev-parse", "HEAD")}
+    (tmp_path / "list.csv").write_text("image,label\n")
+    for data in ("photos", "list.csv"):
+        assert describe_environment(str(tmp_path / data))["git"]["data"] == expected
+    assert describe_environment(str(tmp_path / "missing"))["git"]["data"] is None
+
+
+def test_a_machine_without_git_has_no_commits(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment._git(tmp_path, "rev-parse", "HEAD") is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "expected"),
+    [
+        (
+            ["/x/bin/vit", "train", "my photos"],
+            ["/x/python", "/x/bin/vit"],
+            "vit train 'my photos'",
+        ),
+        (
+            ["train.py", "--lr", "1"],
+            ["/x/python3", "train.py", "--lr", "1"],
+            "python3 train.py --lr 1",
+        ),
+        (["/x/vit/__main__.py", "train"], ["python", "-m", "vit", "train"], "python -m vit train"),
+        (["vit", "a\x1b\n"], ["python", "vit"], r"vit 'a\x1b\n'"),
+    ],
+)
+def test_the_command_is_as_typed(monkeypatch, argv, orig_argv, expected):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert command_line() == expected

@@ -1,0 +1,243 @@
+"""Confusion matrix of a report: confusable classes are neighbours, and cells have their images.
+
+    similarity(a, b) = P(answer b | class a) + P(answer a | class b)
+
+The classes are in the order of the leaves of their average-linkage tree. Where two branches meet,
+each is turned so that the two most similar of their ends touch: the greedy form of Bar-Joseph et
+al., "Fast optimal leaf ordering for hierarchical clustering", section 2, Bioinformatics 17, 2001.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import PurePath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.evaluation.classification_metrics import Outcomes
+from vit.evaluation.html_page import Thumbnail, read_thumbnail
+
+FEW_CLASSES = 20
+"""Classes up to which a matrix alone shows all; above, the most frequent pairs come first."""
+MAX_MATRIX = 100
+"""Classes up to which all are in the matrix."""
+MAX_CONFUSED = 40
+"""Classes in the matrix of the most frequent pairs, where there are more than MAX_MATRIX."""
+MAX_PAIRS = 30
+MAX_CELL_IMAGES = 8
+MAX_IMAGES = 200
+MAX_BYTES = 1_500_000
+"""Of all images of cells in a page."""
+CELL_THUMBNAIL = 128  # pixels
+
+Indices = dict[tuple[int, int], list[int]]
+"""Images by class and answer."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Images of one class with one answer.
+
+    Args:
+        label, answer: Indices of the classes.
+        count: Number of images.
+        share: Of the images of the class.
+    """
+
+    label: int
+    answer: int
+    count: int
+    share: float
+
+    @property
+    def shade(self) -> float:
+        """Opacity of the cell; a number on the darkest is still readable."""
+        return 0.6 * self.share**0.5
+
+
+@dataclass(frozen=True)
+class CellImage:
+    """An image of a cell, its file name, and the score of its answer."""
+
+    image: Thumbnail
+    name: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """The answers for one class.
+
+    Args:
+        label: Index of the class.
+        cells: In the order of the matrix; None where there is no image.
+        others: Images with an answer that has no column.
+    """
+
+    label: int
+    cells: Sequence[Confusion | None]
+    others: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfusionFindings:
+    """What the macro `confusions` shows.
+
+    Args:
+        classes: Names.
+        order: The classes of the matrix.
+        matrix: Its rows.
+        pairs: The most frequent wrong pairs, at most MAX_PAIRS.
+        wrong_pairs: Number of all wrong pairs.
+        images: Of cells and pairs.
+    """
+
+    classes: Sequence[str]
+    order: Sequence[int]
+    matrix: Sequence[MatrixRow]
+    pairs: Sequence[Confusion]
+    wrong_pairs: int
+    images: Mapping[Confusion, Sequence[CellImage]]
+    few_classes: int = FEW_CLASSES
+
+
+def confusion_findings(
+    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = ()
+) -> ConfusionFindings:
+    """The matrix and the most frequent wrong pairs of at least one image.
+
+    Args:
+        outcomes: Of the images.
+        classes: Names.
+        paths: Files of the images; without them, cells have no images.
+    """
+    indices: Indices = defaultdict(list)
+    for index, pair in enumerate(
+        zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)
+    ):
+        indices[pair].append(index)
+    totals = outcomes.labels.bincount(minlength=len(classes)).tolist()
+    cells = {
+        pair: Confusion(*pair, len(found), len(found) / totals[pair[0]])
+        for pair, found in sorted(indices.items())
+    }
+    wrong = [cell for (label, answer), cell in cells.items() if label != answer]
+    wrong.sort(key=lambda cell: -cell.count)
+    pairs = wrong[:MAX_PAIRS]
+    shown = range(len(classes)) if len(classes) <= MAX_MATRIX else confused_classes(pairs)
+    order = [shown[place] for place in similar_order(similarities(shown, cells))]
+    matrix = []
+    for label in order:
+        row = [cells.get((label, answer)) for answer in order]
+        inside = sum(cell.count for cell in row if cell is not None)
+        matrix.append(MatrixRow(label, row, totals[label] - inside))
+    drawn = [cell for row in matrix for cell in row.cells if cell is not None]
+    known = set(pairs)
+    right = [cell for cell in drawn if cell.label == cell.answer]
+    others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
+    others.sort(key=lambda cell: -cell.count)
+    return ConfusionFindings(
+        classes=classes,
+        order=order,
+        matrix=matrix,
+        pairs=pairs,
+        wrong_pairs=len(wrong),
+        images=cell_images([*pairs, *others], right, indices, outcomes, paths) if paths else {},
+    )
+
+
+def confused_classes(pairs: Sequence[Confusion]) -> list[int]:
+    """The classes of the first of `pairs`, at most MAX_CONFUSED, sorted."""
+    found: set[int] = set()
+    for cell in pairs:
+        both = found | {cell.label, cell.answer}
+        if len(both) <= MAX_CONFUSED:
+            found = both
+    return sorted(found)
+
+
+def similarities(
+    shown: Sequence[int], cells: Mapping[tuple[int, int], Confusion]
+) -> NDArray[np.float64]:
+    """How often the classes `shown` are taken for each other, (classes, classes), symmetric."""
+    shares = np.zeros((len(shown), len(shown)))
+    for row, label in enumerate(shown):
+        for column, answer in enumerate(shown):
+            cell = cells.get((label, answer))
+            if cell is not None and label != answer:
+                shares[row, column] = cell.share
+    return shares + shares.T
+
+
+def similar_order(similarity: NDArray[np.float64]) -> list[int]:
+    """An order of classes in which similar ones are neighbours.
+
+    Classes that are similar to none keep their place.
+
+    Args:
+        similarity: At least 0, (classes, classes), symmetric; the diagonal is not used.
+    """
+    count = len(similarity)
+    branches = {index: [index] for index in range(count)}
+    linkage = similarity.copy()
+    np.fill_diagonal(linkage, 0.0)
+    sizes = np.ones(count)
+    while count and linkage.max() > 0:
+        first, second = map(int, np.unravel_index(linkage.argmax(), linkage.shape))
+        branches[first] = _join(branches[first], branches.pop(second), similarity)
+        weights = sizes[[first, second]]
+        sizes[first] = weights.sum()
+        linkage[first] = weights @ linkage[[first, second]] / sizes[first]
+        linkage[:, first] = linkage[first]
+        linkage[first, first] = linkage[second] = linkage[:, second] = 0.0
+    return [index for branch in branches.values() for index in branch]
+
+
+def _join(left: list[int], right: list[int], similarity: NDArray[np.float64]) -> list[int]:
+    """Both, each turned so that the two most similar of their ends touch."""
+    turned = [(a, b) for a in (left, left[::-1]) for b in (right, right[::-1])]
+    first, second = max(turned, key=lambda ends: similarity[ends[0][-1], ends[1][0]])
+    return [*first, *second]
+
+
+def cell_images(
+    wrong: Sequence[Confusion],
+    right: Sequence[Confusion],
+    indices: Indices,
+    outcomes: Outcomes,
+    paths: Sequence[str],
+) -> dict[Confusion, list[CellImage]]:
+    """Thumbnails by cell: one of each cell of `wrong`, then a second one, and so on; then `right`.
+
+    Wrong answers begin with the surest, right ones with the least sure. Images that cannot be read
+    are left out; at most MAX_IMAGES are tried.
+    """
+    confidences = outcomes.confidences.tolist()
+
+    def chosen(cell: Confusion) -> list[int]:
+        sign = 1 if cell.label == cell.answer else -1
+        found = indices[cell.label, cell.answer]
+        return sorted(found, key=lambda index: sign * confidences[index])[:MAX_CELL_IMAGES]
+
+    queue: list[tuple[Confusion, int]] = []
+    for cells in (wrong, right):
+        columns = zip_longest(*map(chosen, cells))
+        queue += [
+            (cell, index)
+            for column in columns
+            for cell, index in zip(cells, column, strict=True)
+            if index is not None
+        ]
+    images: dict[Confusion, list[CellImage]] = defaultdict(list)
+    size = 0
+    for cell, index in queue[:MAX_IMAGES]:
+        image = read_thumbnail(paths[index], CELL_THUMBNAIL)
+        if image is None:
+            continue
+        size += len(image.source)
+        if size > MAX_BYTES:
+            break
+        images[cell].append(CellImage(image, PurePath(paths[index]).name, confidences[index]))
+    return dict(images)

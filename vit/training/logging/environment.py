@@ -1,0 +1,140 @@
+"""environment.jsonl of a run folder: command, versions, devices and git commits.
+
+One line each time the training began or was resumed, for the report and for whoever repeats the
+run. Nothing reads it to decide anything.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.cpu_cores import usable_cores
+from vit.text import printable
+from vit.version import __version__
+from vit.weights.safetensors_io import explain_write_errors
+
+ENVIRONMENT_FILE = "environment.jsonl"
+LIBRARIES = ("torchvision", "timm", "accelerate", "numpy", "pillow")
+GIT_SECONDS = 5.0
+"""A git that has not answered by then is not waited for."""
+
+
+def record_environment(folder: Path, data: str) -> None:
+    """Append a line to environment.jsonl of the run in `folder`.
+
+    Args:
+        folder: The run folder.
+        data: The setting `data`.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    path = folder / ENVIRONMENT_FILE
+    line = json.dumps(describe_environment(data)) + "\n"
+    with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_environment(folder: Path) -> list[dict[str, Any]]:
+    """The lines of environment.jsonl, oldest first; none of a run that has no such file.
+
+    A line that a killed process cut is left out.
+    """
+    try:
+        lines = (folder / ENVIRONMENT_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+    return found
+
+
+def describe_environment(data: str) -> dict[str, Any]:
+    """One line of environment.jsonl."""
+    package = Path(__file__).resolve().parents[3]
+    code = {}
+    if (package / ".git").exists():
+        code = {
+            "commit": _git(package, "rev-parse", "HEAD"),
+            "changed": bool(_git(package, "status", "--porcelain", "--untracked-files=no")),
+        }
+    where = Path(data).expanduser()
+    # of a folder of somebody else, only what runs no program that its .git/config names
+    images = where if where.is_dir() else where.parent
+    commit = _git(images, "rev-parse", "HEAD") if where.exists() else None
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    return {
+        "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "directory": printable(Path.cwd()),
+        "versions": {
+            "vit": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,  # with that of CUDA, which the package's metadata lack
+            **{name: version for name in LIBRARIES if (version := _version(name))},
+        },
+        "system": platform.platform(terse=True),
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "gpus": [torch.cuda.get_device_name(index) for index in gpus],
+        "git": {"vit": code or None, "data": {"commit": commit} if commit else None},
+    }
+
+
+def command_line() -> str:
+    """The command of this process, as typed in a shell: `vit train ...`, `python train.py ...`."""
+    program, *arguments = sys.orig_argv
+    script = Path(sys.argv[0])
+    if script.stem == "vit":
+        return shlex.join(["vit", *map(printable, sys.argv[1:])])
+    return shlex.join([Path(program).name, *map(printable, arguments)])
+
+
+def processor_name() -> str:
+    """The model of the CPU; its architecture where the system does not name it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints about the repository of `folder`; None without one."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", os.fspath(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=GIT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace").strip()
