@@ -7,6 +7,7 @@ each is turned so that the two most similar of their ends touch: the greedy form
 al., "Fast optimal leaf ordering for hierarchical clustering", section 2, Bioinformatics 17, 2001.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Confusion:
     @property
     def shade(self) -> float:
         """Opacity of the cell; a number on the darkest is still readable."""
-        return 0.6 * self.share**0.5
+        return 0.6 * math.sqrt(self.share)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def describe_environment(data: str) -> dict[str, Any]:
     # of a folder of somebody else, only what runs no program that its .git/config names
     images = where if where.is_dir() else where.parent
     commit = _git(images, "rev-parse", "HEAD") if where.exists() else None
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = range(torch.cuda.device_count() if begun else 0)
     return {
         "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(),
