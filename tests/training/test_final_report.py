@@ -99,8 +99,7 @@ def test_the_end_of_a_training_calibrates_the_scores(
     assert found["top1"] == raw["top1"]
     train(tiny_config(epochs=2, ema=0.0, mixup=0.0), run, resume=True)
     assert (run / "config.json").read_bytes() == config
-    commands = re.compile(rb"How it was made.*?</section>", re.DOTALL)
-    assert commands.sub(b"", (run / "report.html").read_bytes()) == commands.sub(b"", page)
+    assert (run / "report.html").read_bytes() == page
 
 
 def test_resuming_a_finished_run_writes_the_report_again(run, tiny_config, capsys):

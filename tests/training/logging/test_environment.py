@@ -23,9 +23,10 @@ def git(folder, *arguments) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_each_start_adds_a_line(tmp_path):
+def test_each_other_command_adds_a_line(tmp_path, monkeypatch):
     assert read_environment(tmp_path) == []
-    for _ in range(2):
+    for option in ("--lr", "--lr", "--resume"):
+        monkeypatch.setattr(sys, "argv", ["vit", "train", option])
         record_environment(tmp_path, "digits")
     first, second = read_environment(tmp_path)
     assert first["versions"]["vit"] == __version__
@@ -33,6 +34,7 @@ def test_each_start_adds_a_line(tmp_path):
     assert first["cores"] >= 1
     assert first["processor"]
     assert first["git"]["data"] is None
+    assert (first["command"], second["command"]) == ("vit train --lr", "vit train --resume")
     assert second["began"] >= first["began"]
 
 

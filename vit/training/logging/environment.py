@@ -1,7 +1,7 @@
 """environment.jsonl of a run folder: command, versions, devices and git commits.
 
-One line each time the training began or was resumed, for the report and for whoever repeats the
-run. Nothing reads it to decide anything.
+One line for the start of the training, and one for each time it was resumed by another command or in
+another environment. It is for the report and for whoever repeats the run; nothing depends on it.
 """
 
 import json
@@ -29,7 +29,7 @@ GIT_SECONDS = 5.0
 
 
 def record_environment(folder: Path, data: str) -> None:
-    """Append a line to environment.jsonl of the run in `folder`.
+    """Append a line to environment.jsonl of the run in `folder`, if more than the time differs.
 
     Args:
         folder: The run folder.
@@ -39,7 +39,11 @@ def record_environment(folder: Path, data: str) -> None:
         RunError: The disk is full, or the folder cannot be written.
     """
     path = folder / ENVIRONMENT_FILE
-    line = json.dumps(describe_environment(data)) + "\n"
+    found = describe_environment(data)
+    known = read_environment(folder)
+    if known and {**known[-1], "began": found["began"]} == found:
+        return
+    line = json.dumps(found) + "\n"
     with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(line)
 
