@@ -1,9 +1,11 @@
 """Pages from templates: values stay text, and images carry pixels and nothing else."""
 
 import base64
+import io
 import re
 
 import jinja2
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -77,3 +79,19 @@ def test_what_is_no_image_has_no_thumbnail(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no image")
     assert read_thumbnail(str(tmp_path / "a.png")) is None
     assert read_thumbnail(str(tmp_path / "missing.png")) is None
+
+
+@pytest.mark.parametrize("size", [240, 60])
+def test_a_thumbnail_that_is_decoded_small_is_that_of_the_whole_image(tmp_path, size):
+    y, x = np.mgrid[0:400, 0:900]
+    pixels = np.stack([x // 4, y // 2, (x + y) // 6], axis=2).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", quality=95, exif=exif)
+    image = read_thumbnail(str(tmp_path / "turned.jpg"), size)
+    found = Image.open(io.BytesIO(base64.b64decode(image.source.partition(",")[2])))
+    expected = Image.fromarray(pixels).rotate(-90, expand=True)
+    expected.thumbnail((size, size))
+    assert found.size == expected.size
+    difference = np.asarray(found, dtype=int) - np.asarray(expected, dtype=int)
+    assert np.abs(difference).mean() < 3

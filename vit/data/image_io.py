@@ -74,6 +74,7 @@ def read_image(
     path: str | os.PathLike[str],
     *,
     intensity_range: IntensityRange | Literal["own"] | None = None,
+    min_size: MinSize | None = None,
     before_decode: Callable[[int], object] = lambda _pixels: None,
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
@@ -84,6 +85,7 @@ def read_image(
         intensity_range: Of a deep image, the values that become 0 and 255; others are clipped.
             `own` is the range that the image itself uses, which makes it visible but removes its
             absolute intensity. None: the range of its type, see above.
+        min_size: As in `read_pixels`; None: the whole size.
         before_decode: Called with the number of pixels before they are decoded; it may block until
             there is memory for them.
         on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
@@ -94,7 +96,10 @@ def read_image(
     """
     with _open_image(path) as image:
         before_decode(image.width * image.height)
-        pixels = _decode_intact_jpeg(image, None)
+        size = None
+        if min_size is not None and image.format in JPEG_FORMATS:
+            size = _stored_size(image, min_size)
+        pixels = _decode_intact_jpeg(image, size)
         if pixels is None:
             rgb = upright_rgb(image, intensity_range, on_dark)
         else:
@@ -109,7 +114,7 @@ def read_pixels(
     path: str | os.PathLike[str],
     min_size: MinSize,
     *,
-    intensity_range: IntensityRange | Literal["own"] | None = None,
+    intensity_range: IntensityRange | None = None,
 ) -> Pixels:
     """Read the image at `path` as an array: its first frame, upright, RGB.
 
@@ -126,9 +131,7 @@ def read_pixels(
         pixels = None
         if image.format in JPEG_FORMATS:
             transpose = EXIF_TRANSPOSE.get(_orientation(image))
-            swapped = transpose in SWAPS_SIDES
-            size = min_size(*image.size[::-1]) if swapped else min_size(*image.size)
-            pixels = _decode_intact_jpeg(image, size[::-1] if swapped else size)
+            pixels = _decode_intact_jpeg(image, _stored_size(image, min_size))
         if pixels is None:
             rgb = _decode_rgb(image, intensity_range)
             transpose = EXIF_TRANSPOSE.get(_orientation(image))
@@ -137,6 +140,14 @@ def read_pixels(
         else:
             rgb = Image.fromarray(pixels)
         return np.array(rgb if transpose is None else rgb.transpose(transpose))
+
+
+def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
+    """The smallest (width, height) at which an image may be decoded, before it is made upright."""
+    if EXIF_TRANSPOSE.get(_orientation(image)) in SWAPS_SIDES:
+        width, height = min_size(*image.size[::-1])
+        return height, width
+    return min_size(*image.size)
 
 
 def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:

@@ -15,10 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from vit.data.archives import relative
-from vit.data.image_io import read_pixels
+from vit.data.image_io import read_image
 from vit.errors import BadImage
 from vit.text import (
     format_count,
@@ -112,10 +110,11 @@ def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
         return math.ceil(width * scale), math.ceil(height * scale)
 
     try:
-        image = Image.fromarray(read_pixels(path, enough, intensity_range="own"))
+        image = read_image(path, intensity_range="own", min_size=enough)
         image.thumbnail((size, size))
     except (BadImage, OSError, ValueError, MemoryError):
         return None
+    image.info = {}
     content = io.BytesIO()
     image.save(content, "JPEG", quality=88 if size >= THUMBNAIL else 80)
     encoded = base64.b64encode(content.getvalue()).decode("ascii")
