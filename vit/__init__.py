@@ -27,11 +27,11 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
     model = vit.from_pretrained("runs/photos", num_classes=5)
 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
-compare, check, verify, report, summary; export_model, export_data, convert_model and list_models
-are `vit export`, `data`, `convert` and `models`. Classes: Predictor, Search (of captions), Config
-(by make_config), VisionTransformer, Captioner. Errors that you can fix are raised as
-vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one; docs/README.md has
-a page per question.
+compare, runs, check, verify, report, summary; export_model, export_data, convert_model and
+list_models are `vit export`, `data`, `convert` and `models`. Classes: Predictor, Search (of
+captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix are raised
+as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one;
+docs/README.md has a page per question.
 """
 
 import importlib
@@ -46,12 +46,13 @@ if TYPE_CHECKING:
     from vit.config import Config
     from vit.config.parser import make_config
     from vit.data.sources.dataset_export import export_data
+    from vit.evaluation.runs_table import runs
     from vit.export.export_formats import export_model
     from vit.export.export_onnx import export_onnx
     from vit.export.verification import verify
     from vit.generation.generation_config import Search
     from vit.inference.calibrate import calibrate
-    from vit.inference.compare import compare
+    from vit.inference.compare import compare, compare_runs
     from vit.inference.evaluate import evaluate
     from vit.inference.label_errors import check
     from vit.inference.prediction_job import predict
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         "calibrate",
         "check",
         "compare",
+        "compare_runs",
         "convert_model",
         "create_model",
         "evaluate",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
         "plan_training",
         "predict",
         "report",
+        "runs",
         "summary",
         "train",
         "tune",
@@ -107,6 +110,7 @@ _HOMES = {
     "calibrate": "vit.inference.calibrate",
     "check": "vit.inference.label_errors",
     "compare": "vit.inference.compare",
+    "compare_runs": "vit.inference.compare",
     "convert_model": "vit.weights.convert",
     "create_model": "vit.model.build",
     "evaluate": "vit.inference.evaluate",
@@ -120,6 +124,7 @@ _HOMES = {
     "plan_training": "vit.training.plan",
     "predict": "vit.inference.prediction_job",
     "report": "vit.training.final_report",
+    "runs": "vit.evaluation.runs_table",
     "summary": "vit.commands.summary_command",
     "train": "vit.training.train",
     "tune": "vit.training.tune",

@@ -9,6 +9,7 @@ from typing import Any
 from vit.errors import ConfigError
 from vit.text import printable
 
+MODEL_FILES = ("config.json", "model.safetensors")
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""
 MAX_NAME_LENGTH = 255
@@ -59,6 +60,11 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
                 printable(full_path if rest and os.path.exists(full_path) else found)
             )
     return f"; did you mean {' or '.join(sorted(suggestions))}?" if suggestions else ""
+
+
+def is_saved_model(path: str) -> bool:
+    """Whether `path` is a folder with a network in the format of run folders and timm."""
+    return all(os.path.isfile(os.path.join(path, name)) for name in MODEL_FILES)
 
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:

@@ -38,6 +38,9 @@ def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, cap
     assert found["calibration"]["target_precision"] == 0.05
     for name in ("ece", "nll", "brier", "top1"):
         assert found["before"][name] == pytest.approx(raw[name], abs=1e-9)
+    assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
+    stored = json.loads((run / "config.json").read_text())["vit"]
+    assert stored["calibration_error"] == found["calibration_error"]
     assert found["after"]["nll"] < found["before"]["nll"]
     assert found["after"]["top1"] == raw["top1"]
     assert f"{found['after']['ece']:.4f} after" in printed.out
@@ -65,6 +68,7 @@ def test_a_multilabel_run_decides_as_before(several_run, several_list, tmp_path)
         after = Predictor(folder, **EXACT)(images)
         for one, other in zip(before, after, strict=True):
             assert [name for name, _ in one.predictions] == [name for name, _ in other.predictions]
+    assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
     assert found["after"]["nll"] <= found["before"]["nll"]
     with pytest.raises(ConfigError, match="one class an image"):
         Predictor(folder, **EXACT)(images, reject=True)

@@ -9,7 +9,7 @@ import pytest
 from vit.commands.main import main
 from vit.config import Config
 from vit.errors import ConfigError, DataError
-from vit.inference.compare import compare
+from vit.inference.compare import compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model
@@ -95,3 +95,58 @@ def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_dat
 def test_networks_of_several_classes_an_image_are_refused(tiny_run, several_run, tiny_data):
     with pytest.raises(ConfigError, match="vit evaluate measures it"):
         compare(several_run, tiny_run, str(tiny_data), **EXACT)
+
+
+def test_three_runs_are_compared_as_every_two_are(
+    tiny_run, other_run, calibrated_run, tiny_data, tmp_path, capsys
+):
+    runs = [str(run) for run in (tiny_run, other_run, calibrated_run)]
+    out, page = tmp_path / "result.json", tmp_path / "page.html"
+    words = [*runs[:2], "--json", str(out), runs[2], str(tiny_data), "--html", str(page)]
+    assert main(["compare", *words, *WORDS]) == 0
+    found = json.loads(out.read_text())
+    assert [(row["name"], row["run"]) for row in found["runs"]] == list(
+        zip("ABC", runs, strict=True)
+    )
+    for row, (a, b) in zip(found["pairs"], [(0, 1), (0, 2), (1, 2)], strict=True):
+        alone = compare(runs[a], runs[b], str(tiny_data), **EXACT).to_dict()
+        assert found["count"] == alone["count"] == 27
+        assert found["runs"][a]["top1_interval"] == alone["a"]["top1_interval"]
+        for name in ("difference", "p_value", "only_a_right", "only_b_right"):
+            assert row[name] == alone[name]
+    printed = capsys.readouterr().out
+    assert found["sentence"] in printed
+    assert "A B" in printed
+    differ = right_images(tiny_run, tiny_data) ^ right_images(other_run, tiny_data)
+    text = page.read_text()
+    assert f"{len(differ)} images on which they differ" in text
+
+
+def test_the_json_of_two_runs_has_the_keys_of_the_contract(tiny_run, other_run, tiny_data):
+    found = compare(tiny_run, other_run, str(tiny_data), **EXACT).to_dict()
+    assert list(found) == [
+        *("count", "a", "b", "difference", "difference_interval", "p_value"),
+        *("only_a_right", "only_b_right", "verdict", "images_needed", "failed"),
+    ]
+
+
+def test_images_that_only_some_of_the_runs_held_out_are_left_out(tiny_run, tiny_data, tmp_path):
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "abc"]
+    data = tiny_data / "val"
+    names = sorted(path.relative_to(data).as_posix() for path in data.rglob("*.*"))
+    for run, part in zip(runs, (names[:9], names[5:15], names[3:8]), strict=True):
+        record = {"root": str(data.resolve()), "val": part}
+        (run / "split.json").write_text(json.dumps(record))
+    notes = []
+    found = compare_runs(runs, str(data), notify=notes.append, **EXACT).to_dict()
+    assert found["count"] == 3
+    assert any("7 images left out, which only some of the runs held out" in note for note in notes)
+
+
+def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run, tiny_data, capsys):
+    assert main(["compare", str(tiny_run), str(tiny_data), str(other_run)]) == 2
+    assert "is a run folder: the images come last" in capsys.readouterr().err
+    assert main(["compare", str(tiny_run), str(other_run)]) == 2
+    assert "DATA" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="1 run: from 2 to 26 are compared"):
+        compare_runs([tiny_run], str(tiny_data))

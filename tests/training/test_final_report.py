@@ -82,7 +82,8 @@ def test_the_end_of_a_training_calibrates_the_scores(
     monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
     run = train(tiny_config(epochs=2, ema=0.0, mixup=0.0), tmp_path / "run").folder
     config, page = (run / "config.json").read_bytes(), (run / "report.html").read_bytes()
-    stored = json.loads(config)["vit"]["calibration"]
+    own = json.loads(config)["vit"]
+    stored = own["calibration"]
     assert stored["images"] == 21
     images = [str(path) for path in sorted((colour_data / "val").rglob("*.png"))]
     predictor = Predictor(run, device="cpu", precision="fp32")
@@ -95,6 +96,7 @@ def test_the_end_of_a_training_calibrates_the_scores(
     text = page.decode()
     assert f"temperature {stored['temperature']:.3f}" in text
     assert f"error of {raw['ece']:.4f}" in text
+    assert f"{own['calibration_error']:.4f}" in text
     assert found["loss"] < raw["loss"]
     assert found["top1"] == raw["top1"]
     train(tiny_config(epochs=2, ema=0.0, mixup=0.0), run, resume=True)

@@ -1,6 +1,7 @@
-"""`vit compare`: is one of two trained models better than the other, on the same images?"""
+"""`vit compare`: is one of two or more trained models better than another, on the same images?"""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_options import (
     add_json_option,
@@ -10,8 +11,13 @@ from vit.commands.command_options import (
     inference_settings,
 )
 from vit.commands.command_output import image_bar, notify, write_json
+from vit.errors import ConfigError
 from vit.output.output_file import check_output, open_output, standard_output
+from vit.paths import is_saved_model
 from vit.text import printable
+
+if TYPE_CHECKING:
+    from vit.inference.compare import Comparison, RunsComparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"network {letter}: a run folder, or any other weights with a head",
         )
     parser.add_argument(
+        "more",
+        metavar="RUN_C",
+        nargs="*",
+        help="more networks: every two are compared, with a correction for the number of pairs",
+    )
+    parser.add_argument(
         "data",
         metavar="DATA",
-        help="labelled images that neither was trained on: a folder, a list (.csv, .jsonl), or the "
-        "name of a built-in set",
+        help="always last: labelled images that none was trained on: a folder, a list (.csv, "
+        ".jsonl), or the name of a built-in set",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
@@ -35,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="a page with the images that only one of them gets right, which needs no network; an "
+        help="a page with the images that only some of them get right, which needs no network; an "
         "older file is replaced",
     )
     add_network_options(parser)
@@ -44,24 +56,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
+    if is_saved_model(args.data):
+        raise ConfigError(
+            f"{printable(args.data)} is a run folder: the images come last, "
+            "vit compare RUN_A RUN_B [RUN_C ...] DATA"
+        )
 
-    from vit.inference.compare import compare
+    from vit.inference.compare import compare, compare_runs
 
     settings = inference_settings(args)
+    data = dataset_spec(args, split=args.split)
+    found: Comparison | RunsComparison
     with image_bar() as progress:
-        found = compare(
-            args.run_a,
-            args.run_b,
-            dataset_spec(args, split=args.split),
+        options = {
             **settings,
-            notify=lambda note: notify(f"vit compare: {note}"),
-            progress=progress,
-        )
-    result = found.to_dict()
-    write_json(args.json, result)
+            "notify": lambda note: notify(f"vit compare: {note}"),
+            "progress": progress,
+        }
+        if args.more:
+            found = compare_runs([args.run_a, args.run_b, *args.more], data, **options)
+            lines = several_lines(found.to_dict())
+        else:
+            found = compare(args.run_a, args.run_b, data, **options)
+            lines = [*two_lines(args, found.to_dict()), found.counts.sentence()]
+    write_json(args.json, found.to_dict())
     if args.html is not None:
         with open_output(args.html) as out:
             out.write(found.page())
+    print("\n".join(lines), file=standard_output(), flush=True)
+    for row in found.failed:
+        notify(f"vit compare: {printable(row['image'])}: {printable(row['error'])}")
+    return int(bool(found.failed))
+
+
+def two_lines(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    """A line for each of two runs."""
     lines = []
     for letter, key, name in zip("AB", "ab", (args.run_a, args.run_b), strict=True):
         low, high = result[key]["top1_interval"]
@@ -69,7 +98,38 @@ def run(args: argparse.Namespace) -> int:
             f"{letter}  {result[key]['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})  "
             f"only {letter} right: {result[f'only_{key}_right']}  {printable(name)}"
         )
-    print("\n".join([*lines, found.counts.sentence()]), file=standard_output(), flush=True)
-    for row in found.failed:
-        notify(f"vit compare: {printable(row['image'])}: {printable(row['error'])}")
-    return int(bool(found.failed))
+    return lines
+
+
+def several_lines(result: dict[str, Any]) -> list[str]:
+    """What is printed of more than two runs: a line for each, a table of all pairs, a sentence."""
+    lines = [
+        f"{row['name']}  {row['top1']:.2%}  (95 % interval: {row['top1_interval'][0]:.2%} to "
+        f"{row['top1_interval'][1]:.2%})  {printable(row['run'])}"
+        for row in result["runs"]
+    ]
+    titles = ("pair", "points", "95 % interval", "p", "adjusted", "needed", "the second is")
+    rows = [titles]
+    for row in result["pairs"]:
+        low, high = row["difference_interval"]
+        needed = row["images_needed"]
+        rows.append(
+            (
+                f"{row['a']} {row['b']}",
+                f"{100 * row['difference']:+.2f}",
+                f"{100 * low:+.2f} to {100 * high:+.2f}",
+                f"{row['p_value']:.2g}",
+                f"{row['p_adjusted']:.2g}",
+                "" if needed is None else f"{needed:,}",
+                row["verdict"],
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            [f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+            + [row[-1]]
+        )
+        for row in rows
+    ]
+    return [*lines, "", *table, "", result["sentence"]]

@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -366,6 +366,41 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         reason = printable(" ".join(text.split()))
         raise ConfigError(f"{printable(path)}: {reason}") from None
     return values
+
+
+def read_stored_settings(path: str | Path) -> dict[str, Any]:
+    """Flat values of a file that `write_settings` wrote: as `read_settings`, faster for many files.
+
+    A value is parsed once for all files that have it. What is not plain lines of `name: value` is
+    left to `read_settings`, which raises its errors.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = [line.partition(": ") for line in lines if line and line[0] != "#"]
+        values = {name: _parse_value(text) for name, _, text in rows if name.isidentifier()}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return read_settings(path)
+    return values if len(values) == len(rows) else read_settings(path)
+
+
+@lru_cache(maxsize=10_000)
+def _parse_value(text: str) -> Any:
+    """The value in the rest of a YAML line.
+
+    Raises:
+        ValueError, YAMLError: It is none, or goes on in the next line.
+    """
+    value = yaml.safe_load(text)
+    if isinstance(value, dict) or (isinstance(value, list) and text[0] != "["):
+        raise ValueError("the line is no `name: value`")
+    return value
+
+
+def as_typed(value: object) -> str:
+    """A setting's value as a user would type it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_settings(

@@ -1,13 +1,12 @@
 """Accuracy by slices of the images, and which slices are really worse than the other images.
 
     p          = P(X <= right in the slice),  X ~ Hypergeometric(images, right, images of the slice)
-    adjusted   = max over smaller p of  (number of slices - rank) * p          rank from 0
+    adjusted   = p, adjusted to the number of slices (vit/evaluation/multiple_testing.py)
     flagged    = adjusted < 0.05 and the slice is less accurate than the rest
 
 Without the adjustment one of twenty slices would be flagged by chance.
 
-Source: Fisher's exact test, one-sided; Holm, "A Simple Sequentially Rejective Multiple Test
-Procedure", Scandinavian Journal of Statistics 6, 1979.
+Source: Fisher's exact test, one-sided.
 """
 
 import itertools
@@ -19,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from vit.evaluation.classification_metrics import wilson_interval
+from vit.evaluation.multiple_testing import holm
+from vit.evaluation.wilson_interval import wilson_interval
 from vit.text import percent, plural, printable
 
 OTHER = "other"
@@ -123,7 +123,7 @@ def accuracy_slices(
         features: With a value for each image. One with the same value everywhere has no slices.
     """
     found = list(itertools.chain.from_iterable(_slices_of(right, one) for one in features))
-    adjusted = adjust_p_values([one.p_value for one in found])
+    adjusted = holm([one.p_value for one in found])
     return [
         AccuracySlice(**{**vars(one), "p_adjusted": p})
         for one, p in zip(found, adjusted, strict=True)
@@ -210,12 +210,3 @@ def lower_tail(right: int, images: int, hits: int, count: int) -> float:
 
 def _log_choose(total: int, chosen: int) -> float:
     return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
-
-
-def adjust_p_values(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction of p-values of several tests, in their order."""
-    adjusted, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min((len(p_values) - rank) * p_values[index], 1.0))
-        adjusted[index] = largest
-    return adjusted

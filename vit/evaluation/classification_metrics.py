@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.evaluation.wilson_interval import wilson_interval
+
 BINS = 15
-Z95 = 1.959963984540054  # the standard normal's 97.5 % point
 LEAST = torch.finfo(torch.float64).tiny
 
 
@@ -169,19 +170,6 @@ def class_scores(label: str, hits: float, count: float, answered: float) -> dict
         "recall": hits / count if count else 0.0,
         "f1": 2 * hits / (count + answered) if count + answered else 0.0,
     }
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """95 % interval of a share, which stays inside [0, 1] and is honest at 0 and at 1.
-
-    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference",
-    Journal of the American Statistical Association 22, 1927.
-    """
-    share, spread = successes / trials, Z95**2 / trials
-    centre = (share + spread / 2) / (1 + spread)
-    half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
-    low = 0.0 if successes == 0 else centre - half
-    return low, 1.0 if successes == trials else centre + half
 
 
 def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:

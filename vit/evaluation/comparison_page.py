@@ -1,14 +1,14 @@
-"""The page of `vit compare`: the result in words, and images that only one network gets right."""
+"""The page of `vit compare`: the result in words, and images on which the networks differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from vit.evaluation.html_page import readable_thumbnails, render_page
-from vit.evaluation.paired_comparison import PairedComparison
+from vit.evaluation.paired_comparison import AllPairs, PairedComparison, letters
 
 MAX_IMAGES = 24
-"""Images of each direction that are shown."""
+"""Images that are shown, of each direction where two networks are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,4 +53,61 @@ def comparison_page(
             ("A", "B", len(only_a), shown(only_a)),
             ("B", "A", len(only_b), shown(only_b)),
         ],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """An image that some of several classifiers get right.
+
+    Args:
+        path: Its file.
+        label: Its class.
+        answers: Answer of each classifier, with its probability.
+        right: Whether each answer is right.
+    """
+
+    path: str
+    label: str
+    answers: Sequence[tuple[str, float]]
+    right: Sequence[bool]
+
+    def lines(self) -> list[tuple[str, str, float]]:
+        """Letters, answer and highest probability of those that answer alike; the right ones first.
+
+        The order of the others is that of their probability.
+        """
+        places: dict[str, list[int]] = {}
+        for place, (answer, _) in enumerate(self.answers):
+            places.setdefault(answer, []).append(place)
+        lines = [
+            (letters(alike), answer, max(self.answers[place][1] for place in alike))
+            for answer, alike in places.items()
+        ]
+        return sorted(lines, key=lambda line: (line[1] != self.label, -line[2]))
+
+
+def all_pairs_page(
+    names: Sequence[str], result: AllPairs, disagreements: Sequence[Disagreement]
+) -> str:
+    """The whole page of more than two runs; `names` are theirs.
+
+    The images on which most runs contradict each other come first, then the surest mistakes.
+    """
+
+    def order(image: Disagreement) -> tuple[float, float]:
+        wrong = [
+            share for (_, share), right in zip(image.answers, image.right, strict=True) if not right
+        ]
+        return abs(len(wrong) - len(image.right) / 2), -max(wrong)
+
+    ordered = sorted(disagreements, key=order)
+    found = readable_thumbnails(range(len(ordered)), [image.path for image in ordered])
+    return render_page(
+        "all_pairs_page.html.j2",
+        heading=f"{len(names)} runs",
+        result=result.to_dict(names),
+        sentence=result.sentence(),
+        count=len(ordered),
+        images=[(ordered[index], image) for index, image in islice(found, MAX_IMAGES)],
     )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vit.evaluation.classification_metrics import calibration_error
 from vit.evaluation.conformal_sets import set_levels, set_scores
 from vit.evaluation.selective_prediction import (
     TARGET_PRECISION,
@@ -26,6 +27,8 @@ class FittedCalibration(NamedTuple):
 
     calibration: ScoreCalibration
     temperature: FittedTemperature
+    error: float
+    """Calibration error (ECE) of scores that the other images calibrated."""
 
 
 def fit_calibration(
@@ -48,9 +51,11 @@ def fit_calibration(
         return None
     if targets.ndim == 2:
         plain = ScoreCalibration(temperature=fitted.scaling.temperature, images=images)
-        return FittedCalibration(plain, fitted)
+        decisions = fitted.held_out.sigmoid().flatten(), targets.double().flatten()
+        return FittedCalibration(plain, fitted, calibration_error(*decisions))
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
+    error = calibration_error(confidences, answers == targets)
     farthest = None
     if distances is not None:
         (farthest,) = set_levels(distances, [1 - FALSE_ALARMS])
@@ -67,12 +72,12 @@ def fit_calibration(
         farthest=farthest,
         set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES)),
     )
-    return FittedCalibration(calibration, fitted)
+    return FittedCalibration(calibration, fitted, error)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
     """Log lines about a calibration."""
-    calibration, temperature = fitted
+    calibration, temperature = fitted.calibration, fitted.temperature
     lines = [
         f"calibration: temperature {calibration.temperature:.3f}, exponent "
         f"{calibration.exponent:.3f}; loss of held-out images {temperature.loss_before:.4f} "

@@ -8,24 +8,37 @@
 
 The two shares of right answers say little here: on images that both answer alike, nothing differs.
 
+Of more than two, every two are compared, with p values that are adjusted to the number of pairs
+(vit/evaluation/multiple_testing.py).
+
 Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
 Psychometrika 12, 1947; number of images: Connor, "Sample size for testing differences in
 proportions for the paired-sample design", Biometrics 43, 1987.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from statistics import NormalDist
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from vit.evaluation.classification_metrics import Z95, wilson_interval
+from vit.evaluation.multiple_testing import holm
 from vit.evaluation.selective_prediction import binomial_tail
+from vit.evaluation.wilson_interval import wilson_interval
+from vit.text import plural
 
 LEVEL = 0.05
-Z80 = 0.8416212335729143  # the standard normal's 80 % point
+POWER = 0.8
 DRAWS = 10_000
+UNDECIDED = "not distinguishable"
+MAX_RUNS = len(ascii_uppercase)
+"""Classifiers that are compared at once: each has a letter."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,12 @@ class PairedComparison:
     @property
     def verdict(self) -> str:
         """Whether B is better than A, worse, or neither is shown."""
-        if self.p_value >= LEVEL:
-            return "not distinguishable"
+        return self.verdict_at(self.p_value)
+
+    def verdict_at(self, p_value: float) -> str:
+        """The verdict at an adjusted p value."""
+        if p_value >= LEVEL:
+            return UNDECIDED
         return "better" if self.difference > 0 else "worse"
 
     def interval(self) -> tuple[float, float]:
@@ -86,13 +103,14 @@ class PairedComparison:
         low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / self.count, [0.025, 0.975])
         return float(low), float(high)
 
-    def images_needed(self) -> int | None:
+    def images_needed(self, level: float = LEVEL) -> int | None:
         """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
         difference = abs(self.difference)
         if not difference:
             return None
         share = (self.only_a_right + self.only_b_right) / self.count
-        root = Z95 * math.sqrt(share) + Z80 * math.sqrt(max(share - difference**2, 0.0))
+        false, true = map(NormalDist().inv_cdf, (1 - level / 2, POWER))
+        root = false * math.sqrt(share) + true * math.sqrt(max(share - difference**2, 0.0))
         return math.ceil((root / difference) ** 2)
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,10 +142,109 @@ class PairedComparison:
             f"{100 * self.difference:+.2f} points (95 % interval {100 * low:+.2f} to "
             f"{100 * high:+.2f}), p = {self.p_value:.2g}"
         )
-        if self.verdict != "not distinguishable":
+        if self.verdict != UNDECIDED:
             return f"B is {self.verdict} than A on {self.count:,} images: {numbers}"
         needed = self.images_needed()
         remedy = (
             "" if needed is None else f"; it would take about {needed:,} to show this difference"
         )
         return f"A and B are not distinguishable with {self.count:,} images: {numbers}{remedy}"
+
+
+@dataclass(frozen=True)
+class AllPairs:
+    """Comparisons of every two of several classifiers on the same images.
+
+    Args:
+        count: Number of images, at least 1.
+        right: Right answers of each.
+        pairs: By the places of both, the smaller one first.
+    """
+
+    count: int
+    right: tuple[int, ...]
+    pairs: dict[tuple[int, int], PairedComparison]
+
+    @staticmethod
+    def of(right: Tensor) -> "AllPairs":
+        """From whether each answer is right, (classifiers, images)."""
+        return AllPairs(
+            right.shape[1],
+            tuple(right.sum(dim=1).tolist()),
+            {
+                (a, b): PairedComparison.of(right[a], right[b])
+                for a, b in combinations(range(len(right)), 2)
+            },
+        )
+
+    @cached_property
+    def adjusted(self) -> dict[tuple[int, int], float]:
+        """The adjusted p value of each pair."""
+        values = holm([pair.p_value for pair in self.pairs.values()])
+        return dict(zip(self.pairs, values, strict=True))
+
+    @cached_property
+    def verdicts(self) -> dict[tuple[int, int], str]:
+        """Whether the second of each pair is better than the first, worse, or neither is shown."""
+        return {key: pair.verdict_at(self.adjusted[key]) for key, pair in self.pairs.items()}
+
+    def needed(self, pair: tuple[int, int]) -> int | None:
+        """As `PairedComparison.images_needed`, at the level of the strictest test (Bonferroni)."""
+        return self.pairs[pair].images_needed(LEVEL / len(self.pairs))
+
+    def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
+        """The JSON of `vit compare` with more than two runs, of these names."""
+        runs = [
+            {
+                "name": letter,
+                "run": name,
+                "top1": right / self.count,
+                "top1_interval": list(wilson_interval(right, self.count)),
+            }
+            for letter, name, right in zip(ascii_uppercase, names, self.right, strict=False)
+        ]
+        pairs = [
+            {
+                "a": ascii_uppercase[key[0]],
+                "b": ascii_uppercase[key[1]],
+                "difference": pair.difference,
+                "difference_interval": list(pair.interval()),
+                "p_value": pair.p_value,
+                "p_adjusted": self.adjusted[key],
+                "only_a_right": pair.only_a_right,
+                "only_b_right": pair.only_b_right,
+                "verdict": self.verdicts[key],
+                "images_needed": self.needed(key),
+            }
+            for key, pair in self.pairs.items()
+        ]
+        return {"count": self.count, "runs": runs, "pairs": pairs, "sentence": self.sentence()}
+
+    def sentence(self) -> str:
+        """Which of them are distinguishable, in words."""
+        worse: dict[int, list[int]] = {}
+        for (a, b), verdict in self.verdicts.items():
+            if verdict != UNDECIDED:
+                winner, loser = (b, a) if verdict == "better" else (a, b)
+                worse.setdefault(winner, []).append(loser)
+        method = f"Holm's correction for {plural(len(self.pairs), 'pair')}, 5 % level"
+        images = plural(self.count, "image")
+        if not worse:
+            return (
+                f"None of the {len(self.right)} runs is distinguishable from another with {images} "
+                f"({method})"
+            )
+        found = [
+            f"{ascii_uppercase[winner]} is better than {letters(sorted(worse[winner]))}"
+            for winner in sorted(worse, key=lambda place: (-self.right[place], place))
+        ]
+        left = len(self.pairs) - sum(map(len, worse.values()))
+        others = "the other pair is" if left == 1 else f"the other {left} pairs are"
+        rest = [f"{others} {UNDECIDED}"] if left else []
+        return f"On {images}, {'; '.join([*found, *rest])} ({method})"
+
+
+def letters(places: Sequence[int]) -> str:
+    """Names of classifiers: `A`, `A and B`, `A, B and C`."""
+    *first, last = (ascii_uppercase[place] for place in places)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.config.parser import all_settings, flatten, make_config
+from vit.config.parser import all_settings, as_typed, flatten, make_config
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
 from vit.weights.safetensors_io import write_text
@@ -154,10 +154,3 @@ def changed_settings(config: Config) -> list[tuple[str, str, str, str]]:
         for name, value in chosen.items()
         if value != default[name] and name not in NOT_LISTED
     ]
-
-
-def as_typed(value: object) -> str:
-    """A setting's value as a user would type it."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -28,7 +28,7 @@ from vit.inference.evaluate import load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.score_calibration import rescale_thresholds
 from vit.text import printable
-from vit.weights.saved_model import CALIBRATION, load_run, update_run
+from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, load_run, update_run
 
 
 def calibrate(
@@ -56,8 +56,8 @@ def calibrate(
         settings: As for Predictor.
 
     Returns:
-        `calibration`, as config.json has it; scores of held-out images `before` and `after`; and
-        `failed`, unreadable images with the reason.
+        `calibration` and `calibration_error`, as config.json has them; scores of held-out images
+        `before` and `after`; and `failed`, unreadable images with the reason.
 
     Raises:
         VitError: The run or the data cannot be used, or there are fewer than 50 labelled images.
@@ -115,7 +115,10 @@ def calibrate(
     )
     if fitted is None:
         raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")
-    changes: dict[str, Any] = {CALIBRATION: fitted.calibration.to_dict()}
+    changes: dict[str, Any] = {
+        CALIBRATION: fitted.calibration.to_dict(),
+        CALIBRATION_ERROR: fitted.error,
+    }
     if loaded.thresholds is not None:
         before = loaded.calibration.temperature if loaded.calibration else 1.0
         factor = before / fitted.calibration.temperature

@@ -1,18 +1,19 @@
-"""Compares two classifiers on the same labelled images: `vit compare`."""
+"""Compares two or more classifiers on the same labelled images: `vit compare`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
-from vit.evaluation.comparison_page import Flip, comparison_page
-from vit.evaluation.paired_comparison import PairedComparison
+from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
+from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
 from vit.inference.evaluate import load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.text import plural, printable
@@ -53,6 +54,51 @@ class Comparison:
         return comparison_page(self.names, self.counts, *self.flips)
 
 
+@dataclass(frozen=True)
+class RunsComparison:
+    """The result of `compare_runs`.
+
+    Args:
+        names: Of the runs, as given.
+        result: The paired counts of every two, with adjusted tests.
+        disagreements: Images that some get right and others wrong.
+        failed: Unreadable images, each {"image", "error"}.
+    """
+
+    names: tuple[str, ...]
+    result: AllPairs
+    disagreements: list[Disagreement]
+    failed: list[dict[str, str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `vit compare` with more than two runs."""
+        return {**self.result.to_dict(self.names), "failed": self.failed}
+
+    def page(self) -> str:
+        """The HTML page, with thumbnails."""
+        return all_pairs_page(self.names, self.result, self.disagreements)
+
+
+class SharedAnswers(NamedTuple):
+    """Answers of several classifiers for the same images."""
+
+    paths: list[str]
+    """Images that can be read."""
+    answers: list[dict[str, Answer]]
+    """Of each classifier, by image."""
+    failed: list[dict[str, str]]
+    """Unreadable images, each {"image", "error"}."""
+
+    def right(self) -> Tensor:
+        """Whether each answer is right, (classifiers, images)."""
+        return torch.tensor(
+            [
+                [found[path].answer == found[path].label for path in self.paths]
+                for found in self.answers
+            ]
+        )
+
+
 def compare(
     run_a: PathLike,
     run_b: PathLike,
@@ -79,12 +125,78 @@ def compare(
     Raises:
         VitError: A model, the data or a setting cannot be used.
     """
+    answers = _answer(
+        (run_a, run_b),
+        data,
+        split=split,
+        images=images,
+        notify=notify,
+        progress=progress,
+        settings=settings,
+    )
+    first, second = answers.answers
+    return Comparison(
+        (_name(run_a), _name(run_b)),
+        PairedComparison.of(*answers.right()),
+        (_flips(first, second, answers.paths), _flips(second, first, answers.paths)),
+        answers.failed,
+    )
+
+
+def compare_runs(
+    runs: Sequence[PathLike],
+    data: str | DatasetSpec,
+    *,
+    split: str = "val",
+    images: str | None = None,
+    notify: Callable[[str], object] = lambda _note: None,
+    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    **settings: Any,
+) -> RunsComparison:
+    """Compare every two of several runs, with p values that are adjusted to their number.
+
+        result = vit.compare_runs(["runs/a", "runs/b", "runs/c"], "photos").result
+        print(result.sentence(), result.adjusted[0, 2])
+
+    Images that a training held out of the data are used if all did; the others are left out.
+
+    Args:
+        runs: 2 to 26 run folders or other sources of weights with a head.
+        data, split, ..., settings: As for `compare`.
+
+    Raises:
+        VitError: A model, the data or a setting cannot be used.
+    """
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ConfigError(f"{plural(len(runs), 'run')}: from 2 to {MAX_RUNS} are compared")
+    answers = _answer(
+        runs, data, split=split, images=images, notify=notify, progress=progress, settings=settings
+    )
+    return RunsComparison(
+        tuple(os.fspath(run) for run in runs),
+        AllPairs.of(answers.right()),
+        _disagreements(answers),
+        answers.failed,
+    )
+
+
+def _answer(
+    runs: Sequence[PathLike],
+    data: str | DatasetSpec,
+    *,
+    split: str,
+    images: str | None,
+    notify: Callable[[str], object],
+    progress: Callable[[int, int], object],
+    settings: dict[str, Any],
+) -> SharedAnswers:
+    """Answers of all `runs` for the images that no training has seen; as `compare`."""
     spec = (
         data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
     )
-    predictors = [Predictor(run, **settings, notify=notify) for run in (run_a, run_b)]
+    predictors = [Predictor(run, **settings, notify=notify) for run in runs]
     tables = []
-    for run, predictor in zip((run_a, run_b), predictors, strict=True):
+    for run, predictor in zip(runs, predictors, strict=True):
         if predictor.thresholds is not None or predictor.n_best or not predictor.classes:
             raise ConfigError(
                 f"{printable(run)}: classifiers of one class an image are compared, and this "
@@ -92,15 +204,18 @@ def compare(
             )
         samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
         tables.append({s.path: s.label for s in samples if s.label != NO_LABEL})
-    paths = [path for path in tables[0] if path in tables[1]]
+    paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
+    two = len(runs) == 2
     if not paths:
+        every, none = ("both", "neither") if two else ("all", "none")
         raise DataError(
-            f"{printable(spec.data)}: no image is held out by both trainings; give data that "
-            "neither was trained on"
+            f"{printable(spec.data)}: no image is held out by {every} trainings; give data that "
+            f"{none} was trained on"
         )
     left_out = max(map(len, tables)) - len(paths)
     if left_out:
-        notify(f"note: {plural(left_out, 'image')} left out, which only one of the two held out")
+        which = "only one of the two" if two else "only some of the runs"
+        notify(f"note: {plural(left_out, 'image')} left out, which {which} held out")
     failed: dict[str, str] = {}
     answers = []
     for number, (predictor, table) in enumerate(zip(predictors, tables, strict=True)):
@@ -119,21 +234,29 @@ def compare(
                     float(output.probabilities[own]),
                 )
             done += len(outputs)
-            progress(done, 2 * len(paths))
+            progress(done, len(runs) * len(paths))
         answers.append(found)
-    both = [path for path in paths if path not in failed]
-    if not both:
+    readable = [path for path in paths if path not in failed]
+    if not readable:
         raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
-    a_right, b_right = (
-        torch.tensor([found[path].answer == found[path].label for path in both])
-        for found in answers
+    return SharedAnswers(
+        readable, answers, [{"image": image, "error": error} for image, error in failed.items()]
     )
-    return Comparison(
-        (_name(run_a), _name(run_b)),
-        PairedComparison.of(a_right, b_right),
-        (_flips(answers[0], answers[1], both), _flips(answers[1], answers[0], both)),
-        [{"image": image, "error": error} for image, error in failed.items()],
-    )
+
+
+def _disagreements(answers: SharedAnswers) -> list[Disagreement]:
+    """Images that some classifiers get right and others wrong."""
+    rights = answers.right()
+    return [
+        Disagreement(
+            path=path,
+            label=answers.answers[0][path].label,
+            answers=[(found[path].answer, found[path].confidence) for found in answers.answers],
+            right=right,
+        )
+        for path, right in zip(answers.paths, rights.T.tolist(), strict=True)
+        if any(right) and not all(right)
+    ]
 
 
 def _flips(right: dict[str, Answer], wrong: dict[str, Answer], paths: list[str]) -> list[Flip]:

@@ -121,7 +121,7 @@ class Classification(Task):
             return
         fitted = fit_calibration(found.logits, found.labels, distances=found.distances)
         if fitted is not None:
-            store_calibration(run.folder, fitted.calibration, found.distance)
+            store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)
             for line in describe_calibration(fitted):
                 run.notify(line)
 

@@ -52,7 +52,7 @@ from vit.tasks.task import (
     mixed,
 )
 from vit.text import join_names
-from vit.weights.saved_model import CALIBRATION, update_run
+from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
 
 
 class MultiLabel(Task):
@@ -138,6 +138,7 @@ class MultiLabel(Task):
         logits = found.logits.double()
         if fitted := fit_calibration(logits, found.labels):
             changes[CALIBRATION] = fitted.calibration.to_dict()
+            changes[CALIBRATION_ERROR] = fitted.error
             logits = logits / fitted.calibration.temperature
             for line in describe_calibration(fitted):
                 run.notify(line)

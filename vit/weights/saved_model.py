@@ -46,6 +46,7 @@ DEFAULT_THRESHOLD = 0.5
 TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER = "decoder."
 CALIBRATION = "calibration"
+CALIBRATION_ERROR = "calibration_error"
 """Key of the calibration in our section of config.json."""
 
 
@@ -333,7 +334,7 @@ def vit_section(content: Any) -> dict[str, Any]:
             f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
             "install the vit that wrote it"
         )
-    optional = {"decoder", "thresholds", "task", CALIBRATION}
+    optional = {"decoder", "thresholds", "task", CALIBRATION, CALIBRATION_ERROR}
     if own.keys() - optional != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
     return own
@@ -362,7 +363,8 @@ def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> No
     raw = read_config(where)
     content = json.loads(raw)
     stored = dict(vit_section(content))
-    initial = {name: value for name, value in stored.items() if name != CALIBRATION}
+    measured = (CALIBRATION, CALIBRATION_ERROR)
+    initial = {name: value for name, value in stored.items() if name not in measured}
     if "thresholds" in stored:
         initial["thresholds"] = [DEFAULT_THRESHOLD] * len(stored["classes"])
     final = {name: value for name, value in {**stored, **changes}.items() if value is not None}
@@ -380,8 +382,10 @@ def store_calibration(
     folder: str | os.PathLike[str],
     calibration: ScoreCalibration,
     distance: FeatureDistance | None = None,
+    error: float | None = None,
 ) -> None:
-    """Write a calibration to a run folder, and the distance from the training images if any.
+    """Write a calibration to a run folder, with its error on held-out images, and the distance from
+    the training images if any.
 
     The run is valid at any time: without a calibration while the distance is written.
 
@@ -389,9 +393,9 @@ def store_calibration(
         RunError, WeightsError: The run cannot be read or written.
     """
     if calibration.farthest is not None and distance is not None:
-        update_run(folder, {CALIBRATION: None})
+        update_run(folder, {CALIBRATION: None, CALIBRATION_ERROR: None})
         write_tensors(Path(folder) / DISTANCE_FILE, distance.state_dict(), {"format": "pt"})
-    update_run(folder, {CALIBRATION: calibration.to_dict()})
+    update_run(folder, {CALIBRATION: calibration.to_dict(), CALIBRATION_ERROR: error})
 
 
 def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:

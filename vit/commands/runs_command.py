@@ -1,0 +1,61 @@
+"""`vit runs FOLDER`: all runs below a folder in one table."""
+
+import argparse
+import shutil
+
+from vit.commands.command_options import add_json_option
+from vit.commands.command_output import write_json
+from vit.evaluation.runs_table import COLUMNS, runs
+from vit.output.output_file import check_output, open_output, standard_output
+from vit.output.prediction_results import to_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(html=None)
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        default="runs",
+        help="searched for run folders, with all folders below it (default: runs)",
+    )
+    parser.add_argument(
+        "--sort",
+        default="score",
+        metavar="COLUMN",
+        help=f"{', '.join(COLUMNS)}, or a setting; the best, newest or smallest first "
+        "(default: score)",
+    )
+    parser.add_argument("--reverse", action="store_true", help="sort the other way round")
+    parser.add_argument(
+        "--html",
+        "--out",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="the table as a page that sorts and links to the reports, which needs no network; an "
+        "older file is replaced",
+    )
+    add_json_option(
+        parser,
+        "where the table is written as well; - for standard output, instead; an older file is "
+        "replaced",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    shown = args.json == "-"
+    for path in (None if shown else args.json, args.html):
+        check_output(path, overwrite=True)
+    table = runs(args.folder, sort=args.sort, reverse=args.reverse)
+    if args.html is not None:
+        with open_output(args.html) as out:
+            out.write(table.page(args.html))
+    if shown:
+        with open_output(None) as out:
+            out.write(to_json(table.to_dict(), indent=2) + "\n")
+    else:
+        write_json(args.json, table.to_dict())
+        stream = standard_output()
+        width = shutil.get_terminal_size().columns if stream.isatty() else None
+        print("\n".join(line[:width] for line in table.lines()), file=stream, flush=True)
+    return 0

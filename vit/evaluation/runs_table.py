@@ -1,0 +1,584 @@
+"""Many run folders as one table: `vit runs`.
+
+    FOLDER -> run folders below it -> RunRecord each -> RunsTable -> lines, JSON, page
+
+    config.yaml          settings, of which those that differ between the runs are shown
+    metrics.jsonl        epochs, best score with its interval, time
+    config.json          calibration error
+    model.safetensors    shapes in its header: number of parameters
+    .lock                whether a process trains there
+
+Only this is read, and torch is not imported: 200 runs take well below a second.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from vit.config.parser import all_settings, as_typed, nearest, read_stored_settings
+from vit.config.presets import PRESETS
+from vit.config.training_config import TIME_DECIDES
+from vit.errors import ConfigError, RunError
+from vit.evaluation.wilson_interval import wilson_interval
+from vit.file_lock import lock_file
+from vit.paths import did_you_mean, path_argument
+from vit.text import format_duration, format_parameters, percent, printable
+
+METRICS = "metrics.jsonl"
+SETTINGS = "config.yaml"
+WEIGHTS = "model.safetensors"
+OWN_FOLDERS = {"checkpoints", "best", "tracking"}
+"""Folders inside a run folder, which are no runs."""
+FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
+MIN_CIDER_IMAGES = 100
+"""Validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
+SCORE_NAMES = {
+    "val_top1": "top-1",
+    "val_balanced_accuracy": "balanced accuracy",
+    "val_map": "mAP",
+    "val_cider": "CIDEr",
+    "val_loss": "loss",
+}
+SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
+NOT_COMPARED = {"model", "data", "epochs", "num_classes", "workers"}
+"""Settings with a column of their own, or without influence on the result."""
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angles")
+"""Last parts of the names of tensors that are no parameters."""
+COMMON_FOLDERS = {"train", "training", "images", "data"}
+"""Last parts of paths that need the one before."""
+MAX_HEADER_BYTES = 100_000_000
+
+Event = Mapping[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run folder says of its training.
+
+    Args:
+        name: Its path below the searched folder.
+        folder: The run folder.
+        state: finished, running, unfinished or broken.
+        reason: Why it is broken, else "".
+        changed: Time of the last change of its metrics, in seconds since 1970.
+        settings: Its settings by name; empty if they cannot be read.
+        parameters: Number of parameters, if it has weights.
+        epochs: Number of epochs that are over.
+        best_epoch: The epoch of the weights, from 1; None if they are an average of several.
+        metric: The score that ranked the epochs, such as `val_top1`; None before the first.
+        score: Its best value.
+        interval: Its 95 % interval where it is a share of images (Wilson), else None.
+        calibration_error: Of the calibrated scores, if it was measured.
+        seconds: Time of training, without validation.
+        has_report: Whether it has a report.html.
+    """
+
+    name: str
+    folder: Path
+    state: str
+    reason: str
+    changed: float
+    settings: Mapping[str, Any]
+    parameters: int | None = None
+    epochs: int = 0
+    best_epoch: int | None = None
+    metric: str | None = None
+    score: float | None = None
+    interval: tuple[float, float] | None = None
+    calibration_error: float | None = None
+    seconds: float | None = None
+    has_report: bool = False
+
+    def setting(self, name: str) -> Any:
+        """A setting; of a run from before it existed its default, which is what the run did."""
+        known = all_settings()
+        return self.settings.get(name, known[name].default if name in known else None)
+
+    @property
+    def data(self) -> str | None:
+        """The data of the training, as given."""
+        data = self.settings.get("data")
+        return None if data is None else str(data)
+
+    @property
+    def network(self) -> str | None:
+        """The preset, or the sizes of a network that is none: blocks x width, patches, pixels."""
+        if not self.settings:
+            return None
+        model = str(self.setting("model"))
+        sizes = {name: self.setting(name) for name in PRESETS.get(model, {})}
+        if sizes and sizes == PRESETS[model]:
+            return model
+        depth, dim, patch, image = map(self.setting, ("depth", "dim", "patch_size", "image_size"))
+        return f"{depth} x {dim}, patch {patch}, {image} px"
+
+    @property
+    def score_name(self) -> str | None:
+        """The metric in words."""
+        return None if self.metric is None else score_name(self.metric)
+
+    def to_dict(self, settings: Sequence[str]) -> dict[str, Any]:
+        """Its entry in the JSON of `vit runs`, with these settings."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "state": self.state,
+            **({"reason": self.reason} if self.reason else {}),
+            "date": local_time(self.changed).isoformat(timespec="seconds"),
+            "data": self.data,
+            "network": self.network,
+            "parameters": self.parameters,
+            "epochs": self.epochs,
+            "planned_epochs": self.setting("epochs") if self.settings else None,
+            "best_epoch": self.best_epoch,
+            "metric": None if self.metric is None else self.metric.removeprefix("val_"),
+            "score": self.score,
+            "interval": None if self.interval is None else list(self.interval),
+            "calibration_error": self.calibration_error,
+            "seconds": self.seconds,
+            "report": str(self.folder / "report.html") if self.has_report else None,
+            "settings": {name: self.setting(name) for name in settings} if self.settings else {},
+        }
+
+
+class Column(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    text: Callable[[RunRecord], str]
+    """What it shows of a run; "" if it has none."""
+    key: Callable[[RunRecord], Any]
+    """What rows are sorted by, the best or newest first; None last."""
+    number: Callable[[RunRecord], float | None] | None = None
+    """The number that the page sorts by; None for columns of text."""
+
+
+COLUMNS = {
+    "name": Column("run", lambda run: run.name, lambda run: run.name.casefold()),
+    "state": Column("state", lambda run: run.state, lambda run: run.state),
+    "date": Column(
+        "date",
+        lambda run: f"{local_time(run.changed):%Y-%m-%d %H:%M}",
+        lambda run: -run.changed,
+        lambda run: run.changed,
+    ),
+    "data": Column("data", lambda run: short_path(run.data), lambda run: run.data),
+    "network": Column("network", lambda run: run.network or "", lambda run: run.network),
+    "parameters": Column(
+        "parameters",
+        lambda run: "" if run.parameters is None else format_parameters(run.parameters),
+        lambda run: run.parameters,
+        lambda run: run.parameters,
+    ),
+    "epochs": Column(
+        "epochs",
+        lambda run: f"{run.epochs}/{run.setting('epochs')}" if run.settings else "",
+        lambda run: run.epochs,
+        lambda run: run.epochs,
+    ),
+    "score": Column(
+        "score", lambda run: score_text(run), lambda run: rank_of(run), lambda run: run.score
+    ),
+    "interval": Column(
+        "95 % interval",
+        lambda run: "" if run.interval is None else " to ".join(map(percent, run.interval)),
+        lambda run: None if run.interval is None else -run.interval[0],
+        lambda run: None if run.interval is None else run.interval[0],
+    ),
+    "calibration_error": Column(
+        "calibration error",
+        lambda run: "" if run.calibration_error is None else f"{run.calibration_error:.4f}",
+        lambda run: run.calibration_error,
+        lambda run: run.calibration_error,
+    ),
+    "time": Column(
+        "time",
+        lambda run: "" if run.seconds is None else format_duration(run.seconds),
+        lambda run: run.seconds,
+        lambda run: run.seconds,
+    ),
+}
+"""By the name that `--sort` takes."""
+
+
+@dataclass(frozen=True)
+class RunsTable:
+    """The result of `runs`.
+
+    Args:
+        folder: The searched folder.
+        runs: Its runs, sorted.
+    """
+
+    folder: Path
+    runs: tuple[RunRecord, ...]
+
+    @cached_property
+    def differing(self) -> dict[str, str]:
+        """Settings that differ between the runs, with the value that most of them have."""
+        read = [run for run in self.runs if run.settings]
+        known = sorted(all_settings(), key=TIME_DECIDES.__contains__)  # those that a time gave last
+        found = {}
+        for name in dict.fromkeys([*known, *(name for run in read for name in run.settings)]):
+            values = Counter(setting_text(run.setting(name)) for run in read)
+            if len(values) > 1 and name not in NOT_COMPARED:
+                found[name] = values.most_common(1)[0][0]
+        return found
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns in which a run has something."""
+        return [one for one in COLUMNS.values() if any(map(one.text, self.runs))]
+
+    def deviations(self, run: RunRecord) -> dict[str, str]:
+        """Settings of `run` that differ from those of most runs."""
+        if not run.settings:
+            return {}
+        values = {name: setting_text(run.setting(name)) for name in self.differing}
+        return {name: value for name, value in values.items() if value != self.differing[name]}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `vit runs`."""
+        names = list(self.differing)
+        return {"differing": names, "runs": [run.to_dict(names) for run in self.runs]}
+
+    def lines(self) -> list[str]:
+        """The table for a terminal, one line a run, then why runs are broken."""
+        columns = self.columns
+        rows = [[one.title for one in columns]]
+        rows += [[printable(one.text(run)) for one in columns] for run in self.runs]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        changes = [self.deviations(run) for run in self.runs]
+        notes = [" ".join(f"{name}={value}" for name, value in each.items()) for each in changes]
+        last = ["differs from most in" if any(notes) else "", *map(printable, notes)]
+        lines = []
+        for row, note in zip(rows, last, strict=True):
+            cells = [
+                f"{text:>{width}}" if column.number else f"{text:<{width}}"
+                for column, text, width in zip(columns, row, widths, strict=True)
+            ]
+            lines.append("  ".join([*cells, note]).rstrip())
+        broken = [run for run in self.runs if run.reason]
+        return [*lines, *(f"{printable(run.name)}: {printable(run.reason)}" for run in broken)]
+
+    def page(self, file: str | os.PathLike[str]) -> str:
+        """The HTML page for `file`, from which the links to the reports are relative."""
+        from vit.evaluation.html_page import render_page
+
+        place = Path(file).resolve().parent
+        names, columns = list(self.differing), self.columns
+        rows = []
+        for run in self.runs:
+            cells = [(one.text(run), one.number and one.number(run)) for one in columns]
+            values = [setting_text(run.setting(name)) for name in names] if run.settings else []
+            marks = [
+                value != self.differing[name] for name, value in zip(names, values, strict=False)
+            ]
+            report = run.folder.resolve() / "report.html"
+            link = quote(os.fsencode(os.path.relpath(report, place).replace(os.sep, "/")))
+            rows.append((run, link, cells, list(zip(values, marks, strict=True))))
+        return render_page(
+            "runs_page.html.j2",
+            heading=self.folder.resolve().name or self.folder,
+            columns=columns,
+            names=names,
+            rows=rows,
+            states=Counter(run.state for run in self.runs),
+        )
+
+
+def runs(
+    folder: str | os.PathLike[str] = "runs", *, sort: str = "score", reverse: bool = False
+) -> RunsTable:
+    """All runs below a folder, as a table: `vit runs`.
+
+        table = vit.runs("runs")
+        print(table.runs[0].name, table.runs[0].score, list(table.differing))
+
+    Args:
+        folder: Searched with all folders below it; links are not followed.
+        sort: A column (name, state, date, data, network, parameters, epochs, score, interval,
+            calibration_error, time) or a setting; the best, newest or smallest first, runs without
+            a value last.
+        reverse: The other way round; runs without a value stay last.
+
+    Raises:
+        VitError: There is no such folder or column, or no run below it.
+    """
+    root = Path(path_argument("folder", folder, "a folder with run folders"))
+    key = sort_key(sort)
+    if not root.is_dir():
+        hint = did_you_mean(root)
+        raise RunError(f"{printable(root)} is not a folder{hint}; give one with run folders")
+    records = [read_run(path, root) for path in find_runs(root)]
+    if not records:
+        raise RunError(
+            f"{printable(root)}: neither it nor a folder below it is a run folder, as vit train "
+            "--out writes it"
+        )
+    records.sort(key=lambda run: run.name.casefold())
+    ranked = [(key(run), run) for run in records]
+    having = [pair for pair in ranked if pair[0] is not None]
+    having.sort(key=lambda pair: pair[0], reverse=reverse)
+    lacking = [run for value, run in ranked if value is None]
+    return RunsTable(root, (*(run for _, run in having), *lacking))
+
+
+def sort_key(name: str) -> Callable[[RunRecord], Any]:
+    """The sort key of a column, or of a setting: numbers before words, None last.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    word = name.replace("-", "_")
+    if word in COLUMNS:
+        return COLUMNS[word].key
+    if word not in all_settings():
+        hint = nearest(word, [*COLUMNS, *all_settings()])
+        raise ConfigError(
+            f"sort={printable(name)}: no column or setting is called so{hint}; columns: "
+            f"{', '.join(COLUMNS)}"
+        )
+
+    def key(run: RunRecord) -> tuple[bool, float, str] | None:
+        value = run.setting(word) if run.settings else None
+        if value is None:
+            return None
+        number = isinstance(value, int | float)
+        return not number, float(value) if number else 0.0, as_typed(value)
+
+    return key
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Run folders: `root` and those below it; hidden folders and links are left out."""
+    for place, folders, files in os.walk(root):
+        inside = {*folders, *files}
+        is_run = METRICS in inside or (
+            SETTINGS in inside and bool(inside & {".lock", WEIGHTS, "checkpoints"})
+        )
+        if is_run:
+            yield Path(place)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and not (is_run and name in OWN_FOLDERS)
+        )
+
+
+def read_run(folder: Path, root: Path) -> RunRecord:
+    """Read a run folder; what cannot be read makes it broken, and raises nothing."""
+    reasons: list[str] = []
+    settings: dict[str, Any] = {}
+    epochs: list[Event] = []
+    soups: list[Event] = []
+    parameters = error = None
+    try:
+        settings = read_stored_settings(folder / SETTINGS)
+    except ConfigError as problem:
+        reasons.append(str(problem).replace(f"{printable(folder)}{os.sep}", ""))
+    try:
+        epochs, soups = (read_events(folder / METRICS, kind) for kind in ("epoch", "soup"))
+        chosen = next((one for one in soups if one["better"]), None) or best_epoch(epochs)
+        facts = {} if chosen is None else score_facts(chosen, epochs)
+    except (OSError, ValueError, KeyError, TypeError):
+        reasons.append(f"{METRICS} is damaged")
+        facts = {}
+    if (folder / WEIGHTS).exists():
+        try:
+            parameters = count_parameters(folder / WEIGHTS, settings)
+            error = read_calibration_error(folder / "config.json")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+            reasons.append(f"{WEIGHTS} or config.json is damaged: {printable(problem)}")
+    elif facts:
+        reasons.append(f"{WEIGHTS} is missing")
+    has_report = (folder / "report.html").is_file()
+    relative = os.path.relpath(folder, root)
+    return RunRecord(
+        name=folder.resolve().name if relative == "." else relative,
+        folder=folder,
+        state=state_of(folder, settings, epochs, bool(reasons), has_report),
+        reason="; ".join(reasons),
+        changed=last_change(folder),
+        settings=settings,
+        parameters=parameters,
+        calibration_error=error,
+        has_report=has_report,
+        **facts,
+    )
+
+
+def state_of(
+    folder: Path, settings: Mapping[str, Any], epochs: Sequence[Event], broken: bool, report: bool
+) -> str:
+    """Whether a run is finished: all epochs are over, it stopped early, or it has its report."""
+    if is_locked(folder / ".lock"):
+        return RUNNING
+    if broken:
+        return BROKEN
+    over = bool(epochs) and (
+        epochs[-1]["epoch"] >= int(settings.get("epochs", math.inf))
+        or stopped_early(settings, epochs)
+    )
+    return FINISHED if over or report else UNFINISHED
+
+
+def stopped_early(settings: Mapping[str, Any], epochs: Sequence[Event]) -> bool:
+    """Whether the last `patience` epochs brought no improvement."""
+    patience, best = settings.get("patience"), best_epoch(epochs)
+    return bool(patience) and best is not None and epochs[-1]["epoch"] - best["epoch"] >= patience
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of a run folder."""
+    try:
+        with path.open("rb") as file:
+            return not lock_file(file, shared=True, inherited=False)
+    except OSError:  # no lock file, or a file system without locks
+        return False
+
+
+def read_events(path: Path, kind: str) -> list[Event]:
+    """The events of one kind in a metrics.jsonl, without parsing the others; [] without a file.
+
+    A last line without an end, of a run that was killed, does not count.
+
+    Raises:
+        ValueError: A line of this kind, or the beginning of the file, is damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    if content and not content.startswith(b'{"event"'):
+        raise ValueError("no event")
+    prefix, found = b'{"event": "%s"' % kind.encode(), []
+    at = content.find(prefix)
+    while at >= 0 and (end := content.find(b"\n", at)) >= 0:
+        found.append(json.loads(content[at:end]))
+        at = content.find(prefix, end)
+    return found
+
+
+def ranking_metric(event: Event) -> str:
+    """The score that ranks epochs, by the scores that an event has; see `Task.rank`."""
+    if "chosen_by" in event:
+        return str(event["chosen_by"])
+    if "val_cider" in event:
+        few = event.get("val_images", MIN_CIDER_IMAGES) < MIN_CIDER_IMAGES
+        return "val_loss" if few or "val_top1" in event else "val_cider"
+    return "val_top1" if "val_top1" in event else "val_loss"
+
+
+def best_epoch(epochs: Sequence[Event]) -> Event | None:
+    """The epoch that the run ranks first: the best score, then the least loss, then the first."""
+
+    def rank(event: Event) -> tuple[float, float]:
+        metric, loss = ranking_metric(event), float(event["val_loss"])
+        return (-loss, 0.0) if metric == "val_loss" else (float(event[metric]), -loss)
+
+    return max(epochs, key=rank, default=None)
+
+
+def score_facts(chosen: Event, epochs: Sequence[Event]) -> dict[str, Any]:
+    """Fields of a RunRecord from its epochs; `chosen` has the scores of the weights."""
+    metric, images = ranking_metric(epochs[-1]), epochs[-1].get("val_images")
+    score = float(chosen[metric])
+    interval = None
+    if metric == "val_top1" and isinstance(images, int) and images > 0:
+        interval = wilson_interval(round(score * images), images)
+    return {
+        "epochs": int(epochs[-1]["epoch"]),
+        "best_epoch": chosen.get("epoch"),
+        "metric": metric,
+        "score": score,
+        "interval": interval,
+        "seconds": float(sum(event["seconds"] for event in epochs)),
+    }
+
+
+def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
+    """Number of parameters in a safetensors file, by the shapes in its header.
+
+    Raises:
+        ValueError: It is no complete safetensors file.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("no safetensors header")
+        tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    if (
+        8 + length + max(each["data_offsets"][1] for each in tensors.values())
+        != path.stat().st_size
+    ):
+        raise ValueError("the weights are cut")
+    fixed = {"pos_embed"} if str(settings.get("position")).startswith("sinusoidal") else set()
+    return sum(
+        math.prod(each["shape"])
+        for name, each in tensors.items()
+        if name not in fixed and name.rpartition(".")[2] not in BUFFERS
+    )
+
+
+def read_calibration_error(path: Path) -> float | None:
+    """The calibration error in a config.json, if it was measured."""
+    error = json.loads(path.read_bytes())["vit"].get("calibration_error")
+    return None if error is None else float(error)
+
+
+def last_change(folder: Path) -> float:
+    """When the metrics of a run, else its settings, else the folder were changed, seconds."""
+    for path in (folder / METRICS, folder / SETTINGS, folder):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
+
+
+def local_time(seconds: float) -> datetime:
+    """A time since 1970 in the time zone of this machine."""
+    return datetime.fromtimestamp(seconds).astimezone()
+
+
+def score_name(metric: str) -> str:
+    """A metric in words."""
+    return SCORE_NAMES.get(metric, metric.removeprefix("val_").replace("_", " "))
+
+
+def score_text(run: RunRecord) -> str:
+    """The score of a run; its name stands beside all but top-1."""
+    if run.score is None or run.metric is None:
+        return ""
+    value = percent(run.score) if run.metric in SHARES else f"{run.score:.4g}"
+    return value if run.metric == "val_top1" else f"{run.score_name} {value}"
+
+
+def rank_of(run: RunRecord) -> tuple[str, float] | None:
+    """Sort key of scores: those of one metric stand together, the best one first."""
+    if run.score is None or run.metric is None:
+        return None
+    return score_name(run.metric), run.score if run.metric == "val_loss" else -run.score
+
+
+def short_path(path: str | None) -> str:
+    """The last part of a path that says something; names such as `hf:OWNER/NAME` stay whole."""
+    if not path or ":" in path:
+        return path or ""
+    parts = PurePath(path).parts
+    return "/".join(parts[-2:] if parts[-1] in COMMON_FOLDERS else parts[-1:]) or path
+
+
+def setting_text(value: object) -> str:
+    """A setting as it is shown and compared; floats with six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else as_typed(value)
