@@ -98,7 +98,7 @@ def read_image(
         before_decode(image.width * image.height)
         size = None
         if min_size is not None and image.format in JPEG_FORMATS:
-            size = _stored_size(image, min_size)
+            size = _stored_size(image, EXIF_TRANSPOSE.get(_orientation(image)), min_size)
         pixels = _decode_intact_jpeg(image, size)
         if pixels is None:
             rgb = upright_rgb(image, intensity_range, on_dark)
@@ -131,7 +131,7 @@ def read_pixels(
         pixels = None
         if image.format in JPEG_FORMATS:
             transpose = EXIF_TRANSPOSE.get(_orientation(image))
-            pixels = _decode_intact_jpeg(image, _stored_size(image, min_size))
+            pixels = _decode_intact_jpeg(image, _stored_size(image, transpose, min_size))
         if pixels is None:
             rgb = _decode_rgb(image, intensity_range)
             transpose = EXIF_TRANSPOSE.get(_orientation(image))
@@ -142,9 +142,11 @@ def read_pixels(
         return np.array(rgb if transpose is None else rgb.transpose(transpose))
 
 
-def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
+def _stored_size(
+    image: Image.Image, transpose: Image.Transpose | None, min_size: MinSize
+) -> tuple[int, int]:
     """The smallest (width, height) at which an image may be decoded, before it is made upright."""
-    if EXIF_TRANSPOSE.get(_orientation(image)) in SWAPS_SIDES:
+    if transpose in SWAPS_SIDES:
         width, height = min_size(*image.size[::-1])
         return height, width
     return min_size(*image.size)
