@@ -1,4 +1,4 @@
-"""Properties of images against scipy and Pillow."""
+"""Properties of images against numpy, scipy and Pillow."""
 
 import numpy as np
 import pytest
@@ -25,12 +25,12 @@ def image():
     return Image.fromarray(noise)
 
 
-def test_brightness_and_sharpness_equal_pillow_and_scipy(image):
+def test_brightness_and_sharpness_equal_numpy_and_scipy(image):
     dark = image.point(lambda value: value // 3)
     found = pixel_statistics(torch.stack([to_tensor(one) for one in (image, dark)]))
-    for (brightness, sharpness), one in zip(found.tolist(), (image, dark), strict=True):
-        assert brightness == pytest.approx(ImageStat.Stat(one.convert("L")).mean[0] / 255, abs=3e-3)
-        grey = np.asarray(one) @ [0.299, 0.587, 0.114]
+    for (brightness, sharpness), one in zip(found, (image, dark), strict=True):
+        assert brightness == pytest.approx(np.mean(ImageStat.Stat(one).mean) / 255)
+        grey = np.asarray(one).mean(axis=2)
         assert sharpness == pytest.approx(laplace(grey)[1:-1, 1:-1].std(), rel=1e-4)
 
 
@@ -38,11 +38,25 @@ def test_a_blurred_image_is_less_sharp_and_a_flat_one_has_none(image):
     blurred = image.filter(ImageFilter.GaussianBlur(2))
     flat = Image.new("RGB", image.size, (9, 80, 200))
     found = pixel_statistics(torch.stack([to_tensor(one) for one in (image, blurred, flat)]))
-    sharp, soft, none = found[:, 1].tolist()
+    sharp, soft, none = (sharpness for _, sharpness in found)
     assert sharp > 5 * soft > 0
     assert none == pytest.approx(0, abs=1e-4)
     tiny = pixel_statistics(torch.full((1, 3, 2, 9), 255, dtype=torch.uint8))
-    assert tiny[0].tolist() == pytest.approx([1, 0])
+    assert tiny == [(1.0, 0.0)]
+    extreme = Image.fromarray(np.indices((9, 9)).sum(0).astype(np.uint8) % 2 * 255).convert("RGB")
+    ((_, sharpest),) = pixel_statistics(to_tensor(extreme)[None])
+    assert sharpest == pytest.approx(1020, rel=0.02)  # 4 * 255: no overflow
+
+
+def test_a_batch_of_any_length_has_the_values_of_its_images():
+    batch = torch.randint(256, (150, 3, 8, 9), dtype=torch.uint8)
+    paths = [str(number) for number in range(150)]
+    properties = ImageProperties()
+    properties.add_pixels(paths, batch)
+    for path, image in zip(paths, batch, strict=True):
+        single = ImageProperties()
+        single.add(path, (9, 8), "PNG", image)
+        assert properties.pixels[path] == pytest.approx(single.pixels[path])
 
 
 def test_headers_give_the_size_and_format_of_the_decoded_image(image, tmp_path):
