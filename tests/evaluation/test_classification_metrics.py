@@ -63,6 +63,38 @@ def test_equals_scikit_learn(labels):
         )
 
 
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [(400, range(8)), (150, range(2, 5)), (1, range(8)), (30, range(3, 4))],
+    ids=["random", "absent classes", "one image", "one class"],
+)
+@pytest.mark.parametrize("decimals", [15, 1, 0], ids=["distinct", "ties", "zeros and ones"])
+def test_degenerate_inputs_equal_scikit_learn(images, labels, decimals):
+    probabilities, truth = draw(images, labels=labels)
+    probabilities = probabilities.mul(10**decimals).round().div(10**decimals)
+    scores, table = scores_of(probabilities, truth, CLASSES), probabilities.numpy()
+    answers = table.argmax(axis=1)  # numpy's is the first of equal ones
+    own = table[np.arange(images), truth][:, None]
+    earlier = np.arange(8) < truth.numpy()[:, None]
+    ranks = ((table > own) | ((table == own) & earlier)).sum(axis=1)
+    expected = {
+        "count": images,
+        "top1": metrics.accuracy_score(truth, answers),
+        "top5": (ranks < 5).mean(),
+        "loss": -np.log(np.maximum(own, np.finfo(np.float64).tiny)).mean(),
+        "macro_f1": metrics.f1_score(truth, answers, average="macro", zero_division=0),
+        "balanced_accuracy": metrics.recall_score(
+            truth, answers, labels=truth.unique(), average="macro", zero_division=0
+        ),
+    }
+    for name, value in expected.items():
+        assert scores[name] == pytest.approx(value, abs=1e-12), name
+    each = metrics.precision_recall_fscore_support(truth, answers, labels=range(8), zero_division=0)
+    for place, row in enumerate(scores["per_class"]):
+        found = [row[name] for name in ("precision", "recall", "f1", "count")]
+        assert found == pytest.approx([values[place] for values in each], abs=1e-12)
+
+
 def test_balanced_accuracy_equals_scikit_learn_where_every_answer_is_a_label():
     probabilities, truth = draw(400)
     value = metrics.balanced_accuracy_score(truth, probabilities.argmax(dim=1))

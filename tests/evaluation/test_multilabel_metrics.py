@@ -68,6 +68,68 @@ def test_scores_are_scikit_learns(drawn):
     assert low < found["map"] < high
 
 
+@pytest.mark.parametrize("images", [1, 2, 60])
+@pytest.mark.parametrize("decimals", [15, 1, 0], ids=["distinct", "ties", "zeros and ones"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0], ids=["no class", "some", "every class"])
+def test_degenerate_inputs_equal_scikit_learn(images, decimals, share):
+    random = np.random.default_rng(images)
+    true = (random.random((images, 5)) < share).astype(int)
+    scores = np.round(random.random((images, 5)), decimals)
+    found = summarize_multilabel(
+        torch.from_numpy(scores), torch.from_numpy(true), CLASSES, THRESHOLDS
+    )
+    said = (scores >= np.array(THRESHOLDS)).astype(int)
+    named = (said | true).any()
+    macro, micro = (
+        metrics.f1_score(true, said, average=kind, zero_division=np.nan) if named else 0.0
+        for kind in ("macro", "micro")
+    )
+    inside = scores.clip(np.finfo(np.float64).tiny, 1 - 2**-53)
+    present = true.any(axis=0)
+    precisions = [
+        metrics.average_precision_score(true[:, k], scores[:, k]) for k in range(5) if present[k]
+    ]
+    expected = {
+        "macro_f1": macro,
+        "micro_f1": micro,
+        "subset_accuracy": metrics.accuracy_score(true, said),
+        "hamming": metrics.hamming_loss(true, said),
+        "brier": ((scores - true) ** 2).mean(),
+        "nll": -np.where(true, np.log(inside), np.log1p(-inside)).clip(-100).mean(),
+        "map": np.mean(precisions) if precisions else 0.0,
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-9), name
+    each = metrics.precision_recall_fscore_support(true, said, zero_division=0)
+    for place, row in enumerate(found["per_class"]):
+        ours = [row[name] for name in ("precision", "recall", "f1", "count")]
+        assert ours == pytest.approx([values[place] for values in each], abs=1e-12)
+        assert (row["average_precision"] is None) == (not present[place])
+
+
+@pytest.mark.parametrize("images", [1, 60])
+@pytest.mark.parametrize("decimals", [15, 1], ids=["distinct", "ties"])
+def test_calibration_measures_equal_their_formulas_in_numpy(images, decimals):
+    random = np.random.default_rng(0)
+    true = (random.random((images, 5)) < 0.3).astype(int)
+    scores = np.round(random.random((images, 5)), decimals)
+
+    def gap(scores, true, edges):
+        place = np.searchsorted(edges[1:-1], scores)
+        return sum(abs((true - scores)[place == k].sum()) for k in set(place)) / len(scores)
+
+    found = summarize_multilabel(
+        torch.from_numpy(scores), torch.from_numpy(true), CLASSES, THRESHOLDS
+    )
+    even, flat = np.linspace(0, 1, 16), scores.ravel()
+    assert found["ece"] == pytest.approx(gap(flat, true.ravel(), even), abs=1e-12)
+    each = [gap(scores[:, k], true[:, k], even) for k in range(5)]
+    assert found["ece_classwise"] == pytest.approx(np.mean(each), abs=1e-12)
+    ends = np.sort(flat)[np.maximum(np.arange(1, 15) * len(flat) // 15 - 1, 0)]
+    quantiles = np.array([0, *ends, 1])
+    assert found["ece_adaptive"] == pytest.approx(gap(flat, true.ravel(), quantiles), abs=1e-12)
+
+
 def test_a_sure_and_wrong_answer_has_a_finite_loss():
     scores, labels = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([[0, 1]])
     assert math.isfinite(summarize_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])

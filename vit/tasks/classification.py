@@ -18,6 +18,7 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
 from vit.errors import ConfigError, DataError, VitError
+from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
@@ -250,8 +251,11 @@ class ClassEvaluation(Evaluation):
         self.right += right
 
     def scores(self) -> dict[str, Any]:
-        """The metrics of `summarize`."""
-        return summarize(Outcomes.cat(self.outcomes), self.classes) if self.outcomes else {}
+        """The metrics of `summarize`, with intervals."""
+        if not self.outcomes:
+            return {}
+        outcomes = Outcomes.cat(self.outcomes)
+        return {**summarize(outcomes, self.classes), **class_intervals(outcomes)}
 
 
 class ClassTally:

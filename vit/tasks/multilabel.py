@@ -25,6 +25,8 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.evaluation.bootstrap_intervals import multilabel_intervals
+from vit.evaluation.classification_metrics import wilson_interval
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
@@ -220,7 +222,14 @@ class MultiLabelEvaluation(Evaluation):
         if not self.rows:
             return {}
         targets = MultiHot(self.labels, len(self.classes))[torch.arange(len(self.labels))]
-        return summarize_multilabel(torch.stack(self.rows), targets, self.classes, self.thresholds)
+        table = torch.stack(self.rows)
+        scores = summarize_multilabel(table, targets, self.classes, self.thresholds)
+        right = sum(bool(hit) for hit in self.right)
+        return {
+            **scores,
+            "subset_accuracy_interval": list(wilson_interval(right, len(table))),
+            **multilabel_intervals(table, targets, table >= self.limits),
+        }
 
 
 class MultiLabelTally:

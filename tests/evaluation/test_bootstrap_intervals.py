@@ -1,0 +1,92 @@
+"""Intervals against scipy's bootstrap, and how often they hold the true value."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import bootstrap as scipy_bootstrap
+
+from vit.evaluation.bootstrap_intervals import class_intervals, draw_weights, multilabel_intervals
+from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.multilabel_metrics import summarize_multilabel
+
+CLASSES = [f"class{index}" for index in range(4)]
+
+
+def draw(images, seed=0):
+    """Probabilities and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (images,), generator=generator)
+    logits = torch.randn(images, 4, generator=generator, dtype=torch.float64)
+    logits[torch.arange(images), labels] += 1.5
+    return (1.5 * logits).softmax(dim=1), labels
+
+
+def measure(probabilities, labels):
+    outcomes = Outcomes.of(probabilities, labels)
+    return summarize(outcomes, CLASSES), class_intervals(outcomes)
+
+
+def test_intervals_of_means_are_scipys():
+    probabilities, labels = draw(300)
+    _, found = measure(probabilities, labels)
+    own = probabilities[torch.arange(300), labels].numpy()
+    squares = ((probabilities.numpy() - np.eye(4)[labels]) ** 2).sum(axis=1)
+    for name, values in (("nll", -np.log(own)), ("brier", squares)):
+        expected = scipy_bootstrap(
+            (values,), np.mean, n_resamples=4000, method="percentile", rng=np.random.default_rng(0)
+        )
+        spread = expected.standard_error
+        assert found[f"{name}_interval"] == pytest.approx(
+            [*expected.confidence_interval], abs=0.25 * spread
+        )
+
+
+def test_draws_have_as_many_images_and_are_the_same_every_time():
+    parts = [*draw_weights(7, 30)]
+    assert torch.cat(parts).shape == (30, 7)
+    assert (torch.cat(parts).sum(dim=1) == 7).all()
+    assert all(torch.equal(*pair) for pair in zip(parts, draw_weights(7, 30), strict=True))
+    assert measure(*draw(50))[1] == measure(*draw(50))[1]
+
+
+def test_memory_is_limited(monkeypatch):
+    whole = torch.cat([*draw_weights(10, 25)])
+    monkeypatch.setattr("vit.evaluation.bootstrap_intervals.CHUNK", 45)
+    parts = [*draw_weights(10, 25)]
+    assert [len(part) for part in parts] == [4] * 6 + [1]
+    assert torch.cat(parts).shape == whole.shape
+
+
+def test_intervals_hold_the_true_value():
+    """Of 60 small sets of one kind, most intervals hold the value of a large one."""
+    truth, _ = measure(*draw(50_000, seed=99))
+    held = dict.fromkeys(("nll", "brier", "balanced_accuracy", "macro_f1"), 0)
+    for seed in range(60):
+        _, found = measure(*draw(200, seed))
+        for name in held:
+            low, high = found[f"{name}_interval"]
+            held[name] += low <= truth[name] <= high
+    assert min(held.values()) >= 50, held
+
+
+def test_one_image_and_only_right_answers():
+    _, found = measure(*(part[:1] for part in draw(10)))
+    low, high = found["nll_interval"]
+    assert low == high > 0
+    _, found = measure(torch.eye(4), torch.arange(4))
+    assert found["balanced_accuracy_interval"] is None
+    assert found["macro_f1_interval"] is None
+    assert found["brier_interval"] == [0, 0]
+
+
+def test_intervals_of_several_labels_surround_the_scores():
+    random = torch.Generator().manual_seed(0)
+    targets = (torch.rand(80, 4, generator=random) < 0.4).long()
+    scores = (0.6 * torch.rand(80, 4, generator=random) + 0.4 * targets).double()
+    expected = summarize_multilabel(scores, targets, CLASSES, [0.5] * 4)
+    found = multilabel_intervals(scores, targets, scores >= 0.5)
+    assert found.keys() == {f"{name}_interval" for name in ("nll", "brier", "hamming", "micro_f1")}
+    for name, (low, high) in found.items():
+        value = expected[name.removesuffix("_interval")]
+        assert low < value < high
+        assert (low + high) / 2 == pytest.approx(value, rel=0.1)
