@@ -1,4 +1,4 @@
-"""report.html and the page of `vit compare` in headless Chromium, at a desk and on a phone.
+"""report.html and the pages of `vit compare` and `vit runs` in Chromium, at a desk and on a phone.
 
 A browser is found by the variable CHROME, on PATH, or where Playwright installed one.
 """
@@ -17,8 +17,9 @@ from PIL import Image
 
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes
 from vit.evaluation.classification_report import write_classification_report
-from vit.evaluation.comparison_page import Flip, comparison_page
-from vit.evaluation.paired_comparison import PairedComparison
+from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
+from vit.evaluation.paired_comparison import AllPairs, PairedComparison
+from vit.evaluation.runs_table import RunRecord, RunsTable
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -388,3 +389,66 @@ CONTRASTS = """() => {
     }
     return found;
 }"""
+
+
+def test_the_table_of_runs_sorts_and_fits(open_page, tmp_path):
+    records = [
+        RunRecord(
+            name=f"a rather long name of a group/run {number}",
+            folder=tmp_path / f"run {number}",
+            state="finished",
+            reason="",
+            changed=1e9 + number,
+            settings={"data": "photos", "epochs": 9, "lr": 10.0 ** (-number % 7), "seed": number},
+            parameters=10**number,
+            epochs=number,
+            metric="val_top1",
+            score=(7 * number % 10) / 10,
+            interval=(0.0, 1.0),
+            seconds=60.0 * number,
+            has_report=number == 3,
+        )
+        for number in range(10)
+    ]
+    path = tmp_path / "runs.html"
+    path.write_text(RunsTable(tmp_path, tuple(records)).page(path), encoding="utf-8")
+    for device in (DESK, PHONE):
+        view = open_page(path, device)
+        assert view.sideways() <= 0
+        (place,) = (
+            place
+            for place, head in enumerate(view.page.locator("thead th").all_inner_texts())
+            if head.startswith("score")
+        )
+        view.page.locator("thead th").nth(place).get_by_role("button").click()
+        cells = view.page.locator(f"tbody tr > :nth-child({place + 1})").all_inner_texts()
+        assert cells == [f"{number * 10}.00%" for number in range(10)]
+        assert view.page.get_by_role("link").count() == 1
+        assert view.page.get_by_role("link").get_attribute("href") == "run%203/report.html"
+
+
+def test_the_page_of_several_runs_sorts_and_fits(open_page, tmp_path, photographs):
+    random = torch.Generator().manual_seed(0)
+    right = torch.rand(5, 60, generator=random) < torch.tensor([0.3, 0.5, 0.6, 0.9, 0.9])[:, None]
+    names = [f"experiments/a rather long name/{number}" for number in range(5)]
+    found = [
+        Disagreement(
+            path=path,
+            label="cat",
+            answers=[("cat" if hit else "dog", 0.6) for hit in right[:, place].tolist()],
+            right=right[:, place].tolist(),
+        )
+        for place, path in enumerate(photographs)
+        if right[:, place].any() and not right[:, place].all()
+    ]
+    path = tmp_path / "comparison.html"
+    path.write_text(all_pairs_page(names, AllPairs.of(right), found), encoding="utf-8")
+    for device in (DESK, PHONE):
+        view = open_page(path, device)
+        assert view.sideways() <= 0
+        heads = view.page.locator("table").nth(1).locator("thead button")
+        heads.filter(has_text="points").click()
+        cells = view.page.locator("table").nth(1).locator("tbody tr > :nth-child(2)")
+        points = [*map(float, cells.all_inner_texts())]
+        assert points == sorted(points)
+        assert len(points) == 10
