@@ -142,3 +142,22 @@ def test_fast_and_exact_crops_use_the_same_random_numbers(pil_image, tmp_path, c
         results.append(pixels.to(torch.int16))
     assert results[0].shape == results[1].shape == (3, 48, 48)
     assert (results[0] - results[1]).abs().float().mean() < 3  # edges at whole pixels, and rounding
+
+
+@pytest.mark.parametrize("shape", [(32, 24), (40, 30)])
+@pytest.mark.parametrize(
+    "changes",
+    [{"translate": 0.2}, {"vflip": 0.5}, {"erase": 0.5}, {"translate": 1.0, "vflip": 1.0}],
+)
+def test_images_that_are_only_moved_are_those_of_pillow(pil_image, shape, changes):
+    image = pil_image(*shape)
+    transform = TrainingTransform(AugmentConfig(min_crop=1.0, hflip=0.5, **changes), PREPROCESSING)
+    pixels = np.array(image)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        expected = transform(image)
+        torch.manual_seed(seed)
+        found = transform.apply(lambda _min_size: pixels)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+    assert np.array_equal(pixels, np.asarray(image))  # those of a cache stay as they are

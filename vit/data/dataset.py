@@ -122,6 +122,14 @@ class ImageDataset(Dataset[Batch]):
         Raises:
             RuntimeError: The transform failed, or gave images of different shapes.
         """
+        # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
+        state = torch.default_generator.get_state()
+        try:
+            return self._load_batch(keys, allocate)
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _load_batch(self, keys: list[SampleKey], allocate: AllocateBatch) -> Batch:
         transform = self._transform(keys[0].epoch)
         loaded: list[SampleKey] = []
         failed: list[BadImage] = []
@@ -179,19 +187,15 @@ class ImageDataset(Dataset[Batch]):
 
     def _read(self, key: SampleKey, transform: Transform) -> Tensor | BadImage:
         path = self.path(key.sample)
-        # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
-        generator = torch.default_generator
-        state = generator.get_state()
         try:
             if self.seed is not None:
-                generator.manual_seed(random_seed(self.seed, "augment", *seed_counters(key)))
+                seed = random_seed(self.seed, "augment", *seed_counters(key))
+                torch.default_generator.manual_seed(seed)
             return self._transformed(key.sample, path, transform)
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except Exception as error:  # loader processes report no file names by themselves
             raise RuntimeError(f"{printable(path)}: the transform failed: {error}") from error
-        finally:
-            generator.set_state(state)
 
     def _transformed(self, sample: int, path: str, transform: Transform) -> Tensor:
         deep = transform.intensity_range

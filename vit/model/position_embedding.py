@@ -110,8 +110,10 @@ def sinusoidal_1d(grid: Grid, dim: int) -> Tensor:
         Positions, (rows * cols, dim).
     """
     rows, cols = grid
-    angles = _angles(torch.arange(rows * cols), dim // 2)
-    return rearrange([angles.sin(), angles.cos()], "two positions waves -> positions (waves two)")
+    angles = _angles(torch.arange(rows * cols, device="cpu"), dim // 2)
+    waves = [angles.sin(), angles.cos()]
+    table = rearrange(waves, "two positions waves -> positions (waves two)")
+    return table.to(torch.get_default_device())
 
 
 def sinusoidal_2d(grid: Grid, dim: int) -> Tensor:
@@ -125,12 +127,18 @@ def sinusoidal_2d(grid: Grid, dim: int) -> Tensor:
         Positions, (rows * cols, dim).
     """
     rows, cols = grid
-    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    sides = (torch.arange(side, device="cpu") for side in (rows, cols))
+    row, col = torch.meshgrid(*sides, indexing="ij")
     by_col, by_row = _angles(col.flatten(), dim // 4), _angles(row.flatten(), dim // 4)
-    return torch.cat([by_col.sin(), by_col.cos(), by_row.sin(), by_row.cos()], dim=1)
+    table = torch.cat([by_col.sin(), by_col.cos(), by_row.sin(), by_row.cos()], dim=1)
+    return table.to(torch.get_default_device())
 
 
 def _angles(positions: Tensor, waves: int) -> Tensor:
-    """position / 10000^(i / waves), (positions, waves), computed in float64 for precision."""
-    frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
+    """position / 10000^(i / waves), (positions, waves), computed in float64 for precision.
+
+    On the CPU: on the meta device, sines take a second of imports.
+    """
+    counts = torch.arange(waves, dtype=torch.float64, device="cpu")
+    frequencies = TEMPERATURE ** -(counts / waves)
     return torch.outer(positions.double(), frequencies).float()

@@ -1,6 +1,7 @@
 """Finds unreadable and deep images by their headers before training, and excludes the former."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -12,7 +13,10 @@ from vit.errors import BadImage, DataError
 from vit.text import join_names, plural, printable
 
 THREADS = 8
-CHUNK = 64
+"""Where the disk is what takes time; where reading takes the processor's, more are slower."""
+CHUNK = 256
+WAITING_SHARE = 0.5
+"""Share of the time of a chunk without the processor from which on threads read the others."""
 
 
 class HeaderScan(NamedTuple):
@@ -25,13 +29,17 @@ class HeaderScan(NamedTuple):
 
 
 def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderScan:
-    """Check the headers of `samples`.
-
-    More threads than cores hide the latency of a slow disk or network.
-    """
-    chunks = [samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)]
+    """Check the headers of `samples`, from where a disk or network is slow in `threads` threads."""
+    chunks = iter([samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)])
+    scans = []
+    for chunk in chunks:
+        began, busy = time.perf_counter(), time.thread_time()
+        scans.append(_check_chunk(chunk))
+        waited = time.perf_counter() - began - (time.thread_time() - busy)
+        if waited > WAITING_SHARE * (time.perf_counter() - began):
+            break
     with ThreadPoolExecutor(threads) as pool:
-        scans = [*pool.map(_check_chunk, chunks)]
+        scans += pool.map(_check_chunk, chunks)
     bad = [image for scan in scans for image in scan.bad]
     return HeaderScan(bad, [path for scan in scans for path in scan.deep])
 
