@@ -203,6 +203,10 @@ network = "--model vit_tiny_patch16_224 --image-size 16 --patch-size 8 --dim 16 
 settings = "--depth 2 --opt muon -j 0 -b 8 --epochs 1 --precision fp32 --device cpu"
 code = main(["train", "digits", "--out", sys.argv[3], *network.split(), *settings.split()])
 found["train"] = [code, sorted(libraries() - from_torch), heavy()]
+from vit.config import ModelConfig
+from vit.weights.formats.state_dict_names import meta_model
+meta_model(ModelConfig(image_size=16, patch_size=8, dim=16, num_heads=2, position="sinusoidal_2d"))
+found["shapes"] = heavy()
 print(json.dumps(found))
 """
 OURS = {"vit", "PIL", "einops", "numpy", "safetensors", "simplejpeg", "tokenizers", "yaml"}
@@ -223,4 +227,4 @@ def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_d
     accelerate = {"accelerate", "google", "packaging", "psutil", "tqdm"}
     assert {"accelerate"} <= training <= OURS | accelerate
     # torch's compiler takes longer to import than the first step takes
-    assert found["predict"][2] == found["train"][2] == []
+    assert found["predict"][2] == found["train"][2] == found["shapes"] == []

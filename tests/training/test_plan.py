@@ -411,6 +411,21 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     assert len(plan.facts.speeds) == 3  # of networks that ran here
 
 
+def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
+    timed = []
+
+    def speed(_config, _accelerator, row):
+        timed.append(row)
+        return 1e9
+
+    monkeypatch.setattr("vit.training.plan.measured_flops", speed)
+    counts = []
+    for seconds in ("20s", "100h"):
+        _, plan = plan_training({"data": str(photos), "time": seconds, "precision": "fp32"})
+        counts.append(len(plan.facts.speeds))
+    assert counts[0] < counts[1] == 3
+
+
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_a_planned_training_lists_its_data_once(photos, tmp_path, monkeypatch, capsys):

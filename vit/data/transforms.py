@@ -229,7 +229,7 @@ class TrainingTransform:
 
 
 def translated(pixels: "Pixels", right: int, down: int, colour: tuple[int, int, int]) -> "Pixels":
-    """A copy of (height, width, 3) `pixels` moved by whole pixels; what is uncovered is `colour`."""
+    """A copy of `pixels` moved by whole pixels; what is uncovered is `colour`."""
     height, width = pixels.shape[:2]
     moved = np.empty(pixels.shape, pixels.dtype)
     if right or down:

@@ -42,10 +42,12 @@ from vit.training.plan_rules import (
     Facts,
     Network,
     Plan,
+    affordable_passes,
     counted_passes,
     flops_of,
     ladder_for,
     make_plan,
+    needed_passes,
     network_settings,
     stem_reaches,
     with_given,
@@ -73,6 +75,8 @@ PROBE = PHOTO_NETWORKS[1]
 PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 64, 6, 0.6
 # So many networks of the ladder are timed; larger ones are taken to be as fast as the last of them.
 MEASURED = 3
+# A network is timed unless it is out of reach even where it is so many times as fast as the last.
+FASTER = 2.0
 # Settings of the training that decide what is planned with, beside those of data and device.
 BEFORE = ("task", "time", "seed")
 
@@ -204,12 +208,19 @@ def with_chosen_weights(
 def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
     side, grey, aspect = look_at_images(splits.train)
-    speeds = {
-        row: measured_flops(config, accelerator, row)
-        for row in (with_given(row, side, {}) for row in ladder_for(side)[:MEASURED])
-    }
+    images, seconds = len(splits.train), config.training.seconds
+    speeds: dict[Network, float] = {}
+    for row in ladder_for(side)[:MEASURED]:
+        network = with_given(row, side, {})
+        if seconds is not None and speeds:
+            fast = FASTER * next(reversed(speeds.values()))
+            if affordable_passes(flops_of(network, {}), images, seconds, fast) < needed_passes(
+                row, images
+            ):
+                break
+        speeds[network] = measured_flops(config, accelerator, network)
     return Facts(
-        images=len(splits.train),
+        images=images,
         classes=len(splits.classes),
         side=side,
         grey=grey,
@@ -220,7 +231,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         flops=speeds.get(PROBE) or measured_flops(config, accelerator, PROBE),
         speeds=tuple(speeds.values()),
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
-        seconds=config.training.seconds,
+        seconds=seconds,
         processes=accelerator.num_processes,
     )
 

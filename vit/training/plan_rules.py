@@ -200,15 +200,13 @@ def decide_network(plan: Plan, seconds: float) -> None:
     """Image size and network: the largest of the ladder that sees the images often enough."""
     facts, given = plan.facts, plan.given
     tiny, ladder = facts.side <= TINY_SIDE, ladder_for(facts.side)
-    room = max(seconds - FIXED_SECONDS, 0.3 * seconds) / facts.images
-    fewer = (3000 / facts.images) ** PASSES_POWER
     network = ladder[0]
     for number, row in enumerate(ladder):
         candidate = with_given(row, facts.side, given)
         cost = flops_of(candidate, given)
         speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
-        affordable = room * speed / (TRAINING_FLOPS * GROWING_SHARE * cost)
-        if number and affordable < max(row.passes * fewer, LEAST_PASSES):
+        affordable = affordable_passes(cost, facts.images, seconds, speed)
+        if number and affordable < needed_passes(row, facts.images):
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
             network, plan.passes, plan.flops = candidate, affordable, cost
@@ -237,6 +235,17 @@ def decide_network(plan: Plan, seconds: float) -> None:
     growing = {"start_image_size", "patch_sizes"} & set(given)
     if small < side and side >= 24 and not growing:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
+
+
+def affordable_passes(flops: float, images: int, seconds: float, speed: float) -> float:
+    """Passes over `images` that fit, with a network of `flops` an image at `speed` in FLOP/s."""
+    room = max(seconds - FIXED_SECONDS, 0.3 * seconds) / images
+    return room * speed / (TRAINING_FLOPS * GROWING_SHARE * flops)
+
+
+def needed_passes(row: Network, images: int) -> float:
+    """Passes over `images` from which on `row` is worth its cost."""
+    return max(row.passes * (3000 / images) ** PASSES_POWER, LEAST_PASSES)
 
 
 def ladder_for(side: int) -> tuple[Network, ...]:
