@@ -151,8 +151,8 @@ class TrainingTransform:
     def apply(self, source: PixelSource) -> Tensor:
         """`__call__` of the pixels of `source`, with the same random numbers."""
         if not self.fast_crop:
-            pixels = source(lambda width, height: (width, height))
-            return self._move(pixels) if self.moves_pixels else self(Image.fromarray(pixels))
+            whole = source(lambda width, height: (width, height))
+            return self._move(whole) if self.moves_pixels else self(Image.fromarray(whole))
         config = self.config
         crop = FastCrop(self.image_size, self.preprocessing.interpolation, self._sample_box)
         pixels = crop(source)

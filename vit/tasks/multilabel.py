@@ -26,7 +26,6 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.bootstrap_intervals import multilabel_intervals
-from vit.evaluation.classification_metrics import wilson_interval
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
@@ -38,6 +37,7 @@ from vit.evaluation.multilabel_metrics import (
     summarize_multilabel,
 )
 from vit.evaluation.temperature_scaling import fit_temperature
+from vit.evaluation.wilson_interval import wilson_interval
 from vit.tasks.classification import preview_mixture
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (

@@ -54,7 +54,7 @@ PHOTO_NETWORKS = (
 # With these the first convolution takes every pixel.
 TINY_NETWORKS = (
     Network(32, 8, 128, 4, 2, 4, 16, passes=0, stem_stride=1),
-    Network(32, 4, 128, 4, 4, 3, 24, passes=12, stem_stride=1),
+    Network(32, 4, 128, 3, 4, 3, 32, passes=12, stem_stride=1),
     Network(32, 4, 192, 6, 2, 3, 24, passes=50, stem_stride=1),
     Network(32, 4, 256, 8, 2, 3, 32, passes=110, stem_stride=1),
     Network(32, 4, 320, 10, 2, 3, 40, passes=170, stem_stride=1),
@@ -63,7 +63,9 @@ TINY_NETWORKS = (
 # How the passes that are needed shrink with the number of images, and the fewest.
 PASSES_POWER, LEAST_PASSES = 0.35, 2.0
 # Below this many passes over tiny images, crops cost more than the variety is worth.
-FEW_PASSES = 15
+FEW_PASSES = 20
+# Weight decay times learning rate times steps: how often a run forgets its weights; and its limits.
+DECAY, LEAST_DECAY, MOST_DECAY = 2.5, 0.02, 0.5
 # Small images first: mean cost of a step as a share of one at full size.
 GROWING_SHARE = 0.6
 # Forward, and backward twice as much.
@@ -245,7 +247,8 @@ def affordable_passes(flops: float, images: int, seconds: float, speed: float) -
 
 def needed_passes(row: Network, images: int) -> float:
     """Passes over `images` from which on `row` is worth its cost."""
-    return max(row.passes * (3000 / images) ** PASSES_POWER, LEAST_PASSES)
+    fewer: float = (3000 / images) ** PASSES_POWER
+    return max(row.passes * fewer, LEAST_PASSES)
 
 
 def ladder_for(side: int) -> tuple[Network, ...]:
@@ -337,9 +340,12 @@ def decide_optimisation(plan: Plan) -> None:
         optimizer = plan.decide("optimizer", "muon", "fewer steps to the same accuracy than AdamW")
         if optimizer == "muon":
             factor = math.sqrt(max(batch, 64) / 64)
-            plan.decide("lr", round(1.85e-3 * factor, 5), "of matrices in blocks")
+            lr = plan.decide("lr", round(1.85e-3 * factor, 5), "of matrices in blocks")
             plan.decide("fallback_lr", round(4e-3 * factor, 5), "of all other parameters")
-            plan.decide("weight_decay", 0.02, "short trainings need little")
+            steps = max(plan.passes * facts.images / batch, 1)
+            decay = min(max(DECAY / (lr * steps), LEAST_DECAY), MOST_DECAY)
+            why = f"less in longer trainings: about {steps:,.0f} steps"
+            plan.decide("weight_decay", float(f"{decay:.1g}"), why)
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
     if plan.given.get("depth", 2) > 1:
         rate = 0.1 if plan.passes > 60 else 0.05 if plan.passes > 40 else 0.0

@@ -1,10 +1,14 @@
 """Unreadable images are found before training, and left out of the dataset."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from vit.data.checks import unreadable_images
 from vit.data.checks.unreadable_images import exclude_images, scan_headers
+from vit.data.image_io import check_header
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
@@ -45,6 +49,28 @@ def test_unreadable_images_are_found_in_order_and_excluded(make_tree):
     assert len(kept.val) == 4
     assert has_note(kept, "left out 3 images that cannot be read: ")
     assert exclude_images(splits, []) is splits
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02])  # a fast disk and a slow one
+def test_several_threads_read_the_headers_from_a_slow_disk(make_tree, monkeypatch, seconds):
+    root = make_tree(SPLIT)
+    for name in ("train/a/7.png", "train/b/3.png", "val/a/1.png"):
+        (root / name).write_bytes(b"")
+    splits = open_data(root)
+    samples = splits.train + splits.val
+    expected = [image.path for image in scan_headers(samples).bad]
+    threads = set()
+
+    def slow_check(path):
+        threads.add(threading.get_ident())
+        time.sleep(seconds)
+        return check_header(path)
+
+    monkeypatch.setattr(unreadable_images, "check_header", slow_check)
+    monkeypatch.setattr(unreadable_images, "CHUNK", 2)
+    assert [image.path for image in scan_headers(samples).bad] == expected
+    if seconds:
+        assert len(threads) > 2
 
 
 def test_a_class_without_readable_images_is_refused(make_tree):
