@@ -28,7 +28,8 @@ def test_errors_give_exit_code_1_and_are_in_text_json_and_html(tiny_data, tmp_pa
     assert kinds["empty_file"]["image"] == str(data / "apple" / "0.png")
     assert kinds["empty_file"]["severity"] == kinds["empty_class"]["severity"] == "error"
     assert "apple/0.png" in page
-    assert "<script" not in page
+    assert "<script>alert" not in page
+    assert page.count("<script") == 1  # that of the page itself
     assert "default-src 'none'" in page.replace("&#x27;", "'")
     out = capsys.readouterr().out
     assert "empty_file" in out

@@ -77,7 +77,7 @@ def test_neighbours_stand_beside_the_plan_on_the_ladder():
     assert neighbours(make_plan(PHOTOS, {"dim": 100, "num_heads": 4})) == []
     smallest = make_plan(dataclasses.replace(DIGITS, seconds=10.0), {})
     (larger,) = neighbours(smallest)
-    assert larger.items() >= {"image_size": 16, "patch_size": 4, "stem_width": 24}.items()
+    assert larger.items() >= {"image_size": 16, "patch_size": 4, "stem_width": 32}.items()
 
 
 def test_each_network_of_a_ladder_has_a_name_of_its_own():
