@@ -86,15 +86,17 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
         else "calibration: raw scores are kept, since no temperature is better on held-out images"
     ]
     target = calibration.target_precision
+    share = "" if target is None else f"{100 * target:.4g}%"
     if target is not None and calibration.threshold is not None:
         lines.append(
             f"--reject answers from a score of {calibration.threshold:.4f} on, where at least "
-            f"{target:.4g} of the answers are right: {calibration.answered:.1%} of these images"
+            f"{share} of the answers are right: {calibration.answered:.1%} of these images"
         )
     elif target is not None:
         lines.append(
-            f"note: {plural(calibration.images, 'image')} prove no score from which on at least "
-            f"{target:.4g} of the answers are right (it takes {needed_images(target)} or more "
-            "without a mistake): --reject needs more of them, or a lower target"
+            f"note: no score from which on {share} of the answers are proven to be right: that "
+            f"takes {needed_images(target):,} answers without a mistake, or more with some; "
+            f"vit calibrate with more than these {plural(calibration.images, 'image')}, or a lower "
+            "--target-precision"
         )
     return lines

@@ -61,7 +61,7 @@ IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs",
 # each one whatever its size; and seconds of the report beside measuring.
 DISK = 200e6
 SAVE = 0.05
-REPORT = 2.0
+REPORT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
