@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.config.presets import PRESETS
-from vit.evaluation.model_summary import Cost, cost_of, count_flops
+from vit.evaluation.model_summary import Cost, cost_of, forward_flops
 from vit.model import build
 from vit.model.build import build_classifier
 
@@ -227,4 +227,4 @@ def test_memory_of_training_is_that_of_the_smallest_patches():
 
 
 def test_flops_alone_are_those_of_the_summary(config):
-    assert count_flops(config) == counted(config).flops
+    assert forward_flops(config) == counted(config).flops

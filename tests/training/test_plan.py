@@ -243,6 +243,18 @@ def test_what_was_given_stays_and_the_rest_adapts():
     assert training.time is None
 
 
+def test_longer_trainings_have_less_weight_decay():
+    times = [60.0, 600.0, 6000.0, 600_000.0]
+    decays = [
+        planned(dataclasses.replace(TINY, seconds=each)).training.weight_decay for each in times
+    ]
+    assert decays == sorted(decays, reverse=True)
+    assert decays[0] == 0.5
+    assert decays[-1] == 0.02
+    assert planned(TINY, lr=1e-3).training.weight_decay > planned(TINY).training.weight_decay
+    assert make_plan(TINY, {"lr": 0.0}).settings["weight_decay"] == 0.5
+
+
 def test_characters_are_not_mirrored_and_photographs_are():
     assert planned(DIGITS).augment.hflip == 0
     assert planned(DIGITS).augment.min_crop == 1

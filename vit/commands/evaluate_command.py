@@ -223,7 +223,9 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     found = scores.get("robustness")
     if found is None:
         return []
-    title = {"top1": "top-1", "map": "mAP"}[found["score"]]
+    from vit.evaluation.evaluation_page import SCORES
+
+    title = SCORES[found["score"]]
     table: dict[str, list[float]] = {}
     for row in found["corruptions"]:
         table.setdefault(row["corruption"], []).append(row[found["score"]])

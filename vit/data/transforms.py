@@ -156,9 +156,10 @@ class TrainingTransform:
         config = self.config
         crop = FastCrop(self.image_size, self.preprocessing.interpolation, self._sample_box)
         pixels = crop(source)
-        if config.hflip and uniform(1)[0] < config.hflip:
+        horizontally, vertically = self._sample_flips()
+        if horizontally:
             pixels = pixels.flip(2)
-        if config.vflip and uniform(1)[0] < config.vflip:
+        if vertically:
             pixels = pixels.flip(1)
         if config.rotate or config.translate or self.operations:
             image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
@@ -170,9 +171,10 @@ class TrainingTransform:
         config, size = self.config, (pixels.shape[1], pixels.shape[0])
         if size != self.image_size[::-1] or self.preprocessing.resized_size(*size) != size:
             pixels = np.asarray(self.preprocessing.resize_and_crop(Image.fromarray(pixels)))
-        if config.hflip and uniform(1)[0] < config.hflip:
+        horizontally, vertically = self._sample_flips()
+        if horizontally:
             pixels = pixels[:, ::-1]
-        if config.vflip and uniform(1)[0] < config.vflip:
+        if vertically:
             pixels = pixels[::-1]
         if config.translate:
             _, right, down = self._sample_shift(*self.image_size[::-1])
@@ -206,11 +208,18 @@ class TrainingTransform:
         return image.resize((width, height), resample, box=self._sample_box(*image.size))
 
     def _flip(self, image: Image.Image) -> Image.Image:
-        if self.config.hflip and uniform(1)[0] < self.config.hflip:
+        horizontally, vertically = self._sample_flips()
+        if horizontally:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.config.vflip and uniform(1)[0] < self.config.vflip:
+        if vertically:
             image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
         return image
+
+    def _sample_flips(self) -> tuple[bool, bool]:
+        """Whether to mirror an image horizontally, and vertically."""
+        config = self.config
+        horizontally = bool(config.hflip) and uniform(1)[0] < config.hflip
+        return horizontally, bool(config.vflip) and uniform(1)[0] < config.vflip
 
     def _rotate_and_translate(self, image: Image.Image) -> Image.Image:
         angle, right, down = self._sample_shift(*image.size)

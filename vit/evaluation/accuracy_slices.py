@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,10 +124,7 @@ def accuracy_slices(
     """
     found = list(itertools.chain.from_iterable(_slices_of(right, one) for one in features))
     adjusted = holm([one.p_value for one in found])
-    return [
-        AccuracySlice(**{**vars(one), "p_adjusted": p})
-        for one, p in zip(found, adjusted, strict=True)
-    ]
+    return [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
 
 
 def _slices_of(right: Sequence[bool | None], feature: Feature) -> list[AccuracySlice]:

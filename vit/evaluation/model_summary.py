@@ -172,7 +172,7 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
 
 
 @cache
-def count_flops(config: ModelConfig) -> int:
+def forward_flops(config: ModelConfig) -> int:
     """FLOPs of one image, forward, as `cost_of` counts them, in less time.
 
     Raises:

@@ -24,7 +24,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError, VitError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.image_properties import ImageProperties
-from vit.evaluation.model_summary import count_flops
+from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.model.feature_distance import FeatureDistance, encode_with_means
@@ -109,7 +109,7 @@ class BestWeights:
             best_epoch=self.best_epoch,
             soup=soups[0] if soups else (),
             unreadable={**self.run.failed, **failed},
-            flops=count_flops(self.config.model),
+            flops=forward_flops(self.config.model),
             environment=read_environment(self.folder),
         )
 

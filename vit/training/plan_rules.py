@@ -64,7 +64,7 @@ TINY_NETWORKS = (
 PASSES_POWER, LEAST_PASSES = 0.35, 2.0
 # Below this many passes over tiny images, crops cost more than the variety is worth.
 FEW_PASSES = 20
-# Weight decay times learning rate times steps: how often a run forgets its weights; and its limits.
+# Weight decay x learning rate x steps of a run; and the limits of weight decay.
 DECAY, LEAST_DECAY, MOST_DECAY = 2.5, 0.02, 0.5
 # Small images first: mean cost of a step as a share of one at full size.
 GROWING_SHARE = 0.6
@@ -343,7 +343,7 @@ def decide_optimisation(plan: Plan) -> None:
             lr = plan.decide("lr", round(1.85e-3 * factor, 5), "of matrices in blocks")
             plan.decide("fallback_lr", round(4e-3 * factor, 5), "of all other parameters")
             steps = max(plan.passes * facts.images / batch, 1)
-            decay = min(max(DECAY / (lr * steps), LEAST_DECAY), MOST_DECAY)
+            decay = max(DECAY / max(lr * steps, DECAY / MOST_DECAY), LEAST_DECAY)
             why = f"less in longer trainings: about {steps:,.0f} steps"
             plan.decide("weight_decay", float(f"{decay:.1g}"), why)
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
