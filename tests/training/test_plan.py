@@ -14,7 +14,7 @@ from vit.commands.main import main
 from vit.config import Config
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
-from vit.training.plan import is_planned, look_at_images, notes_of, plan_training
+from vit.training.plan import PROBE, is_planned, look_at_images, notes_of, plan_training
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_NETWORKS,
@@ -438,6 +438,22 @@ def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
         _, plan = plan_training({"data": str(photos), "time": seconds, "precision": "fp32"})
         counts.append(len(plan.facts.speeds))
     assert counts[0] < counts[1] == 3
+
+
+def test_a_time_for_tiny_images_needs_no_network_of_photographs_timed(monkeypatch):
+    timed = []
+
+    def speed(_config, _accelerator, row):
+        timed.append(row.patch)
+        return 1e9
+
+    monkeypatch.setattr("vit.training.plan.measured_flops", speed)
+    plan_training({"data": "digits", "time": "20s", "precision": "fp32"})
+    assert timed
+    assert set(timed) <= {2, 4, 8}
+    timed.clear()
+    plan_training({"data": "digits", "precision": "fp32"})
+    assert PROBE.patch in timed
 
 
 @pytest.mark.auto_precision

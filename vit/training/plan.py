@@ -219,6 +219,11 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
             ):
                 break
         speeds[network] = measured_flops(config, accelerator, network)
+    flops = speeds.get(PROBE)
+    if flops is None and seconds is not None and side <= TINY_SIDE:
+        flops = next(iter(speeds.values()))  # a second less of planning
+    elif flops is None:  # what decides how long the training takes is the same for all images
+        flops = measured_flops(config, accelerator, PROBE)
     return Facts(
         images=images,
         classes=len(splits.classes),
@@ -228,7 +233,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         validation=len(splits.val),
         divided=splits.made,
         device=accelerator.device.type,
-        flops=speeds.get(PROBE) or measured_flops(config, accelerator, PROBE),
+        flops=flops,
         speeds=tuple(speeds.values()),
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=seconds,
