@@ -45,8 +45,10 @@ PARTS = {
     "prediction": "whole_commands",
     "checkpoints": "whole_commands",
     "accuracy": "plan",
+    "coverage": "coverage",
+    "calibration": "coverage",
 }
-NEED_FILES = ("loading", "prediction", "accuracy")
+NEED_FILES = ("loading", "prediction", "accuracy", "coverage", "calibration")
 LONG = ("attention", "checkpoints")
 GPU_PARTS = ("forward", "step")
 
@@ -71,6 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="DATA of vit train: accuracy")
     parser.add_argument("--times", nargs="+", default=["60s", "120s", "240s"], help="accuracy")
     parser.add_argument("--run", type=Path, help="a run folder: prediction")
+    parser.add_argument("--runs", type=Path, nargs="+", help="run folders: coverage, calibration")
+    parser.add_argument("--predictions", type=Path, help="a folder that keeps those of --runs")
+    parser.add_argument("--draws", type=int, default=1000, help="of a simulation: coverage")
     parser.add_argument("--timm-repo", type=Path, help="timm's repository, for its inference.py")
     parser.add_argument("--workers", type=int, default=2, help="loader processes")
     parser.add_argument("--gpu", action="store_true", help="GPU tests and parts, one file")

@@ -22,7 +22,19 @@ WHOLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("values", [PLAIN, WHOLE, {**WHOLE, "threshold": None, "farthest": None}])
+BY_CLASS = {
+    **WHOLE, "class_thresholds": {"cat": 0.8, "dog": None},
+    "class_set_levels": [None if one is None else [one, 0.4] for one in LEVELS],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(PLAIN, WHOLE, BY_CLASS, {**WHOLE, "multilabel": True}),
+        {**WHOLE, "threshold": None, "farthest": None},
+    ],
+)
 def test_it_is_read_back_from_json(values):
     calibration = ScoreCalibration.from_dict(json.loads(json.dumps(values)))
     assert calibration.to_dict() == values
@@ -46,6 +58,12 @@ def test_it_is_read_back_from_json(values):
         {**WHOLE, "farthest": "far"},
         {**WHOLE, "set_levels": LEVELS[1:]},
         {**WHOLE, "set_levels": [-1.0, *LEVELS[1:]]},
+        {**WHOLE, "class_thresholds": {"cat": 2}},
+        {**WHOLE, "class_thresholds": [0.5]},
+        {**WHOLE, "class_set_levels": [[0.5, 0.5]]},
+        {**WHOLE, "class_set_levels": [0.5 for _ in LEVELS]},
+        {**WHOLE, "multilabel": 1},
+        {**WHOLE, "multi_label": True},
     ],
     ids=str,
 )
@@ -74,6 +92,20 @@ def test_answers_to_distant_images_are_rejected_first():
     assert calibration.reject_reason(0.1, float("nan")) == "unlike the training images"
     assert calibration.reject_reason(0.1, 1.0) == "uncertain"
     assert replace(calibration, farthest=None).reject_reason(0.9, 9.0) is None
+
+
+def test_a_class_with_a_threshold_of_its_own_is_judged_by_it():
+    calibration = ScoreCalibration.from_dict({**BY_CLASS, "threshold": None})
+    assert calibration.rejects
+    assert calibration.reject_reason(0.8, answer="cat") is None
+    assert calibration.reject_reason(0.79, answer="cat") == "uncertain"
+    assert calibration.reject_reason(1.0, answer="dog") == "uncertain"
+    assert calibration.reject_reason(1.0, answer="cow") == "uncertain"
+    assert replace(calibration, threshold=0.5).reject_reason(0.5, answer="cow") is None
+    calibration.check_classes(("dog", "cat"))
+    for classes in (("dog", "cow"), ("dog", "cat", "cow")):
+        with pytest.raises(ValueError, match="other classes"):
+            calibration.check_classes(classes)
 
 
 def test_a_set_ends_before_the_level_is_exceeded():

@@ -2,8 +2,10 @@
 
     probabilities = softmax(-((max z - z) / temperature)^exponent)     z: logits
                   = sigmoid(z / temperature)                           of a multi-label network
-    unknown       = highest probability < threshold, or distance > farthest
-    set           = the first classes, until the sum of those before exceeds the level of a coverage
+    unknown       = confidence < threshold, or distance > farthest
+    confidence    = the highest probability
+                  = the product over classes of the probability of the decision, if multi-label
+    set           = the classes whose score (`inclusion_scores`) is at most the level of a coverage
 
 vit/evaluation/fit_calibration.py fits it, with the sources of threshold and sets. config.json of a
 run folder has it under "vit", "calibration", exported files in their metadata. The order of the
@@ -11,14 +13,16 @@ classes does not change, so the answers stay the same.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from vit.errors import ConfigError
 
 SCALING = ("temperature", "images", "exponent")
 """Fields that every calibration has."""
+OPTIONAL = ("class_thresholds", "class_set_levels", "multilabel")
+"""Fields that are stored only if they have a value, so most calibrations lack them."""
 COVERAGES = (*(percent / 100 for percent in range(50, 100)), 0.995, 0.999)
 """Coverages of prediction sets that have a level."""
 SET_PENALTY, FREE_CLASSES = 0.01, 5
@@ -40,12 +44,18 @@ class ScoreCalibration:
         exponent: Power of the gaps between the best logit and the others, above 0; 1 of a
             multi-label network.
         target_precision: Share of the answers from `threshold` on that is right; None of a
-            multi-label network, which has none of the fields below.
+            multi-label network of an older version, which has none of the fields below.
         threshold: Lowest confidence of an answer; None if the images prove none.
-        answered: Share of the images that reached it.
+        answered: Share of the images that is answered.
         farthest: Largest distance of an image (vit/model/feature_distance.py) that is like those of
             training; None without distances.
         set_levels: Level of the prediction sets for each of COVERAGES; None for all classes.
+        class_thresholds: Lowest confidence of answers of single classes, by name, each of which
+            keeps `target_precision` on its own; None if the images prove none. `threshold` is then
+            of the answers of the other classes.
+        class_set_levels: For each of COVERAGES the level of each class, if the sets cover each
+            class on its own; None where they cover all classes together. Empty if they never do.
+        multilabel: Whether an answer is a list of classes, which is right where all of them are.
     """
 
     temperature: float
@@ -56,43 +66,148 @@ class ScoreCalibration:
     answered: float = 0.0
     farthest: float | None = None
     set_levels: tuple[float | None, ...] | None = None
+    class_thresholds: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    class_set_levels: tuple[tuple[float | None, ...] | None, ...] = ()
+    multilabel: bool = False
 
-    def reject_reason(self, confidence: float, distance: float | None = None) -> str | None:
+    @property
+    def rejects(self) -> bool:
+        """Whether answers of any class are proven to keep the target precision."""
+        thresholds = (self.threshold, *self.class_thresholds.values())
+        return any(threshold is not None for threshold in thresholds)
+
+    def reject_reason(
+        self, confidence: float, distance: float | None = None, answer: str | None = None
+    ) -> str | None:
         """Why an answer of this probability is not given, or None.
 
         Args:
-            confidence: Highest probability.
+            confidence: Highest probability, or of a multi-label network `decision_confidence`.
             distance: Of the image from those of training, if the network has distances.
+            answer: Name of the most probable class.
         """
         if self.farthest is not None and distance is not None and not distance <= self.farthest:
             return UNLIKE
-        return UNCERTAIN if self.threshold is None or confidence < self.threshold else None
+        threshold = self.threshold
+        if answer is not None and answer in self.class_thresholds:
+            threshold = self.class_thresholds[answer]
+        return UNCERTAIN if threshold is None or confidence < threshold else None
 
-    def set_size(self, probabilities: Iterable[float], coverage: float) -> int:
-        """Number of classes in the prediction set of an image, at least 1.
+    def prediction_set(
+        self, order: Sequence[int], probabilities: Sequence[float], coverage: float
+    ) -> list[int]:
+        """Classes in the prediction set of an image, the most probable first.
+
+        It is never empty, except of a multi-label network, whose image may have no class.
+
+        Args:
+            order: All classes, the most probable first.
+            probabilities: Theirs, in this order.
+            coverage: Probability of the true class, or of all true classes, to be in the set.
+        """
+        levels = self.class_levels(coverage)
+        if levels is None:
+            return list(order[: self.set_size(probabilities, coverage)])
+        scores = zip(order, self.inclusion_scores(probabilities), strict=True)
+        return [
+            index
+            for index, score in scores
+            if (level := levels[index]) is None or score <= level + ROUNDING
+        ]
+
+    def set_size(self, probabilities: Sequence[float], coverage: float) -> int:
+        """Number of classes in a prediction set that covers all classes together.
 
         Args:
             probabilities: Of all classes, the most probable first.
-            coverage: Probability of the true class to be in the set.
+            coverage: As for `prediction_set`.
         """
-        level, before, size = self.set_level(coverage), 0.0, 0
+        level = self.set_level(coverage)
+        if level is None:
+            return len(probabilities)
+        scores = enumerate(self.inclusion_scores(probabilities))
+        return next((n for n, score in scores if score > level + ROUNDING), len(probabilities))
+
+    def inclusion_scores(self, probabilities: Iterable[float]) -> Iterator[float]:
+        """Score of each class, which rises; of `probabilities`, the highest first.
+
+        The sum of the probabilities before a class and a penalty of its rank, or for a multi-label
+        network 1 minus its probability.
+        """
+        before = 0.0
         for rank, probability in enumerate(probabilities):
-            score = before + SET_PENALTY * max(0, rank - FREE_CLASSES)
-            if level is not None and score > level + ROUNDING:
-                break
-            before, size = before + probability, rank + 1
-        return size
+            if self.multilabel:
+                yield 1 - probability
+            else:
+                yield before + SET_PENALTY * max(0, rank - FREE_CLASSES)
+            before += probability
 
     def set_level(self, coverage: float) -> float | None:
         """Level of the next higher coverage that has one; None for the set of all classes."""
-        pairs = zip(COVERAGES, self.set_levels or (), strict=True)
-        return next((level for share, level in pairs if share >= coverage - ROUNDING), None)
+        place = coverage_place(coverage)
+        return None if self.set_levels is None or place is None else self.set_levels[place]
+
+    def class_levels(self, coverage: float) -> tuple[float | None, ...] | None:
+        """The same for each class on its own; None if the sets cover all classes together."""
+        place = coverage_place(coverage)
+        covered = place is not None and place < len(self.class_set_levels)
+        return self.class_set_levels[place] if covered and place is not None else None
+
+    def select(
+        self,
+        classes: Sequence[str],
+        order: Sequence[int],
+        probabilities: Sequence[float],
+        distance: float | None,
+        *,
+        thresholds: Sequence[float] | None = None,
+        reject: bool = False,
+        sets: float | None = None,
+    ) -> dict[str, Any]:
+        """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set.
+
+        Args:
+            classes: Names of all classes.
+            order, probabilities: As for `prediction_set`.
+            distance: As for `reject_reason`.
+            thresholds: Decision thresholds of a multi-label network.
+            reject: Whether answers may be unknown.
+            sets: Coverage of the set, if any.
+        """
+        found: dict[str, Any] = {}
+        if reject:
+            confidence, answer = probabilities[0], classes[order[0]]
+            if thresholds is not None:
+                ordered = [thresholds[index] for index in order]
+                confidence = decision_confidence(probabilities, ordered)
+            found["unknown"] = self.reject_reason(confidence, distance, answer)
+        if sets is not None:
+            places = self.prediction_set(order, probabilities, sets)
+            found["prediction_set"] = tuple(classes[index] for index in places)
+        return found
+
+    def check_classes(self, classes: Sequence[str]) -> None:
+        """Check that the calibration is of a network with `classes`.
+
+        Raises:
+            ValueError: It names another class, or has levels for another number of them.
+        """
+        rows = [row for row in self.class_set_levels if row is not None]
+        if not self.class_thresholds.keys() <= {*classes} or any(
+            len(row) != len(classes) for row in rows
+        ):
+            raise ValueError("calibration is of other classes")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; inverse of `from_dict`."""
         if self.target_precision is None:
             return {name: getattr(self, name) for name in SCALING}
-        return {**asdict(self), "set_levels": list(self.set_levels or ())}
+        values = {**asdict(self), "set_levels": list(self.set_levels or ())}
+        values["class_thresholds"] = dict(self.class_thresholds)
+        values["class_set_levels"] = [
+            None if row is None else list(row) for row in self.class_set_levels
+        ]
+        return {name: one for name, one in values.items() if name not in OPTIONAL or one}
 
     @staticmethod
     def from_dict(values: Any) -> "ScoreCalibration":
@@ -101,8 +216,11 @@ class ScoreCalibration:
         Raises:
             ValueError: A name or a value is not one of a calibration.
         """
-        names = {field.name for field in fields(ScoreCalibration)}
-        if not isinstance(values, dict) or values.keys() not in (names, {*SCALING}):
+        names = {field.name for field in fields(ScoreCalibration)} - {*OPTIONAL}
+        known = isinstance(values, dict) and (
+            values.keys() == {*SCALING} or values.keys() - {*OPTIONAL} == names
+        )
+        if not known:
             raise ValueError(f"calibration must have {', '.join(sorted(names))}")
         temperature, images, exponent = (values[name] for name in SCALING)
         if not all(_is_number(one) and 0 < one < math.inf for one in (temperature, exponent)):
@@ -122,17 +240,32 @@ class ScoreCalibration:
         shares = [target, values["answered"], *([] if threshold is None else [threshold])]
         if not all(_is_number(share) and 0 <= share <= 1 for share in shares):
             raise ValueError("shares and the threshold of a calibration must be from 0 to 1")
+        rows = values.get("class_set_levels", [])
         if not isinstance(levels, list) or len(levels) != len(COVERAGES):
             raise ValueError(f"calibration must have {len(COVERAGES)} levels of sets")
-        if not all(level is None or (_is_number(level) and level >= 0) for level in levels):
-            raise ValueError("the levels of sets of a calibration must be numbers of at least 0")
+        if not isinstance(rows, list) or len(rows) not in (0, len(COVERAGES)):
+            raise ValueError(f"calibration must have {len(COVERAGES)} rows of levels of classes")
+        for row in (levels, *(row for row in rows if row is not None)):
+            valid = isinstance(row, list) and all(
+                level is None or (_is_number(level) and level >= 0) for level in row
+            )
+            if not valid:
+                raise ValueError("levels of sets of a calibration must be numbers of at least 0")
+        multilabel, by_class = values.get("multilabel", False), values.get("class_thresholds", {})
+        if not isinstance(multilabel, bool) or not isinstance(by_class, dict):
+            raise ValueError("calibration must have thresholds by class, and multilabel as bool")
+        if not all(one is None or (_is_number(one) and 0 <= one <= 1) for one in by_class.values()):
+            raise ValueError("thresholds by class of a calibration must be from 0 to 1")
         return replace(
             plain,
             target_precision=float(target),
             threshold=None if threshold is None else float(threshold),
             answered=float(values["answered"]),
             farthest=None if farthest is None else float(farthest),
-            set_levels=tuple(None if level is None else float(level) for level in levels),
+            set_levels=_floats(levels),
+            class_thresholds=dict(zip(by_class, _floats(by_class.values()), strict=True)),
+            class_set_levels=tuple(None if row is None else _floats(row) for row in rows),
+            multilabel=multilabel,
         )
 
 
@@ -151,15 +284,41 @@ def check_selection(
         raise ConfigError(f"sets={sets:g}: a coverage above 0 and at most {COVERAGES[-1]:g}")
     if calibration is None or calibration.set_levels is None:
         raise ConfigError(
-            f"{flag}: these scores have no calibration with a threshold and sets; for a run of one "
-            "class an image, `vit calibrate RUN DATA` measures it"
+            f"{flag}: these scores have no calibration with a threshold and sets; "
+            "`vit calibrate RUN DATA` measures it"
         )
-    if reject and calibration.threshold is None:
+    if reject and not calibration.rejects:
         raise ConfigError(
             f"reject: no score is proven to be right {calibration.target_precision:.4g} of the "
             f"time by the {calibration.images} images of the calibration; vit calibrate RUN DATA "
             "with more images, or with a lower --target-precision"
         )
+
+
+def check_decisions(
+    thresholds: Sequence[float] | None, *, reject: bool, threshold: float | None
+) -> None:
+    """Check that `reject` is about the decisions of a multi-label network that it was proven for.
+
+    Raises:
+        ConfigError: Another threshold replaces those of the network.
+    """
+    if reject and thresholds is not None and threshold is not None:
+        raise ConfigError(
+            f"reject with threshold={threshold:g}: what is right was measured at the thresholds of "
+            "the network's classes; leave one of the two out"
+        )
+
+
+def coverage_place(coverage: float) -> int | None:
+    """Place in COVERAGES of the next one that is at least `coverage`, or None."""
+    return next((n for n, one in enumerate(COVERAGES) if one >= coverage - ROUNDING), None)
+
+
+def decision_confidence(probabilities: Iterable[float], thresholds: Iterable[float]) -> float:
+    """Probability that all classes of a multi-label answer are right, were they independent."""
+    pairs = zip(probabilities, thresholds, strict=True)
+    return math.prod(one if one >= least else 1 - one for one, least in pairs)
 
 
 def rescale_thresholds(thresholds: Sequence[float], factor: float) -> tuple[float, ...]:
@@ -171,6 +330,10 @@ def rescale_thresholds(thresholds: Sequence[float], factor: float) -> tuple[floa
         value if value in (0.0, 1.0) else 1 / (1 + ((1 - value) / value) ** factor)
         for value in thresholds
     )
+
+
+def _floats(values: Iterable[float | None]) -> tuple[float | None, ...]:
+    return tuple(None if value is None else float(value) for value in values)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,7 +5,13 @@ import pytest
 import torch
 from scipy.stats import bootstrap as scipy_bootstrap
 
-from vit.evaluation.bootstrap_intervals import class_intervals, draw_weights, multilabel_intervals
+from vit.evaluation.bootstrap_intervals import (
+    bootstrap,
+    class_intervals,
+    draw_weights,
+    jackknife_weights,
+    multilabel_intervals,
+)
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.multilabel_metrics import summarize_multilabel
 
@@ -33,7 +39,7 @@ def test_intervals_of_means_are_scipys():
     squares = ((probabilities.numpy() - np.eye(4)[labels]) ** 2).sum(axis=1)
     for name, values in (("nll", -np.log(own)), ("brier", squares)):
         expected = scipy_bootstrap(
-            (values,), np.mean, n_resamples=4000, method="percentile", rng=np.random.default_rng(0)
+            (values,), np.mean, n_resamples=4000, method="BCa", rng=np.random.default_rng(0)
         )
         spread = expected.standard_error
         assert found[f"{name}_interval"] == pytest.approx(
@@ -69,14 +75,44 @@ def test_intervals_hold_the_true_value():
     assert min(held.values()) >= 50, held
 
 
-def test_one_image_and_only_right_answers():
-    _, found = measure(*(part[:1] for part in draw(10)))
-    low, high = found["nll_interval"]
-    assert low == high > 0
-    _, found = measure(torch.eye(4), torch.arange(4))
-    assert found["balanced_accuracy_interval"] is None
-    assert found["macro_f1_interval"] is None
-    assert found["brier_interval"] == [0, 0]
+def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
+    for probabilities, labels in (draw(1), (torch.eye(4), torch.arange(4))):
+        found = measure(probabilities, labels)[1]
+        assert len(found) == 4
+        assert {*found.values()} == {None}
+    found = measure(*draw(39))[1]
+    assert [name for name, limits in found.items() if limits is None] == [
+        "balanced_accuracy_interval",
+        "macro_f1_interval",
+    ]
+    assert None not in measure(*draw(40))[1].values()
+    right = torch.eye(2).repeat(20, 1)
+    few = multilabel_intervals(right, right.long(), right)
+    assert len(few) == 4
+    assert {*few.values()} == {None}
+
+
+def test_skewed_metrics_have_skewed_intervals():
+    """Against scipy's BCa interval, with its jackknife of single images."""
+    random = np.random.default_rng(0)
+    losses = torch.from_numpy(random.gamma(0.3, size=150))
+
+    def mean(weights):
+        return {"mean": weights @ losses / weights.sum(dim=1)}
+
+    expected = scipy_bootstrap(
+        (losses.numpy(),), np.mean, n_resamples=9999, method="BCa", rng=random
+    )
+    found = bootstrap(150, mean)["mean"]
+    spread = expected.standard_error
+    assert found == pytest.approx([*expected.confidence_interval], abs=0.25 * spread)
+    value = float(losses.mean())
+    assert found[1] - value > 1.15 * (value - found[0])
+    assert bootstrap(150, lambda weights: {"none": weights.sum(dim=1) * torch.nan})["none"] is None
+    grouped = torch.cat([*jackknife_weights(450)])
+    assert grouped.shape == (200, 450)
+    assert ((450 - grouped.sum(dim=1)) >= 2).all()
+    assert (grouped.sum(dim=0) == 199).all()
 
 
 def test_intervals_of_several_labels_surround_the_scores():

@@ -1,9 +1,11 @@
 """Prediction sets cover what they promise, and are those that prediction returns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from vit.evaluation.conformal_sets import set_levels, set_scores
+from vit.evaluation.conformal_sets import class_set_levels, set_levels, set_scores
 from vit.score_calibration import COVERAGES, FREE_CLASSES, SET_PENALTY, ScoreCalibration
 
 
@@ -72,3 +74,56 @@ def test_few_images_allow_only_the_set_of_all_classes():
         None,
     ]
     assert make_calibration([None] * len(COVERAGES)).set_size([0.9, 0.06, 0.04], 0.9) == 3
+
+
+def test_sets_by_class_cover_each_class_on_its_own():
+    """A class that the network knows badly is covered too; sets of all classes together miss it."""
+    covered = torch.zeros(2, 4, dtype=torch.float64)
+    for seed in range(30):
+        probabilities, labels = draw(2400, 4, seed)
+        probabilities[labels == 3] = probabilities[labels == 3].flip(1)
+        scores = set_scores(probabilities, labels)
+        seen = slice(0, 1200)
+        rows = class_set_levels(scores[seen], labels[seen], 4, COVERAGES)
+        calibration = replace(
+            make_calibration(set_levels(scores[seen], COVERAGES)), class_set_levels=tuple(rows)
+        )
+        calibration.check_classes("abcd")
+        for number, one in enumerate((calibration, replace(calibration, class_set_levels=()))):
+            for row, label in zip(probabilities[1200:1400], labels[1200:1400], strict=True):
+                ordered, order = row.sort(descending=True, stable=True)
+                found = one.prediction_set(order.tolist(), ordered.tolist(), 0.9)
+                covered[number, label] += float(int(label) in found) / int(
+                    (labels[1200:1400] == label).sum()
+                )
+    by_class, together = covered / 30
+    assert (by_class - 0.9).abs().max() < 0.025
+    assert together.min() < 0.8
+
+
+def test_each_class_needs_a_hundred_images_and_as_many_as_its_coverage_takes():
+    scores = torch.arange(205, dtype=torch.float64) / 205
+    labels = (torch.arange(205) < 103).long()
+    rows = class_set_levels(scores, labels, 2, (0.9, 0.99, 0.995))
+    assert [row is None for row in rows] == [False, False, True]
+    own = scores[labels == 0].sort().values  # 102 images: the ceil(103 * 0.9)-th smallest
+    assert rows[0][0] == pytest.approx(float(own[92]), abs=1e-6)
+    assert rows[0][0] >= float(own[92])
+    assert class_set_levels(scores[:200], labels[:200], 2, (0.5,)) == []
+
+
+def test_multilabel_sets_have_all_true_classes():
+    generator = torch.Generator().manual_seed(0)
+    covered = 0.0
+    for _ in range(60):
+        logits = 2 * torch.randn(500, 5, generator=generator, dtype=torch.float64)
+        targets = torch.bernoulli(logits.sigmoid(), generator=generator)
+        scores = set_scores((1.5 * logits).sigmoid(), targets)
+        assert (scores[targets.sum(dim=1) == 0] == 0).all()
+        (level,) = set_levels(scores[:200], [0.9])
+        named = 1 - (1.5 * logits[200:]).sigmoid() <= level
+        covered += float((named | (targets[200:] == 0)).all(dim=1).double().mean()) / 60
+    assert covered == pytest.approx(0.9, abs=0.015)
+    one = replace(make_calibration([0.35] * len(COVERAGES)), multilabel=True)
+    assert one.prediction_set([2, 0, 1], [0.9, 0.65, 0.5], 0.9) == [2, 0]
+    assert one.prediction_set([2, 0, 1], [0.4, 0.3, 0.2], 0.9) == []

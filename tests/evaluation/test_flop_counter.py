@@ -6,16 +6,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from vit.config import ModelConfig
-from vit.evaluation.flop_counter import MemoryMeter, make_flop_counter, record_calls, shape_of
+from vit.evaluation.flop_counter import FlopCounter, MemoryMeter, record_calls, shape_of
 from vit.model.build import build_classifier
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="a newer torch has it")
 def test_a_row_of_a_grouped_product_meets_one_matrix():
     rows, matrices = torch.zeros(16, 32).bfloat16(), torch.zeros(3, 32, 64).bfloat16()
-    with make_flop_counter() as counter:
+    with FlopCounter() as counter:
         F.grouped_mm(rows, matrices, offs=torch.tensor([4, 8, 16], dtype=torch.int32))
-    assert counter.get_total_flops() == 2 * 16 * 32 * 64
+    assert counter.total == 2 * 16 * 32 * 64
 
 
 def test_the_meter_sees_what_is_freed():
@@ -36,7 +36,7 @@ def test_calls_have_shapes_without_the_batch_and_flops():
     network = build_classifier(config).eval()
     with (
         torch.no_grad(),
-        make_flop_counter() as counter,
+        FlopCounter() as counter,
         record_calls(network, counter) as calls,
     ):
         network(torch.zeros(2, 3, 16, 16))

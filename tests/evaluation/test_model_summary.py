@@ -227,4 +227,4 @@ def test_memory_of_training_is_that_of_the_smallest_patches():
 
 
 def test_flops_alone_are_those_of_the_summary(config):
-    assert forward_flops(config) == counted(config).flops
+    assert forward_flops(build_classifier(config).eval(), config) == counted(config).flops

@@ -22,10 +22,11 @@ from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.evaluate import evaluate, load_samples
 from vit.inference.predictor import Predictor
+from vit.score_calibration import COVERAGES, ScoreCalibration, decision_confidence
 from vit.tasks.task import get_task
 from vit.weights.convert import convert
 from vit.weights.load_model import load_model
-from vit.weights.saved_model import load_run, set_thresholds
+from vit.weights.saved_model import CALIBRATION, load_run, set_thresholds, update_run
 
 
 @pytest.fixture
@@ -58,6 +59,37 @@ def test_the_file_names_the_same_classes_as_the_run(several_run, exported, image
     same(runner(images), predictor(images))
     same(runner(images, threshold=0.45), predictor(images, threshold=0.45))
     same(runner(images, top_k=1), predictor(images, top_k=1))
+
+
+def test_the_file_rejects_and_returns_sets_as_the_run(several_run, exported, images, tmp_path):
+    levels = [round(0.2 + 0.7 * coverage, 3) for coverage in COVERAGES]
+    (outputs,) = exact(several_run).batches(images)
+    sure = [decision_confidence(one.probabilities.tolist(), (0.3, 0.5, 0.7)) for one in outputs]
+    least = (sorted(sure)[15] + sorted(sure)[16]) / 2
+    stored = ScoreCalibration(
+        temperature=1.0,
+        images=99,
+        target_precision=0.5,
+        threshold=least,
+        set_levels=tuple(levels),
+        multilabel=True,
+    )
+    folder = shutil.copytree(several_run, tmp_path / "run")
+    update_run(folder, {CALIBRATION: stored.to_dict()})
+    graph = onnx.load(exported)  # a temperature of 1 changes only the metadata
+    entry = graph.metadata_props.add()
+    entry.key, entry.value = "score_calibration", json.dumps(stored.to_dict())
+    onnx.save(graph, tmp_path / "m.onnx")
+    runner, run = ExportedClassifier(tmp_path / "m.onnx"), exact(folder)
+    assert runner.calibration == run.calibration == stored
+    found, expected = (each(images, reject=True, sets=0.6) for each in (runner, run))
+    for one, other in zip(found, expected, strict=True):
+        assert one.unknown == other.unknown
+        assert {*one.prediction_set} == {*other.prediction_set}
+    assert {one.unknown for one in found} == {None, "uncertain"}
+    assert len({one.prediction_set for one in found}) > 1
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        runner(images, reject=True, threshold=0.4)
 
 
 def test_the_run_in_bf16_differs_by_rounding_only(several_run, exported, images):

@@ -1,6 +1,8 @@
 """`vit calibrate`: what it measures is stored in the run folder, and predictions use it."""
 
+import dataclasses
 import json
+import math
 import shutil
 
 import pytest
@@ -10,8 +12,10 @@ from vit.errors import ConfigError, DataError, RunError
 from vit.inference.calibrate import calibrate
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.weights.saved_model import load_run, set_thresholds
+from vit.score_calibration import decision_confidence
+from vit.weights.saved_model import load_run, set_thresholds, update_run
 
+COLOURS = ("blue", "green", "red")
 EXACT = {"device": "cpu", "precision": "fp32"}
 
 
@@ -70,8 +74,53 @@ def test_a_multilabel_run_decides_as_before(several_run, several_list, tmp_path)
             assert [name for name, _ in one.predictions] == [name for name, _ in other.predictions]
     assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
     assert found["after"]["nll"] <= found["before"]["nll"]
-    with pytest.raises(ConfigError, match="one class an image"):
+    with pytest.raises(ConfigError, match=r"no score is proven to be right 0\.98"):
         Predictor(folder, **EXACT)(images, reject=True)
+
+
+def test_a_multilabel_run_rejects_answers_and_returns_sets(several_run, several_list, tmp_path):
+    folder = shutil.copytree(several_run, tmp_path / "run")
+    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+    calibrate(folder, str(several_list), **EXACT)
+    stored = load_run(folder).calibration
+    assert stored.multilabel
+    outputs = next(Predictor(folder, **EXACT).batches(images))
+    limits = load_run(folder).thresholds
+    sure = sorted(decision_confidence(one.probabilities.tolist(), limits) for one in outputs)
+    calibration = dataclasses.replace(stored, threshold=(sure[15] + sure[16]) / 2)
+    update_run(folder, {"calibration": calibration.to_dict()})
+    predictor = Predictor(folder, **EXACT)
+    found = predictor(images, reject=True, sets=0.8)
+    for one, output in zip(found, next(predictor.batches(images)), strict=False):
+        scores = output.probabilities.tolist()
+        named = {name for name, _ in one.predictions}
+        right = [p if name in named else 1 - p for name, p in zip(COLOURS, scores, strict=True)]
+        assert (one.unknown is None) == (math.prod(right) >= calibration.threshold)
+        level = calibration.set_level(0.8)
+        in_set = [name for name, p in zip(COLOURS, scores, strict=True) if 1 - p <= level]
+        assert {*one.prediction_set} == {*in_set}
+    assert {one.unknown for one in found} == {None, "uncertain"}
+    with pytest.raises(ConfigError, match=r"reject with threshold=0.4: .* leave one of the two"):
+        predictor(images, reject=True, threshold=0.4)
+    with pytest.raises(ConfigError, match=r"list of classes.*leave it out"):
+        calibrate(folder, str(several_list), target_class="red", **EXACT)
+
+
+def test_a_class_keeps_the_target_on_its_own(run, tiny_data, capsys):
+    words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
+    rows = evaluate(run, str(tiny_data), **EXACT)["per_class"]
+    name = max(rows, key=lambda row: row["recall"])["label"]
+    assert main([*words, "--target-precision", "0.001", "--target-class", name]) == 0
+    assert f"answers of class {name} from a score of" in capsys.readouterr().err
+    calibration = load_run(run).calibration
+    assert [*calibration.class_thresholds] == [name]
+    images = [str(path) for path in sorted(tiny_data.rglob("*.*g"))]
+    for one in Predictor(run, **EXACT)(images, reject=True):
+        (best, score), *_ = one.predictions
+        least = calibration.class_thresholds.get(best, calibration.threshold)
+        assert (one.unknown is None) == (least is not None and score >= least)
+    assert main([*words, "--target-class", name[:-1] + "x"]) == 2
+    assert f"no such class; did you mean {name}?" in capsys.readouterr().err
 
 
 def test_what_cannot_be_calibrated_is_refused(run, tiny_data, tmp_path, monkeypatch):

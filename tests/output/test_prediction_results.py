@@ -240,6 +240,24 @@ def test_unknown_answers_and_sets_are_in_every_format():
         assert [*map(tuple, read)][-3:] == [(True, False), (True, False), (True, True)]
 
 
+def test_multilabel_rows_are_unknown_as_a_whole():
+    answer = Prediction(
+        "a.png",
+        (("cat", 0.6), ("dog", 0.5)),
+        unknown="uncertain",
+        prediction_set=("cat", "dog", "cow"),
+    )
+    layout = Layout(3, ("cat", "cow", "dog"), ("a.png",), multilabel=True, reject=True, sets=True)
+    header, line = csv_lines(layout)
+    assert [*csv.reader([header, line(answer)])] == [
+        ["image", "labels", "scores", "unknown", "set", "error"],
+        ["a.png", "cat|dog", "0.6|0.5", "uncertain", "cat|dog|cow", ""],
+    ]
+    assert table_lines(layout)[1](answer).split()[1:] == [
+        *("cat", "60.00%", "dog", "50.00%", "unknown:", "uncertain", "set:", "cat|dog|cow")
+    ]
+
+
 def test_sets_of_classes_with_the_separator_are_refused_in_csv():
     with pytest.raises(ConfigError, match="parts classes"):
         csv_lines(Layout(1, ("a|b", "c"), (), sets=True))

@@ -104,6 +104,24 @@ def test_the_end_of_a_training_calibrates_the_scores(
     assert (run / "report.html").read_bytes() == page
 
 
+def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):
+    def refuse(path, **_options):
+        raise AssertionError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vit.evaluation.html_page.read_image", refuse)
+        patched.setattr("vit.evaluation.image_properties.read_header", refuse)
+        run = train(tiny_config(epochs=1, lr=1e-9, report="fast"), tmp_path / "run").folder
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Fast report</h2>" in page
+    assert f"vit report {run}" in page
+    assert "<figcaption>" in page  # the mistakes, with their names
+    assert "<img" not in page
+    whole = report(run).read_text(encoding="utf-8")
+    assert "Fast report" not in whole
+    assert "<img" in whole
+
+
 def test_resuming_a_finished_run_writes_the_report_again(run, tiny_config, capsys):
     before = (run / "report.html").read_bytes()
     (run / "report.html").write_bytes(b"old")

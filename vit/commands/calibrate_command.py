@@ -39,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="share of the answers of `vit predict --reject` that has to be right (default: 0.98)",
     )
+    parser.add_argument(
+        "--target-class",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a class whose answers have to be so often right on their own; may be repeated. The "
+        "answers of the other classes are, together (default: all classes together)",
+    )
     add_list_options(parser, "that of the training, or the usual")
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     add_network_options(parser, calibrated=False)
@@ -57,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             args.run,
             dataset_spec(args, split=args.split),
             target_precision=args.target_precision,
+            target_class=args.target_class,
             **settings,
             notify=lambda note: notify(f"vit calibrate: {note}"),
             progress=progress,

@@ -29,6 +29,9 @@ class RunConfig(Section):
     track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = None
     """Experiment tracker that losses and scores are sent to."""
 
+    report: Literal["full", "fast"] = "full"
+    """Report of the run: fast opens no image again, so it has no thumbnails and fewer slices."""
+
     def __post_init__(self) -> None:
         self.check_above(0, "checkpoint_minutes")
         self.check_at_least(1, "keep_best")

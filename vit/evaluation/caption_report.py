@@ -16,7 +16,7 @@ from vit.evaluation.caption_metrics import caption_scores, normalize, rouge_l, w
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import class_findings
-from vit.evaluation.html_page import Thumbnail, readable_thumbnails
+from vit.evaluation.html_page import Thumbnail, thumbnails
 from vit.evaluation.run_report import Event, RunFacts, epoch_chart, select_epochs, write_run_report
 
 MAX_EXAMPLES = 8
@@ -169,7 +169,7 @@ def count_words(captions: Iterable[str]) -> dict[str, float]:
 
 def choose_examples(
     images: Sequence[CaptionedImage], facts: RunFacts
-) -> dict[str, list[tuple[Thumbnail, CaptionedImage, float]]]:
+) -> dict[str, list[tuple[Thumbnail | None, CaptionedImage, float]]]:
     """Examples with their ROUGE-L by title: some drawn by chance, the best and the worst.
 
     The best are those of the highest ROUGE-L, of equal ones those of the lowest loss. Images that
@@ -190,7 +190,7 @@ def choose_examples(
     return {
         title: [
             (image, images[index], fits[index])
-            for index, image in readable_thumbnails(indices, paths)
+            for index, image in thumbnails(indices, paths, fast=facts.fast)
         ]
         for title, indices in chosen.items()
         if indices

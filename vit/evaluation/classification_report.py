@@ -14,7 +14,7 @@ from vit.evaluation.classification_metrics import (
     summarize,
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings
-from vit.evaluation.html_page import readable_thumbnails
+from vit.evaluation.html_page import thumbnails
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -67,7 +67,7 @@ def write_classification_report(
         recall=recall[:MAX_ROWS],
         slices=slices,
         **score,
-        **class_findings(outcomes, facts.classes, calibrated, paths=paths),
+        **class_findings(outcomes, facts.classes, calibrated, paths=() if facts.fast else paths),
     )
 
 
@@ -124,6 +124,7 @@ def find_mistakes(
     """The wrong predictions of highest confidence whose images can be read."""
     order = outcomes.confidences.argsort(descending=True, stable=True).tolist()
     wrong = (index for index in order if outcomes.ranks[index] > 0)
+    shown = islice(thumbnails(wrong, paths, fast=facts.fast), MAX_MISTAKES)
     return [
         {
             "image": image,
@@ -133,5 +134,5 @@ def find_mistakes(
             "likelihood": float(outcomes.likelihoods[index]),
             "path": paths[index],
         }
-        for index, image in islice(readable_thumbnails(wrong, paths), MAX_MISTAKES)
+        for index, image in shown
     ]

@@ -1,20 +1,28 @@
 """Everything that a calibration measures on labelled images: temperature, threshold and sets."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit.evaluation.classification_metrics import calibration_error
-from vit.evaluation.conformal_sets import set_levels, set_scores
+from vit.evaluation.conformal_sets import (
+    MIN_CLASS_IMAGES,
+    class_set_levels,
+    set_levels,
+    set_scores,
+)
+from vit.evaluation.multilabel_metrics import choose_thresholds
 from vit.evaluation.selective_prediction import (
+    ALLOWED_ERROR,
     TARGET_PRECISION,
     needed_images,
     precision_threshold,
 )
-from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
+from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, fold_numbers
 from vit.score_calibration import COVERAGES, ScoreCalibration
-from vit.text import plural
+from vit.text import plural, printable
 
 FALSE_ALARMS = 0.01
 """Share of ordinary images that are unlike those of training."""
@@ -29,6 +37,8 @@ class FittedCalibration(NamedTuple):
     temperature: FittedTemperature
     error: float
     """Calibration error (ECE) of scores that the other images calibrated."""
+    fewest: int | None = None
+    """Images of the rarest class; None of a multi-label network."""
 
 
 def fit_calibration(
@@ -37,22 +47,30 @@ def fit_calibration(
     *,
     distances: Tensor | None = None,
     target_precision: float = TARGET_PRECISION,
+    target_classes: Mapping[str, int] | None = None,
+    thresholds: Sequence[float] | None = None,
 ) -> FittedCalibration | None:
-    """Calibrate a network on labelled images; arguments and None as for `fit_temperature`.
+    """Calibrate a network on labelled images; None as for `fit_temperature`.
 
-    `distances` of the images from those of training, (images,), give a largest one, which
-    FALSE_ALARMS of images like these exceed; the threshold is of the images that do not.
+    Threshold and sets are learned on scores as a calibration on the other images gives them.
 
-    Threshold and sets of a single-label network are learned on scores as a calibration on the other
-    images gives them.
+    Args:
+        logits, targets: As for `fit_temperature`.
+        distances: Of the images from those of training, (images,), of a single-label network. They
+            give a largest one, which FALSE_ALARMS of images like these exceed; the threshold is of
+            the images that do not.
+        target_precision: Share of the answers that has to be right.
+        target_classes: Indices of classes whose answers keep this share each on its own, by name;
+            those of the other classes keep it together. The allowed error is divided equally, so
+            that all hold at once.
+        thresholds: Decision thresholds of a multi-label network, of its raw scores; those that F1
+            chooses on the other images if omitted.
     """
     fitted, images = fit_temperature(logits, targets), len(logits)
     if fitted is None:
         return None
     if targets.ndim == 2:
-        plain = ScoreCalibration(temperature=fitted.scaling.temperature, images=images)
-        decisions = fitted.held_out.sigmoid().flatten(), targets.double().flatten()
-        return FittedCalibration(plain, fitted, calibration_error(*decisions))
+        return _fit_multilabel(logits, targets, fitted, target_precision, thresholds)
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
     error = calibration_error(confidences, answers == targets)
@@ -61,17 +79,72 @@ def fit_calibration(
         (farthest,) = set_levels(distances, [1 - FALSE_ALARMS])
     if distances is not None and farthest is not None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
-    found = precision_threshold(confidences, answers == targets, target_precision)
+    named = target_classes or {}
+    groups = [answers == index for index in named.values()]
+    others = ~torch.stack(groups).any(dim=0) if groups else torch.ones(images, dtype=torch.bool)
+    found = [
+        precision_threshold(
+            confidences[group],
+            (answers == targets)[group],
+            target_precision,
+            error=ALLOWED_ERROR / (1 + len(groups)),
+        )
+        for group in (*groups, others)
+    ]
+    answered = [
+        one.answered * int(group.sum()) / images if one else 0.0
+        for one, group in zip(found, (*groups, others), strict=True)
+    ]
+    *own, rest = (None if one is None else one.threshold for one in found)
+    scores = set_scores(probabilities, targets)
     calibration = ScoreCalibration(
         temperature=fitted.scaling.temperature,
         exponent=fitted.scaling.exponent,
         images=images,
         target_precision=target_precision,
+        threshold=rest,
+        answered=sum(answered),
+        farthest=farthest,
+        set_levels=tuple(set_levels(scores, COVERAGES)),
+        class_thresholds=dict(zip(named, own, strict=True)),
+        class_set_levels=tuple(class_set_levels(scores, targets, logits.shape[1], COVERAGES)),
+    )
+    fewest = int(targets.bincount(minlength=logits.shape[1]).min())
+    return FittedCalibration(calibration, fitted, error, fewest)
+
+
+def _fit_multilabel(
+    logits: Tensor,
+    targets: Tensor,
+    fitted: FittedTemperature,
+    target_precision: float,
+    thresholds: Sequence[float] | None,
+) -> FittedCalibration:
+    """The calibration of a multi-label network: an answer is right where each class is."""
+    raw, probabilities = logits.double().sigmoid(), fitted.held_out.sigmoid()
+    limits = torch.empty_like(raw)
+    if thresholds is None:
+        folds = fold_numbers(len(targets))
+        for fold in folds.unique():
+            rest = folds != fold
+            chosen, _ = choose_thresholds(raw[rest], targets[rest])
+            limits[~rest] = torch.tensor(chosen, dtype=limits.dtype)
+    else:
+        limits[:] = torch.tensor(thresholds, dtype=limits.dtype)
+    decided = raw >= limits
+    confidences = torch.where(decided, probabilities, 1 - probabilities).prod(dim=1)
+    right = (decided == targets.bool()).all(dim=1)
+    found = precision_threshold(confidences, right, target_precision)
+    calibration = ScoreCalibration(
+        temperature=fitted.scaling.temperature,
+        images=len(targets),
+        target_precision=target_precision,
         threshold=None if found is None else found.threshold,
         answered=0.0 if found is None else found.answered,
-        farthest=farthest,
         set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES)),
+        multilabel=True,
     )
+    error = calibration_error(probabilities.flatten(), targets.double().flatten())
     return FittedCalibration(calibration, fitted, error)
 
 
@@ -85,18 +158,35 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
         if temperature.loss_after < temperature.loss_before
         else "calibration: raw scores are kept, since no temperature is better on held-out images"
     ]
-    target = calibration.target_precision
-    share = "" if target is None else f"{100 * target:.4g}%"
-    if target is not None and calibration.threshold is not None:
+    target, thresholds = calibration.target_precision, calibration.class_thresholds
+    if target is None:
+        return lines
+    share = f"{100 * target:.4g}%"
+    groups = {f"class {printable(name)}": one for name, one in thresholds.items()}
+    groups["the other classes"] = calibration.threshold
+    needed = needed_images(target, error=ALLOWED_ERROR / len(groups))
+    for name, threshold in groups.items():
+        of = f" of {name}" if thresholds else ""
+        if threshold is not None:
+            answered = "" if thresholds else f": {calibration.answered:.1%} of these images"
+            lines.append(
+                f"--reject gives answers{of} from a score of {threshold:.4f} on, where at least "
+                f"{share} of them are right{answered}"
+            )
+        else:
+            lines.append(
+                f"note: no score from which on {share} of the answers{of} are proven to be right: "
+                f"that takes {needed:,} answers without a mistake, or more with some; vit "
+                f"calibrate with more than these {plural(calibration.images, 'image')}, or a lower "
+                "--target-precision"
+            )
+    if thresholds:
+        lines.append(f"--reject answers {calibration.answered:.1%} of these images")
+    if calibration.class_set_levels:
+        lines.append("--sets covers each class on its own")
+    elif fitted.fewest is not None:
         lines.append(
-            f"--reject answers from a score of {calibration.threshold:.4f} on, where at least "
-            f"{share} of the answers are right: {calibration.answered:.1%} of these images"
-        )
-    elif target is not None:
-        lines.append(
-            f"note: no score from which on {share} of the answers are proven to be right: that "
-            f"takes {needed_images(target):,} answers without a mistake, or more with some; "
-            f"vit calibrate with more than these {plural(calibration.images, 'image')}, or a lower "
-            "--target-precision"
+            "--sets covers all classes together, not each on its own: that takes "
+            f"{MIN_CLASS_IMAGES} images of each, and the rarest has {fitted.fewest}"
         )
     return lines

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vit.model.vision_transformer import VisionTransformer
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 
 def weight_tensors(network: nn.Module) -> list[Tensor]:
@@ -81,17 +78,36 @@ FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
 }
 
 
-def make_flop_counter() -> "FlopCounterMode":
-    """A counter of matrix products and of attention in every fused form."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products and attention in every fused form, by the formulas of torch.
 
-    spaces = {space: getattr(torch.ops, space) for space, _ in FORMULAS}
-    known = {
-        getattr(spaces[space], name): formula
-        for (space, name), formula in FORMULAS.items()
-        if hasattr(spaces[space], name)
-    }
-    return FlopCounterMode(display=False, custom_mapping=known)
+    Unlike torch's FlopCounterMode it does not import the compiler, which takes a second. It does
+    not see what torch composes of other operators in inference mode: use `torch.no_grad`.
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry, shape_wrapper  # imports triton
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self.formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
+        for (space, name), formula in FORMULAS.items():
+            if hasattr(getattr(torch.ops, space), name):
+                self.formulas[getattr(getattr(torch.ops, space), name)] = shape_wrapper(formula)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps the function below, for which it imports the compiler."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if (formula := self.formulas.get(func._overloadpacket)) is not None:
+            self.total += formula(*args, **kwargs, out_val=made)
+        return made
 
 
 @dataclass
@@ -110,7 +126,7 @@ class Calls:
 
 @contextmanager
 def record_calls(
-    network: VisionTransformer, counter: "FlopCounterMode"
+    network: VisionTransformer, counter: FlopCounter
 ) -> Iterator[dict[nn.Module, Calls]]:
     """Record the calls of the network's parts, its blocks and their parts, inside the `with`."""
     blocks = [*dict.fromkeys(network.blocks)]
@@ -119,12 +135,12 @@ def record_calls(
     seen = {module: Calls() for module in modules}
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
-        seen[module].input_shape, seen[module].start = shape_of(given), counter.get_total_flops()
+        seen[module].input_shape, seen[module].start = shape_of(given), counter.total
 
     def after(module: nn.Module, given: tuple[Any, ...], made: Any) -> None:
         calls = seen[module]
         calls.output_shape = shape_of(made)
-        calls.flops += counter.get_total_flops() - calls.start
+        calls.flops += counter.total - calls.start
         calls.count += 1
         calls.identity &= first_tensor(made) is first_tensor(given)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vit.evaluation.charts import reliability_chart
 from vit.evaluation.classification_metrics import reliability
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
-from vit.evaluation.html_page import readable_thumbnails
+from vit.evaluation.html_page import thumbnails
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import (
     Event,
@@ -109,6 +109,7 @@ def find_mistakes(
     farthest, worst = distances.max(dim=1)
     order = farthest.argsort(descending=True, stable=True).tolist()
     images = [index for index in order if farthest[index] >= 0]
+    shown = islice(thumbnails(images, outcomes.paths, fast=facts.fast), MAX_MISTAKES)
     return len(images), [
         {
             "image": image,
@@ -117,5 +118,5 @@ def find_mistakes(
             "predicted": bool(predicted[index, worst[index]]),
             "path": outcomes.paths[index],
         }
-        for index, image in islice(readable_thumbnails(images, outcomes.paths), MAX_MISTAKES)
+        for index, image in shown
     ]

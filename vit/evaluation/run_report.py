@@ -52,6 +52,11 @@ class RunFacts:
     flops: int | None = None
     environment: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def fast(self) -> bool:
+        """Whether the report opens no images again."""
+        return self.config.run.report == "fast"
+
 
 def write_run_report(
     folder: Path, template: str, *, facts: RunFacts, epochs: Sequence[Event], **values: Any

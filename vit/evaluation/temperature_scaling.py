@@ -82,7 +82,7 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None
     one_class = targets.ndim == 1 and logits.shape[1] < 2
     if images < MIN_IMAGES or one_class or not bool(logits.isfinite().all()):
         return None
-    folds = torch.randperm(images, generator=torch.Generator().manual_seed(0)) % FOLDS
+    folds = fold_numbers(images)
     before = mean_loss(logits, targets)
     best = FittedTemperature(Scaling(), logits.double(), before, before)
     fits = [best_temperature] if targets.ndim == 2 else [best_temperature, best_scaling]
@@ -96,6 +96,11 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None
         if after < best.loss_after:
             best = FittedTemperature(fit(logits, targets), held_out, before, after)
     return best
+
+
+def fold_numbers(images: int) -> Tensor:
+    """The fold of each image, (images,); the same at every call."""
+    return torch.randperm(images, generator=torch.Generator().manual_seed(0)) % FOLDS
 
 
 def best_temperature(logits: Tensor, targets: Tensor) -> Scaling:

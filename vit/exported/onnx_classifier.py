@@ -27,7 +27,7 @@ from vit.exported.image_prefetch import (
 )
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
-from vit.score_calibration import ScoreCalibration, check_selection
+from vit.score_calibration import ScoreCalibration, check_decisions, check_selection
 from vit.text import printable
 
 INPUT, OUTPUT = "images", "probabilities"
@@ -112,6 +112,8 @@ class ExportedClassifier:
             self.shares = self.metadata.get("activation") != "identity"
             stored = json.loads(self.metadata.get(SCORE_CALIBRATION, "null"))
             self.calibration = None if stored is None else ScoreCalibration.from_dict(stored)
+            if self.calibration is not None:
+                self.calibration.check_classes(self.classes)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
@@ -191,6 +193,7 @@ class ExportedClassifier:
         """
         check_top_k(top_k)
         check_selection(self.calibration, reject=reject, sets=sets)
+        check_decisions(self.thresholds, reject=reject, threshold=threshold)
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
         has_distance = reject and DISTANCE in self._session.outputs
         names = (OUTPUT, DISTANCE) if has_distance else (OUTPUT,)
@@ -211,13 +214,15 @@ class ExportedClassifier:
         if calibration is None or not (reject or sets is not None):
             return {}
         order = np.argsort(-probabilities, kind="stable")
-        scores = probabilities[order].tolist()
-        distance = float(row[DISTANCE]) if DISTANCE in row else None
-        size = 0 if sets is None else calibration.set_size(scores, sets)
-        return {
-            "unknown": calibration.reject_reason(scores[0], distance) if reject else None,
-            "prediction_set": tuple(self.classes[index] for index in order[:size]),
-        }
+        return calibration.select(
+            self.classes,
+            order.tolist(),
+            probabilities[order].tolist(),
+            float(row[DISTANCE]) if DISTANCE in row else None,
+            thresholds=self.thresholds,
+            reject=reject,
+            sets=sets,
+        )
 
     def probabilities(self, images: Iterable[ImageInput]) -> Iterator[Array | BadImage]:
         """Yield the probabilities of each image, (classes,) float64, or its error."""

@@ -6,9 +6,10 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 """
 
 import dataclasses
+import difflib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,13 @@ from vit.inference.evaluate import load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.score_calibration import rescale_thresholds
 from vit.text import printable
-from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, load_run, update_run
+from vit.weights.saved_model import (
+    CALIBRATION,
+    CALIBRATION_ERROR,
+    LoadedRun,
+    load_run,
+    update_run,
+)
 
 
 def calibrate(
@@ -38,19 +45,21 @@ def calibrate(
     split: str = "val",
     images: str | None = None,
     target_precision: float = TARGET_PRECISION,
+    target_class: str | Sequence[str] = (),
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Calibrate the scores of a run folder on one split of `data`, and store it in the folder.
 
-    Temperature, threshold of `--reject` and prediction sets; a multi-label run gets a temperature,
-    and its thresholds then decide as before.
+    Temperature, threshold of `--reject` and prediction sets. The thresholds of the classes of a
+    multi-label run then decide as before.
 
     Args:
         run: The run folder, which is changed.
         data, split, images: As for `vit.evaluate`; images that were not trained on.
         target_precision: Share of the answers of `--reject` that has to be right.
+        target_class: Classes whose answers have to be so often right each on its own.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
         settings: As for Predictor.
@@ -72,6 +81,9 @@ def calibrate(
             f"{printable(run)}: only scores of classifiers are calibrated, and this network's task "
             f"is {loaded.task_name}"
         )
+    places = _target_places(
+        [target_class] if isinstance(target_class, str) else target_class, loaded
+    )
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
     predictor = Predictor(plain, **settings, notify=notify)
     if loaded.distance is None and loaded.thresholds is None:
@@ -112,6 +124,8 @@ def calibrate(
         truth,
         distances=torch.tensor(distances, dtype=torch.float64) if distances else None,
         target_precision=target_precision,
+        target_classes=places,
+        thresholds=plain.thresholds,
     )
     if fitted is None:
         raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")
@@ -131,6 +145,25 @@ def calibrate(
         **_scores(logits, truth, fitted, loaded.classes),
         "failed": failed,
     }
+
+
+def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
+    """Indices of the classes `names`.
+
+    Raises:
+        ConfigError: One is no class of the run, or the run is multi-label.
+    """
+    if names and loaded.thresholds is not None:
+        raise ConfigError(
+            "target_class: an answer of this multi-label network is a list of classes, which is "
+            "right as a whole; leave it out"
+        )
+    for name in names:
+        if name not in loaded.classes:
+            near = difflib.get_close_matches(name, loaded.classes, n=1)
+            hint = f"; did you mean {printable(near[0])}?" if near else ""
+            raise ConfigError(f"target_class={printable(name)}: the run has no such class{hint}")
+    return {name: loaded.classes.index(name) for name in names}
 
 
 def _scores(

@@ -35,7 +35,7 @@ from vit.inference.tta import Views
 from vit.model.captioner import use_column_major_weights
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
-from vit.score_calibration import check_selection
+from vit.score_calibration import check_decisions, check_selection
 from vit.tasks.task import calibrated_activation, get_task
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
@@ -250,6 +250,7 @@ class Predictor:
         """
         check_top_k(top_k)
         check_selection(self.calibration, reject=reject, sets=sets)
+        check_decisions(self.thresholds, reject=reject, threshold=threshold)
         if reject:
             self.return_distances()
         named_images(images)  # refuses a single image now, and not with the first result
@@ -372,14 +373,10 @@ class Predictor:
     ) -> Iterator[dict[str, Any]]:
         """Reason of a rejection and prediction set of each image, from its sorted classes."""
         assert self.calibration is not None, "checked by check_selection"
-        calibration = self.calibration
-        rows = zip(order.tolist(), probabilities.tolist(), distances, strict=True)
-        for row, scores, distance in rows:
-            size = 0 if sets is None else calibration.set_size(scores, sets)
-            yield {
-                "unknown": calibration.reject_reason(scores[0], distance) if reject else None,
-                "prediction_set": tuple(self.classes[index] for index in row[:size]),
-            }
+        for row in zip(order.tolist(), probabilities.tolist(), distances, strict=True):
+            yield self.calibration.select(
+                self.classes, *row, thresholds=self.thresholds, reject=reject, sets=sets
+            )
 
     def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
         images = [self.read(one.source, one.name) for one in batch]

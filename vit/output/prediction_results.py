@@ -250,11 +250,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         for caption in prediction.captions:
             row += [caption.text, caption.score]
         row += [None] * (len(header) - len(row))
-        if layout.reject:
-            row.append(prediction.unknown)
-        if layout.sets:
-            row.append(BETWEEN.join(prediction.prediction_set))
-        return [*row, prediction.error]
+        return [*row, *selection_cells(prediction, layout), prediction.error]
 
     return [*header, *more, "error"], cells
 
@@ -271,14 +267,21 @@ def _check_names(classes: Sequence[str]) -> None:
 
 def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
     _check_names(layout.classes)
+    more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
         labels = BETWEEN.join(label for label, _ in prediction.predictions)
         scores = tuple(score for _, score in prediction.predictions)
-        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout)]
-        return [*row, labels, scores, prediction.error]
+        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout), labels, scores]
+        return [*row, *selection_cells(prediction, layout), prediction.error]
 
-    return ["image", *layout.truth, "labels", "scores", "error"], cells
+    return ["image", *layout.truth, "labels", "scores", *more, "error"], cells
+
+
+def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
+    """Cells of the columns `unknown` and `set`, of those that there are."""
+    sets = BETWEEN.join(prediction.prediction_set)
+    return [prediction.unknown] * layout.reject + [sets] * layout.sets
 
 
 def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
@@ -371,7 +374,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     def line(prediction: Prediction) -> str:
         cells = [pad(printable(prediction.image), image_width)]
         for place, (label, score) in enumerate(prediction.predictions):
-            rejected = place == 0 and prediction.unknown is not None
+            rejected = place == 0 and prediction.unknown is not None and not layout.multilabel
             cells += [
                 pad(UNKNOWN if rejected else printable(label), label_width),
                 share_text(score) if layout.shares else f"{score:7.4g}",

@@ -155,6 +155,7 @@ class Classification(Task):
                 (outcomes.ranks == 0).tolist(),
                 classes=[run.splits.classes[label] for label in found.labels.tolist()],
                 training_counts=Counter(run.splits.classes[one.label] for one in run.splits.train),
+                fast=run.config.run.report == "fast",
             ),
         )
 

@@ -174,7 +174,7 @@ class MultiLabel(Task):
             run.folder,
             facts=run.facts(found.failed),
             events=run.events,
-            slices=found.slices((~wrong.any(dim=1)).tolist()),
+            slices=found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
             outcomes=MultilabelOutcomes(
                 probabilities=probabilities,
                 targets=found.labels,

@@ -81,6 +81,7 @@ class ValidationLogits(NamedTuple):
         *,
         classes: Sequence[str] | None = None,
         training_counts: Mapping[str, int] | None = None,
+        fast: bool = False,
     ) -> list[dict[str, Any]]:
         """Rows of accuracy by slices, for the report.
 
@@ -88,10 +89,11 @@ class ValidationLogits(NamedTuple):
             right: Whether each answer is right.
             classes: The class of each image; None of a multi-label network.
             training_counts: Training images of each class.
+            fast: Leave out what takes opening the files again: size, shape and format.
         """
         if self.properties is None:
             return []
-        if len(self.paths) <= MAX_HEADERS:
+        if len(self.paths) <= MAX_HEADERS and not fast:
             self.properties.add_headers(self.paths)
         features = self.properties.features(
             self.paths, classes=classes, training_counts=training_counts

@@ -109,7 +109,7 @@ class BestWeights:
             best_epoch=self.best_epoch,
             soup=soups[0] if soups else (),
             unreadable={**self.run.failed, **failed},
-            flops=forward_flops(self.config.model),
+            flops=forward_flops(self.loaded.model, self.config.model),
             environment=read_environment(self.folder),
         )
 
@@ -277,6 +277,7 @@ def report(
     """
     folder = Path(path_argument("run", run, "a run folder"))
     config = finished_config(folder)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, report="full"))
     if data is not None:
         path = path_argument("data", data, "the images of the training")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=path))

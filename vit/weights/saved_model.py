@@ -274,6 +274,8 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
     stored = own.get(CALIBRATION)
     calibration = None if stored is None else ScoreCalibration.from_dict(stored)
+    if calibration is not None:
+        calibration.check_classes(classes)
     encoder, decoder_state = split_decoder(state)
     model = meta_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
