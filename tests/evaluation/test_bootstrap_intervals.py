@@ -64,15 +64,15 @@ def test_memory_is_limited(monkeypatch):
 
 
 def test_intervals_hold_the_true_value():
-    """Of 60 small sets of one kind, most intervals hold the value of a large one."""
+    """Of 40 small sets of one kind, most intervals hold the value of a large one."""
     truth, _ = measure(*draw(50_000, seed=99))
     held = dict.fromkeys(("nll", "brier", "balanced_accuracy", "macro_f1"), 0)
-    for seed in range(60):
+    for seed in range(40):
         _, found = measure(*draw(200, seed))
         for name in held:
             low, high = found[f"{name}_interval"]
             held[name] += low <= truth[name] <= high
-    assert min(held.values()) >= 50, held
+    assert min(held.values()) >= 34, held
 
 
 def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
@@ -80,12 +80,12 @@ def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
         found = measure(probabilities, labels)[1]
         assert len(found) == 4
         assert {*found.values()} == {None}
-    found = measure(*draw(39))[1]
+    found = measure(*draw(79))[1]
     assert [name for name, limits in found.items() if limits is None] == [
         "balanced_accuracy_interval",
         "macro_f1_interval",
     ]
-    assert None not in measure(*draw(40))[1].values()
+    assert None not in measure(*draw(80))[1].values()
     right = torch.eye(2).repeat(20, 1)
     few = multilabel_intervals(right, right.long(), right)
     assert len(few) == 4

@@ -8,7 +8,7 @@
 
 docs/trust.md says how often they hold the true value. Three have no such interval and get none: of
 fewer than 5 wrong answers, since most draws then lack what makes the true value; of scores that are
-means over classes, with fewer than 10 images a class; and calibration errors, sums of absolute
+means over classes, with fewer than 20 images a class; and calibration errors, sums of absolute
 values that are near 0 where scores are calibrated, which draws cannot reach.
 
 Source: Efron, "Better Bootstrap Confidence Intervals", Journal of the American Statistical
@@ -35,7 +35,7 @@ CHUNK = 2 * 10**6
 """Images of the draws that are in memory at a time."""
 MIN_WRONG = 5
 """Wrong answers from which on there are intervals."""
-MIN_CLASS_IMAGES = 10
+MIN_CLASS_IMAGES = 20
 """Mean number of images of a class from which on a mean over classes has an interval."""
 
 Interval = list[float] | None
@@ -59,8 +59,9 @@ def jackknife_weights(images: int) -> Iterator[Tensor]:
     groups = min(images, max(FEWEST_GROUPS, min(GROUPS, MAX_DRAWN // images)))
     rows = max(1, CHUNK // images)
     group_of = torch.arange(images) % groups
-    for part in torch.arange(groups).split(rows):
-        yield (group_of != part.unsqueeze(1)).double()
+    for first in range(0, groups, rows):
+        left_out = torch.arange(first, min(first + rows, groups))
+        yield (group_of != left_out.unsqueeze(1)).double()
 
 
 def bootstrap(
@@ -106,7 +107,7 @@ def class_intervals(outcomes: Outcomes) -> dict[str, Interval]:
     """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
 
     None of fewer than 5 wrong answers, and those of balanced accuracy and macro F1 also of fewer
-    than 10 images a class.
+    than 20 images a class.
     """
     labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
     right = (outcomes.ranks == 0).double()
@@ -130,7 +131,7 @@ def class_intervals(outcomes: Outcomes) -> dict[str, Interval]:
     few = images - int(right.sum()) < MIN_WRONG
     names = statistics(torch.ones(1, images, dtype=torch.float64))
     found = dict.fromkeys(names) if few else bootstrap(images, statistics)
-    if images < MIN_CLASS_IMAGES * len(labels.unique()):
+    if images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
         found |= {"balanced_accuracy": None, "macro_f1": None}
     return {f"{name}_interval": limits for name, limits in found.items()}
 

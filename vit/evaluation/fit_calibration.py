@@ -20,7 +20,12 @@ from vit.evaluation.selective_prediction import (
     needed_images,
     precision_threshold,
 )
-from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, fold_numbers
+from vit.evaluation.temperature_scaling import (
+    FOLDS,
+    FittedTemperature,
+    fit_temperature,
+    fold_numbers,
+)
 from vit.score_calibration import COVERAGES, ScoreCalibration
 from vit.text import plural, printable
 
@@ -125,7 +130,7 @@ def _fit_multilabel(
     limits = torch.empty_like(raw)
     if thresholds is None:
         folds = fold_numbers(len(targets))
-        for fold in folds.unique():
+        for fold in range(FOLDS):
             rest = folds != fold
             chosen, _ = choose_thresholds(raw[rest], targets[rest])
             limits[~rest] = torch.tensor(chosen, dtype=limits.dtype)

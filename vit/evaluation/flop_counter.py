@@ -93,7 +93,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
         for (space, name), formula in FORMULAS.items():
             if hasattr(getattr(torch.ops, space), name):
-                self.formulas[getattr(getattr(torch.ops, space), name)] = shape_wrapper(formula)
+                operator = getattr(getattr(torch.ops, space), name)
+                self.formulas[operator] = shape_wrapper(formula)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

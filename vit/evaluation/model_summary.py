@@ -184,7 +184,7 @@ def forward_flops(network: VisionTransformer, config: ModelConfig) -> int:
     blank = images(config, 1).to(weight)
     with torch.no_grad(), FlopCounter() as counter:
         network.forward_head(*network.encode(blank))
-    return counter.total
+    return int(counter.total)
 
 
 def _assemble_by_shape(config: ModelConfig) -> VisionTransformer:

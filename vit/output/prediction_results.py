@@ -280,8 +280,8 @@ def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
 
 def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
     """Cells of the columns `unknown` and `set`, of those that there are."""
-    sets = BETWEEN.join(prediction.prediction_set)
-    return [prediction.unknown] * layout.reject + [sets] * layout.sets
+    cells: list[Cell] = [prediction.unknown] if layout.reject else []
+    return [*cells, BETWEEN.join(prediction.prediction_set)] if layout.sets else cells
 
 
 def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
