@@ -56,6 +56,16 @@ def test_hostile_names_stay_text(write, assert_harmless, hostile_names, hostile_
     assert len(page.find("img")) > 5
 
 
+def test_a_fast_report_names_mistakes_without_their_images(write, parse, tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "one.png")
+    classes, paths = ("cat", "dog", "owl"), [str(tmp_path / "one.png")] * IMAGES
+    assert len(parse(write(classes, paths=paths)).find("img")) > 5
+    page = parse(write(classes, paths=paths, settings={"report": "fast"}))
+    assert not page.find("img")
+    assert len(page.find("figcaption")) > 5
+    assert "images were not opened again" in page.prose
+
+
 def test_numbers_are_the_metrics(write, parse):
     classes, outcomes = ("cat", "dog", "owl"), draw(3)
     scores = summarize(outcomes, classes)
