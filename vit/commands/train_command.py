@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ TITLES = {
     "finetune": "fine-tuning (the weights decide the network; settings have other defaults then)",
     "model": "network (a preset gives what is not set here)",
     "decoder": "captions: the decoder and its words (with --task caption)",
+    "pretraining": "pretraining without labels (vit pretrain, or --task mae or lejepa)",
     "data": "data",
     "augment": "augmentation",
     "run": "run (device, precision, checkpoints, tracking)",
@@ -84,12 +85,12 @@ def add_arguments(parser: CommandParser) -> None:
     add_settings(parser)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every setting except DATA, in groups by section."""
+def add_settings(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:
+    """Add a flag for every setting except DATA and those in `leave_out`, in groups by section."""
     for section in SECTIONS:
         group = parser.add_argument_group(TITLES[section])
         for setting in all_settings().values():
-            if setting.section == section and setting.name != "data":
+            if setting.section == section and setting.name not in ("data", *leave_out):
                 add_setting(group, setting)
 
 

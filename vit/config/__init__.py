@@ -5,12 +5,14 @@ are the fields' names. Imports no torch, so `--help` is instant.
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from vit.config.config_section import Section
 from vit.config.data_config import AugmentConfig, DataConfig
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
+from vit.config.pretraining_config import METHODS, SETTINGS_OF, PretrainingConfig
 from vit.config.run_config import RunConfig
 from vit.config.training_config import TrainingConfig
 from vit.errors import ConfigError
@@ -24,6 +26,7 @@ __all__ = [
     "FinetuneConfig",
     "ModelConfig",
     "PartialModelConfig",
+    "PretrainingConfig",
     "RunConfig",
     "Section",
     "TrainingConfig",
@@ -38,6 +41,7 @@ class Config:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    pretraining: PretrainingConfig = field(default_factory=PretrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -48,6 +52,7 @@ class Config:
                 f"keep_best={self.run.keep_best}: a soup averages several epochs; set how many"
             )
         self._check_captions()
+        self._check_pretraining()
         self._check_balance()
         self._check_repeats()
         self._check_probe()
@@ -84,6 +89,28 @@ class Config:
             raise ConfigError(
                 "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"
             )
+
+    def _check_pretraining(self) -> None:
+        """Check that settings of pretraining have their task, and that no others are without use.
+
+        Raises:
+            ConfigError: It names the setting.
+        """
+        task = self.training.task
+        for method, names in SETTINGS_OF.items():
+            for name in names if method != task else ():
+                chosen = getattr(self.pretraining, name)
+                if chosen != getattr(PretrainingConfig, name):
+                    raise ConfigError(
+                        f"{name}={chosen!r}: it only applies to vit pretrain --method {method}"
+                    )
+        if task not in METHODS:
+            return
+        for section, others in NOT_PRETRAINING.items():
+            for name, why in others.items():
+                chosen = getattr(getattr(self, section), name)
+                if chosen not in (getattr(SECTIONS[section], name), *UNUSED.get(name, ())):
+                    raise ConfigError(f"{name}={chosen!r}: task={task} {why}; leave it out")
 
     def _check_balance(self) -> None:
         balance, task = self.training.balance, self.training.task
@@ -136,5 +163,28 @@ class Config:
 ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
     "decoder": (),
     "training": ("encoder_lr", "caption_samples"),
+}
+# settings that have no meaning without labels
+NOT_PRETRAINING: dict[str, dict[str, str]] = {
+    "training": {
+        "smoothing": "learns no labels",
+        "balance": "learns no labels",
+        "patience": "keeps the last epoch, not the best of a score",
+        "soup": "keeps the last epoch, not the best of a score",
+    },
+    "finetune": {
+        "method": "trains the whole network",
+        "probe_first": "has no classes to probe",
+    },
+    "augment": dict.fromkeys(("mixup", "cutmix"), "learns no labels that could be mixed"),
+    "data": {"folds": "has no score to cross-validate"},
+    "model": {"num_classes": "builds no head"},
+}
+# values of them that mean no more than the default
+UNUSED: dict[str, tuple[Any, ...]] = {
+    "smoothing": (0.0,),
+    "method": ("full",),
+    "probe_first": (False,),
+    "num_classes": (0,),
 }
 SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]

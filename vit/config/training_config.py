@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from vit.config.config_section import Section, setting
+from vit.config.pretraining_config import METHODS
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -13,6 +14,8 @@ TASKS: dict[str, str] = {
     "multilabel": "vit.tasks.multilabel:MultiLabel",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
+    "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
+    "lejepa": "vit.tasks.lejepa:LeJEPA",
 }
 """Value of the setting `task` -> module and class that implements it."""
 # settings that `time` decides
@@ -34,7 +37,7 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = "classify"
-    """Task: one class per image, any number of classes, captions, or classes and captions."""
+    """Task: one class per image, any number, captions, classes and captions; or no labels."""
     model: str = "vit_tiny_patch16_224"
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = 30
@@ -159,6 +162,11 @@ class TrainingConfig(Section):
     def multilabel(self) -> bool:
         """Whether an image may have several classes, or none."""
         return self.task == "multilabel"
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether the network learns without labels."""
+        return self.task in METHODS
 
     @property
     def seconds(self) -> float | None:

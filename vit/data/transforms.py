@@ -253,18 +253,20 @@ def translated(pixels: "Pixels", right: int, down: int, colour: tuple[int, int, 
     return moved
 
 
-def random_crop_box(width: int, height: int, min_area: float, max_ratio: float) -> Box:
+def random_crop_box(
+    width: int, height: int, min_area: float, max_ratio: float, *, max_area: float = 1.0
+) -> Box:
     """The box of a random resized crop.
 
-    Its area is uniform in [min_area, 1] of the image's, and the logarithm of its aspect ratio is
-    uniform. If ten samples do not fit, the largest centred box of an allowed ratio.
+    Its area is uniform in [min_area, max_area] of the image's, and the logarithm of its aspect
+    ratio is uniform. If ten samples do not fit, the largest centred box of an allowed ratio.
 
     Source: Szegedy et al., "Going Deeper with Convolutions", section 6, arXiv:1409.4842.
     """
     log_ratio = math.log(max_ratio)
     for _ in range(MAX_ATTEMPTS):
         size, shape, right, down = uniform(4)
-        area = width * height * (min_area + (1 - min_area) * size)
+        area = width * height * (min_area + (max_area - min_area) * size)
         ratio = math.exp((2 * shape - 1) * log_ratio)
         box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if box_width <= width and box_height <= height:

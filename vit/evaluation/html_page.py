@@ -31,6 +31,7 @@ from vit.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from PIL import Image
 
 TEMPLATES = Path(__file__).parent / "templates"
 THUMBNAIL, TINY = 240, 96  # pixels
@@ -115,8 +116,13 @@ def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
     except (BadImage, OSError, ValueError, MemoryError):
         return None
     image.info = {}
+    return encode_thumbnail(image, quality=88 if size >= THUMBNAIL else 80)
+
+
+def encode_thumbnail(image: "Image.Image", *, quality: int = 88) -> Thumbnail:
+    """A thumbnail of a small RGB image."""
     content = io.BytesIO()
-    image.save(content, "JPEG", quality=88 if size >= THUMBNAIL else 80)
+    image.save(content, "JPEG", quality=quality)
     encoded = base64.b64encode(content.getvalue()).decode("ascii")
     return Thumbnail("data:image/jpeg;base64," + encoded, image.width, image.height)
 

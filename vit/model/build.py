@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vit.config import DecoderConfig, ModelConfig
+from vit.config import DecoderConfig, ModelConfig, PretrainingConfig
 from vit.config.parser import model_settings
 from vit.config.presets import preset
 from vit.errors import ConfigError
@@ -42,6 +42,7 @@ from vit.model.moe import (
 from vit.model.normalization import BatchNorm, ChannelLayerNorm, RMSNorm
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
+from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.pooling import (
     AttentionPooling,
     ClassTokenMeanPooling,
@@ -55,6 +56,7 @@ from vit.model.position_embedding import (
     sinusoidal_1d,
     sinusoidal_2d,
 )
+from vit.model.projection_head import JointEmbedding, ProjectionHead
 from vit.model.relative_position_bias import RelativePositionBias
 from vit.model.rotary_embedding import (
     RotaryEmbedding,
@@ -404,3 +406,53 @@ def _build_decoder_block(config: ModelConfig, index: int, *, memory_dim: int) ->
         ),
         scales=_build_layer_scales(config, 3),
     )
+
+
+def build_masked_autoencoder(
+    config: ModelConfig, pretraining: PretrainingConfig
+) -> MaskedAutoencoder:
+    """Build encoder and pixel decoder, with freshly initialised weights.
+
+    Args:
+        config: The encoder, without a head.
+        pretraining: Settings of mae.
+    """
+    dim = pretraining.mae_decoder_dim or max(round(config.dim / 64), 1) * 32
+    blocks = ModelConfig(
+        dim=dim,
+        depth=pretraining.mae_decoder_depth,
+        num_heads=dim // 32,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        position="none",
+    )
+    decoder = PixelDecoder(
+        dim,
+        encoder_dim=config.dim,
+        blocks=[_build_block(blocks, index, PreNormBlock) for index in range(blocks.depth)],
+        norm=build_norm(blocks),
+        prefix=config.num_prefix_tokens,
+        patch_values=config.channels * config.patch_size**2,
+    )
+    model = MaskedAutoencoder(
+        decoder=decoder, mask_ratio=pretraining.mask_ratio, **model_parts(config)
+    )
+    init_weights(model)
+    return model
+
+
+def build_joint_embedding(config: ModelConfig, pretraining: PretrainingConfig) -> JointEmbedding:
+    """Build encoder and projector, with freshly initialised weights.
+
+    Args:
+        config: The encoder, without a head.
+        pretraining: Settings of lejepa.
+    """
+    projector = ProjectionHead(
+        config.pooled_dim,
+        hidden_dim=pretraining.projector_hidden_dim,
+        out_dim=pretraining.projector_dim,
+    )
+    model = JointEmbedding(projector=projector, **model_parts(config))
+    init_weights(model)
+    return model

@@ -26,7 +26,9 @@ from vit.config.training_config import TASKS
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
+from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import accuracy_slices
 from vit.evaluation.image_properties import ImageProperties
@@ -126,6 +128,9 @@ class TrainingRun(Protocol):
 
     def on_main(self, act: Callable[[], T]) -> T:
         """Call `act` on the main process, and return its result on all."""
+
+    def sum_over_processes(self, mine: Tensor) -> Tensor:
+        """Differentiable sum of `mine`, (n,), over all processes, which must all make this call."""
 
 
 class FinishedRun(Protocol):
@@ -266,6 +271,8 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     planned: ClassVar[bool] = False
     """Whether `vit plan` has rules for its network and settings."""
+    planned_settings: ClassVar[Mapping[str, Any]] = {}
+    """Settings that the plan takes as given, unless the user chose them."""
 
     activation_name: ClassVar[str] = "identity"
     """A key of ACTIVATIONS, which exported files record."""
@@ -340,6 +347,25 @@ class Task(ABC):
         Runs the forward pass, so all processes must make this call, also with an empty batch.
         """
 
+    def view_size(self, config: Config, side: int) -> tuple[int, int]:
+        """(height, width) of what the loader gives for a training image.
+
+        Args:
+            config: Completed settings.
+            side: Side of the images of the epoch.
+        """
+        return side, side
+
+    def training_transform(self, config: Config, preprocessing: Preprocessing) -> Transform:
+        """The transform of training images.
+
+        Args:
+            config: Completed settings.
+            preprocessing: That of evaluation, with the image size of the epoch.
+        """
+        quick = config.data.decode == "fast"
+        return TrainingTransform(config.augment, preprocessing, fast_crop=quick)
+
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
@@ -377,6 +403,10 @@ class Task(ABC):
     def format_result(self, event: Event) -> str:
         """The scores of an event for the last log line."""
         return f"validation {self.format_scores(event).replace('val ', '')}"
+
+    def next_command(self, folder: str) -> str:
+        """What to do with a finished run; `folder` is quoted."""
+        return f"vit predict {folder} IMAGE..."
 
     def activation(self) -> nn.Module:
         """Outputs of the head -> what is returned for an image, (batch, outputs) -> the same."""

@@ -172,7 +172,7 @@ def raise_recompile_limit(count: int) -> None:
 
 
 @torch.no_grad()
-def check_forward(network: torch.nn.Module, config: Config) -> None:
+def check_forward(network: VisionTransformer, config: Config) -> None:
     """Run one blank image, so that an invalid network fails before step 0."""
     side = config.model.image_size
     network.eval()
@@ -182,7 +182,8 @@ def check_forward(network: torch.nn.Module, config: Config) -> None:
         assert words.shape == (1, 2, config.decoder.vocab_size), f"{tuple(words.shape)}"
     else:
         logits = network(images)
-    assert logits.shape == (1, config.model.num_classes), f"logits are {tuple(logits.shape)}"
+    width = network.num_features if config.training.pretrains else config.model.num_classes
+    assert logits.shape == (1, width), f"outputs are {tuple(logits.shape)}"
 
 
 def fingerprint(splits: Splits) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def resolve_plan(
     given = [*settings] if given is None else given
     if not is_planned(settings):
         return make_config(settings), given, None
-    planned, plan = plan_training(settings)
+    usual = get_task(str(settings.get("task", "classify"))).planned_settings
+    planned, plan = plan_training({**usual, **settings})
     for line in summary_lines(plan):
         notify_on_main(line)
     return planned, given, plan.listing

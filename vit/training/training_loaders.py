@@ -12,7 +12,8 @@ from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
-from vit.data.transforms import TrainingTransform, Transform
+from vit.data.transforms import Transform
+from vit.tasks.task import get_task
 from vit.training.lr_schedule import image_side
 from vit.training.training_state import TrainingState
 
@@ -27,8 +28,7 @@ class TransformFor:
     def __call__(self, epoch: int) -> Transform:
         side = image_side(self.config, epoch, self.config.training.epochs)
         sized = dataclasses.replace(self.preprocessing, image_size=(side, side))
-        quick = self.config.data.decode == "fast"
-        return TrainingTransform(self.config.augment, sized, fast_crop=quick)
+        return get_task(self.config.training.task).training_transform(self.config, sized)
 
 
 def make_schedule(

@@ -20,7 +20,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.classification import Classification
 from vit.tasks.task import Task
-from vit.training.batch_norm_statistics import frozen_running_stats
+from vit.training.batch_norm_statistics import frozen_running_stats, sum_over_processes
 from vit.training.distributed.collectives import gather_lists, on_main
 from vit.training.ema import ExponentialMovingAverage
 
@@ -53,6 +53,8 @@ class TrainingState:
     """Images that were left out, with the reason."""
     interruption: Interruption = field(default_factory=Interruption)
     """Records a signal sent to this process."""
+    alone: bool = False
+    """Whether a step is tried on this process alone, without the others."""
 
     @property
     def processes(self) -> int:
@@ -88,6 +90,10 @@ class TrainingState:
     def on_main(self, act: Callable[[], T]) -> T:
         """Call `act` on the main process, and return its result on all."""
         return on_main(self.accelerator, act)
+
+    def sum_over_processes(self, mine: Tensor) -> Tensor:
+        """Differentiable sum of `mine`, (n,), over all processes, which must all make this call."""
+        return mine if self.processes == 1 or self.alone else sum_over_processes(mine)
 
     def exclude_unreadable(self, failed: list[BadImage]) -> None:
         """Record the images that could not be read, of all processes, in `failed`.

@@ -244,7 +244,14 @@ def load_model(
     """
     found = locate_weights(source)
     if found.kind == "run":
-        return load_run(found.folder)
+        run = load_run(found.folder)
+        if not (headless or run.classes or run.tokenizer):
+            raise WeightsError(
+                f"{printable(source)} was pretrained without classes: vit predict --embeddings "
+                f"FILE writes its features, and vit train DATA --weights {printable(source)} adds "
+                "classes"
+            )
+        return run
     pretrained = _read_weights(found)
     if not pretrained.config.num_classes and not headless:
         raise WeightsError(

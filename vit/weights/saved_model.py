@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,15 @@ WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 DISTANCE_FILE = "distance.safetensors"
 """Distance from the training images; timm refuses tensors in WEIGHTS_FILE that it does not know."""
+PRETRAINING_FILE = "pretraining.safetensors"
+"""What only pretraining uses, apart from the encoder for the same reason."""
 CONFIG_DIGEST = "config_sha256"
 VERSION = 1
 MAX_CONFIG_BYTES = 50_000_000
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class until one is chosen on validation data."""
 TOKENIZER_DIGEST = "tokenizer_sha256"
-DECODER = "decoder."
+DECODER, PROJECTOR = "decoder.", "projector."
 CALIBRATION = "calibration"
 CALIBRATION_ERROR = "calibration_error"
 """Key of the calibration in our section of config.json."""
@@ -111,6 +113,8 @@ class SerializedModel:
     """Tensors of model.safetensors, by timm's names."""
     tokenizer: str | None = None
     """Content of tokenizer.json, for a captioner."""
+    pretraining: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of pretraining.safetensors, for a network that learned without labels."""
 
     def write(self, folder: Path) -> None:
         """Write the files to `folder`, each atomically.
@@ -124,6 +128,8 @@ class SerializedModel:
         if self.tokenizer is not None:
             write_text(folder / TOKENIZER_FILE, self.tokenizer)
             notes[TOKENIZER_DIGEST] = sha256(self.tokenizer.encode())
+        if self.pretraining:
+            write_tensors(folder / PRETRAINING_FILE, self.pretraining, {"format": "pt"})
         write_tensors(folder / WEIGHTS_FILE, self.tensors, notes)
 
 
@@ -182,6 +188,9 @@ def serialize_model(
     check_classes(classes, settings)
     decoder = None if tokenizer is None else config.decoder
     state = {name: tensor.detach().float() for name, tensor in weights.items()}
+    pretraining: dict[str, Tensor] = {}
+    if config.training.pretrains:
+        state, pretraining = split_pretraining(state)
     check_fit(state, meta_model(settings, decoder))
     own: dict[str, Any] = {
         "version": VERSION,
@@ -204,6 +213,7 @@ def serialize_model(
         text,
         {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
         None if tokenizer is None else tokenizer.to_json(),
+        {name: tensor.cpu().contiguous() for name, tensor in pretraining.items()},
     )
 
 
@@ -299,6 +309,12 @@ def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     """Split a state dict into the tensors of the encoder and of the decoder."""
     decoder = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
     return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder
+
+
+def split_pretraining(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a state dict into the tensors of the encoder and those that only pretraining uses."""
+    only = {name: value for name, value in state.items() if name.startswith((DECODER, PROJECTOR))}
+    return {name: tensor for name, tensor in state.items() if name not in only}, only
 
 
 def read_config(folder: Path) -> bytes:

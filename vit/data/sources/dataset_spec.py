@@ -79,6 +79,8 @@ class DatasetSpec:
     """Whether the images have captions."""
     labels: bool = True
     """Whether the images have classes."""
+    optional_labels: bool = False
+    """Whether images without classes are read too; then none of them has one."""
     skip_empty: bool = False
     """Whether class folders without images are left out, with a note."""
     row_errors: RowErrors = field(default=None, compare=False)
@@ -92,6 +94,7 @@ class DatasetSpec:
         multilabel: bool | None = None,
         captions: bool = False,
         labels: bool = True,
+        optional_labels: bool = False,
     ) -> "DatasetSpec":
         """The specification of a training run's data."""
         return cls(
@@ -105,6 +108,7 @@ class DatasetSpec:
             multilabel,
             captions=captions,
             labels=labels,
+            optional_labels=optional_labels,
             skip_empty=data.on_bad_image == "skip",
         )
 

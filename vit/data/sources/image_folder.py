@@ -3,7 +3,7 @@
     DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test)
     DATA/CLASS/*.jpg
 
-Built-in datasets are written as such folders.
+Built-in datasets are written as such folders. Without labels, all images under a folder are read.
 """
 
 from pathlib import Path
@@ -45,7 +45,13 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     for name in spec.select_splits(folders):
         # One walker a split: a validation folder may be a link to another split.
         walker = FolderWalker(str(root)) if splits else walker
+        if not spec.labels:
+            splits[name] = read_unlabelled(folders[name], walker)
+            notes += walker.notes()
+            continue
         classes = read_classes(folders[name], walker)
+        if spec.optional_labels and walker.unclassified:
+            raise DataError(f"{printable(folders[name])} has images outside of class folders")
         if spec.split is None and name in ("train", ""):
             kept = {label: paths for label, paths in classes.items() if paths}
             classes = kept if spec.skip_empty and kept else classes
@@ -73,6 +79,18 @@ def split_folders(root: Path, walker: FolderWalker) -> tuple[dict[str, Path], li
     splits = {name: root / name for name in SPLIT_NAMES if name in names}
     others = [name for name in names if name not in splits]
     return (splits, others) if "train" in splits or not others else ({}, [])
+
+
+def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:
+    """All images under `folder`, whatever the folders in it are called.
+
+    Raises:
+        DataError: There are none.
+    """
+    paths = walker.images(str(folder))
+    if not paths:
+        raise DataError(f"{printable(folder)}: no images in this folder{_list_hint(folder)}")
+    return [ImageRecord(path, ()) for path in paths]
 
 
 def read_classes(folder: Path, walker: FolderWalker) -> ImagesByClass:

@@ -291,7 +291,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     )
     named = {path for one in placed for path in one.entries}
     for contents in lists:
-        if not multilabel:
+        if not multilabel and (spec.labels or spec.captions):
             contents.check_single()
         elif contents.multilabel and spec.row_errors is not None:
             advice = "so an image may have several, or none, as --task multilabel learns them"

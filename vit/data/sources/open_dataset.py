@@ -107,13 +107,33 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
             "learn them with --task caption"
         )
-    index = read(spec)
+    index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
             f"{printable(spec.data)}: images with several classes, or none; "
             "--task multilabel learns them"
         )
     return dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
+
+
+def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
+    """The index with classes if every image has exactly one of several, and without any otherwise.
+
+    Raises:
+        DataError: The source cannot be read either way.
+    """
+    plain = dataclasses.replace(spec, labels=False, optional_labels=False)
+    try:
+        index = read(spec)
+    except DataError:
+        return read(plain)
+    classes = {
+        name: {label for record in records for label in record.labels}
+        for name, records in index.splits.items()
+    }
+    trained = classes.get("train", classes.get("", set()))
+    suits = not index.multilabel and all(labels <= trained for labels in classes.values())
+    return index if suits and len(trained) > 1 else read(plain)
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ def open_splits(
         available = join_names(index.locations) or "nothing"
         raise DataError(f"{printable(spec.data)} has {available} but no images for train")
     classes = tuple(sorted({label for record in images for label in record.labels}))
-    if spec.labels:
+    if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
     notes = [*index.notes]
     train, val, more = split_train_val(index, spec, val_share=val_share, seed=seed, fold=fold)
@@ -406,7 +426,7 @@ def _samples(
         )
     ordered = sorted(
         (
-            NO_LABEL if index.multilabel else class_index[record.labels[0]],
+            NO_LABEL if index.multilabel or not record.labels else class_index[record.labels[0]],
             relative(record.path, index.root).split("/"),
             position,
         )

@@ -181,8 +181,10 @@ def take_steps(run: TrainingState, size: int) -> None:
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0
     for _ in range(MAX_STEPS):
-        with local_batch_norm(run.network) if steps_locally(run) else contextlib.nullcontext():
+        run.alone = steps_locally(run)
+        with local_batch_norm(run.network) if run.alone else contextlib.nullcontext():
             trial_step(run, batches)
+        run.alone = False
         done += not run.accelerator.optimizer_step_was_skipped
         if done == STEPS:
             return
@@ -211,11 +213,12 @@ def trial_step(run: TrainingState, batches: Sequence[Batch]) -> None:
 
 
 def random_batch(config: Config, size: int) -> Batch:
-    """Noise of the full size, (size, channels, image_size, image_size)."""
+    """Noise of the full size of training images, (size, channels, height, width)."""
     model, decoder = config.model, config.decoder
-    shape = (size, model.channels, model.image_size, model.image_size)
+    task = get_task(config.training.task)
+    shape = (size, model.channels, *task.view_size(config, model.image_size))
     indices = torch.arange(size)
-    width = get_task(config.training.task).label_width(config)
+    width = task.label_width(config)
     one = torch.randint(0, max(model.num_classes, 1), (size,))
     return Batch(
         images=torch.randint(0, 256, shape, dtype=torch.uint8),

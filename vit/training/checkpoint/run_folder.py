@@ -21,11 +21,11 @@ from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
 from vit.training.logging.trackers import TRACKING
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
-from vit.weights.saved_model import TOKENIZER_FILE
+from vit.weights.saved_model import PRETRAINING_FILE, TOKENIZER_FILE
 
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),
-    *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE),
+    *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"

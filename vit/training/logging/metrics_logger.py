@@ -192,7 +192,7 @@ class MetricsLogger:
             self.notify(note)
         what = f"epoch {chosen['epoch']}" if chosen["event"] == "epoch" else "the soup"
         self.notify(f"best: {what}, {self.run.task.format_result(chosen)} of {images} images")
-        self.notify(f"now: vit predict {quoted(self.folder)} IMAGE...")
+        self.notify(f"now: {self.run.task.next_command(quoted(self.folder))}")
 
     def close(self) -> None:
         """Close the metrics file, the progress bar and the tracker."""

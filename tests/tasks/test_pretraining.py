@@ -1,0 +1,217 @@
+"""Pretraining: a run without labels, exact after a cut, and fine-tuned after."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.runs import events
+from vit.commands.main import main
+from vit.config.parser import make_config
+from vit.data.image_objects import to_rgb_image
+from vit.data.multi_view import MultiViewTransform, ViewLayout
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError, WeightsError
+from vit.inference.predictor import Predictor
+from vit.stop_signals import Interrupted
+from vit.training.train import train
+from vit.training.trainer import Trainer
+from vit.weights.load_model import from_pretrained
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
+
+METHODS = ("mae", "lejepa")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_without_classes_gives_a_run(pretrained, method):
+    folder = pretrained[method]
+    found = events(folder)
+    assert [event["epoch"] for event in found] == [1, 2]
+    for event in found:
+        assert event["val_images"] == 11
+        assert 1 <= event["val_rankme"] <= 16
+        assert "val_knn" not in event
+    run = load_run(folder)
+    assert (run.task_name, run.classes, run.config.num_classes) == (method, (), 0)
+    only, _ = read_tensors(folder / "pretraining.safetensors")
+    assert {name.split(".")[0] for name in only} == {"decoder" if method == "mae" else "projector"}
+    page = (folder / "report.html").read_text()
+    assert "effective rank" in page
+    assert ("What it predicts" in page) == (method == "mae")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cut_run_continues_to_the_same_bytes(pretrained, config_of, tmp_path, method):
+    step = Trainer.after_step
+
+    def cut(self, seen):
+        step(self, seen)
+        if self.run.step == 3:  # in the second epoch
+            self.save_and_wait()
+            raise Interrupted("stopped", 15)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Trainer, "after_step", cut)
+        train(config_of(method), tmp_path / "run")
+    folder = train(config_of(method), tmp_path / "run", resume=True).folder
+    for name in ("model.safetensors", "pretraining.safetensors"):
+        assert (folder / name).read_bytes() == (pretrained[method] / name).read_bytes()
+    times = {"images_per_second", "data_wait", "seconds"}
+    for ours, theirs in zip(events(folder), events(pretrained[method]), strict=True):
+        assert {n: v for n, v in ours.items() if n not in times} == {
+            n: v for n, v in theirs.items() if n not in times
+        }
+
+
+@pytest.mark.parametrize("method", ["mae", pytest.param("lejepa", marks=pytest.mark.slow)])
+def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_path, method):
+    settings = {"epochs": 1, "batch_size": 6, "precision": "fp32", "device": "cpu", "workers": 0}
+    done = train(
+        {"data": str(colour_classes), "weights": str(pretrained[method]), **settings},
+        tmp_path / "run",
+        report=False,
+    )
+    assert done.classes == ("blue", "red")
+    ours, theirs = (load_run(folder).model for folder in (done.folder, pretrained[method]))
+    changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
+    assert 0 < changed < 0.02
+    assert not (done.folder / "pretraining.safetensors").exists()
+
+
+def test_class_folders_give_a_knn_accuracy_and_nothing_else(config_of, colour_classes, tmp_path):
+    config = config_of("mae", data=str(colour_classes), epochs=1, batch_size=4)
+    done = train(config, tmp_path / "run", report=False)
+    assert 0 <= events(done.folder)[0]["val_knn"] <= 1
+    assert done.classes == ()
+
+
+def test_predictions_are_refused_and_embeddings_are_written(pretrained, tiny_pretraining_data):
+    image = str(tiny_pretraining_data / "00.png")
+    with pytest.raises(WeightsError, match=r"--embeddings FILE.*--weights"):
+        Predictor(pretrained["mae"], device="cpu", precision="fp32")
+    predictor = Predictor(pretrained["mae"], device="cpu", precision="fp32", embeddings=True)
+    (found,) = predictor([image])
+    assert len(found.embedding) == 16
+
+
+def test_the_encoder_opens_in_timm(pretrained):
+    timm = pytest.importorskip("timm")
+    images = torch.randn(2, 3, 16, 16)
+    for folder in pretrained.values():
+        theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        ours = from_pretrained(folder, notify=None)
+        torch.testing.assert_close(theirs(images), ours(images), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("mae", {"smoothing": 0.2}, "smoothing=0.2: task=mae learns no labels"),
+        ("mae", {"mixup": 0.2}, "mixup=0.2: task=mae learns no labels that could be mixed"),
+        ("mae", {"local_views": 3}, "local_views=3: it only applies to .* --method lejepa"),
+        ("lejepa", {"mask_ratio": 0.5}, "mask_ratio=0.5: it only applies to .* --method mae"),
+        ("mae", {"patience": 3}, "patience=3: task=mae keeps the last epoch"),
+        ("lejepa", {"folds": 3, "val_share": 0.2}, "folds=3: task=lejepa has no score"),
+        ("mae", {"mask_ratio": 1.0}, "mask_ratio=1.0: must be a share between"),
+        ("lejepa", {"local_crop": (0.3, 0.1)}, "local_crop=.*the first not the larger"),
+    ],
+)
+def test_settings_without_meaning_are_refused(config_of, method, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(method, **settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("mae", {"merge_tokens": 2}, "merge_tokens=2: task=mae puts each token back"),
+        ("mae", {"pooling": "attention"}, "pooling=attention: task=mae trains no pooling"),
+        ("mae", {"position": "relative"}, "position=relative: it needs the whole grid"),
+        ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of masked images"),
+        ("lejepa", {"local_size": 6}, "local_size=6: must be a multiple of patch_size=4"),
+    ],
+)
+def test_networks_that_the_method_cannot_train_are_refused(
+    config_of, tmp_path, method, settings, message
+):
+    given = [*settings]
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(method, **settings), tmp_path / "run", given=given)
+
+
+def test_pretraining_settings_need_their_task(config_of):
+    with pytest.raises(ConfigError, match=r"mask_ratio=0\.5: it only applies"):
+        make_config({"mask_ratio": 0.5})
+
+
+SMALL = "--image-size 16 --patch-size 8 --dim 16 --depth 1 --num-heads 2 --batch-size 12"
+WORDS = "--epochs 1 --warmup-epochs 0 --device cpu --precision fp32 -j 0"
+
+
+def test_the_command_writes_a_run_and_continues_only_its_own_method(
+    tiny_pretraining_data, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    words = ["pretrain", str(tiny_pretraining_data), "--method", "mae", "--out", str(out)]
+    words += [*WORDS.split(), "--model", "vit_tiny_patch16_224", "--pooling", "mean"]
+    assert main([*words, *SMALL.split()]) == 0
+    assert f"now: vit train DATA --weights {out}" in capsys.readouterr().err
+    assert json.loads((out / "config.json").read_text())["vit"]["task"] == "mae"
+    assert main(["pretrain", "--resume", "--method", "lejepa", "--out", str(out)]) == 2
+    assert "the settings have task=mae" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_plan_chooses_the_network(tiny_pretraining_data, tmp_path, method, capsys):
+    words = ["pretrain", str(tiny_pretraining_data), "--method", method]
+    assert main([*words, "--out", str(tmp_path / "run"), *WORDS.split()]) == 0
+    assert "note: planned" in capsys.readouterr().err
+    config = load_run(tmp_path / "run").config
+    assert config.final_norm == ("tokens" if method == "mae" else "auto")
+    assert config.pooling == "mean"
+
+
+def test_views_are_cut_out_of_one_tensor():
+    layout = ViewLayout(side=16, local_side=8, global_views=2, local_views=3)
+    assert layout.image_size == (2 * 16 + 2 * 8, 16)
+    image = to_rgb_image(np.random.default_rng(0).integers(0, 255, (40, 50, 3), np.uint8), "x")
+    config = make_config({"task": "lejepa", "min_crop": 0.3}).augment
+    preprocessing = Preprocessing(image_size=(16, 16))
+    transform = MultiViewTransform(config, preprocessing, layout, (0.05, 0.3), fast_crop=True)
+    torch.manual_seed(0)
+    tensor = transform.apply(lambda _size: np.asarray(image))
+    assert tensor.shape == (3, *layout.image_size)
+    whole, local = layout.split(tensor[None])
+    assert (whole.shape, local.shape) == ((2, 3, 16, 16), (3, 3, 8, 8))
+    assert not torch.equal(whole[0], whole[1])
+    assert torch.equal(whole[1], tensor[:, 16:32])
+    assert torch.equal(local[2], tensor[:, 40:48, :8])
+    assert all(view.any() for view in (*whole, *local))
+
+
+def test_unlabelled_sources_are_read_as_they_are(tiny_pretraining_data, colour_classes, tmp_path):
+    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.data.sources.open_dataset import open_splits
+
+    def opened(data):
+        return open_splits(DatasetSpec(str(data), optional_labels=True), val_share=0.25, seed=0)
+
+    plain = opened(tiny_pretraining_data)
+    assert (len(plain.train), len(plain.val), plain.classes) == (27, 9, ())
+    assert opened(colour_classes).classes == ("blue", "red")
+    mixed = tmp_path / "mixed"
+    shutil.copytree(colour_classes, mixed)
+    shutil.copy(tiny_pretraining_data / "00.png", mixed / "loose.png")
+    found = opened(mixed)
+    assert (len(found.train) + len(found.val), found.classes) == (17, ())
+    listed = tmp_path / "list.csv"
+    names = "\n".join(str(path) for path in sorted(tiny_pretraining_data.iterdir()))
+    listed.write_text(f"image\n{names}\n")
+    found = open_splits(
+        DatasetSpec(str(listed), optional_labels=True, allow_outside=True), val_share=0.25, seed=0
+    )
+    assert (len(found.train), found.classes) == (27, ())

@@ -1,0 +1,141 @@
+"""`vit pretrain IMAGES --method mae|lejepa [settings]`: images without labels -> a run folder.
+
+This is `vit train` with the task of the method: the same settings, data, loop and run folder.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from vit.commands.command_parser import SETTING, CommandParser
+from vit.commands.launcher import launch_if_requested
+from vit.commands.train_command import (
+    add_settings,
+    check_show_batch,
+    chosen_settings,
+    notify_on_main,
+    require_data,
+)
+from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.merge_settings import collect_settings, names_of_chosen
+from vit.config.parser import default_run_folder, make_config
+from vit.config.pretraining_config import METHODS
+from vit.errors import ConfigError
+from vit.memory_allocator import keep_freed_memory
+from vit.output.output_file import resolve_link
+from vit.quick_imports import quick_imports
+
+USUAL = "lejepa"
+"""The method where none is chosen."""
+LEFT_OUT = ("task", "method")
+"""Settings of `vit train` without a flag here; --method is the task."""
+ESSENTIAL = ("model", "image_size", "epochs", "batch_size", "lr", "mask_ratio", "sigreg_weight")
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add IMAGES, --method, flags of the run folder, and a flag for every other setting."""
+    parser.essential = (
+        *("data", "method", "out", "setting_time", "resume", "overwrite", "config"),
+        *(f"{SETTING}{name}" for name in ESSENTIAL),
+    )
+    parser.examples = (
+        "vit pretrain photos/ --time 60m --out runs/pretrained",
+        "vit pretrain photos/ --method mae --time 60m --out runs/pretrained",
+        "vit train labelled/ --weights runs/pretrained",
+    )
+    parser.usage = "vit pretrain IMAGES [--method mae|lejepa] [--out RUN] [--resume] [settings...]"
+    parser.add_argument(
+        "data",
+        nargs="?",
+        metavar="IMAGES",
+        help="a folder of images, with or without class folders, a list of them (.csv, .jsonl), "
+        "tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+    )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        help="predict hidden patches (mae, arXiv:2111.06377), or views from each other (lejepa, "
+        f"arXiv:2511.08544) (default: {USUAL})",
+    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument(
+        "--out",
+        "--output",
+        metavar="RUN",
+        help="the run folder (default: runs/<name of IMAGES>-pretrained)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out from its last checkpoint"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the run that is in --out first"
+    )
+    parser.add_argument(
+        "--show-batch",
+        metavar="FILE",
+        help="draw the first batch as the network will see it (.png, .jpg, .webp), and train "
+        "nothing; --overwrite replaces FILE alone",
+    )
+    add_settings(parser, leave_out=LEFT_OUT)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pretrain; the exit code is 1 if images were left out, and that of an error otherwise."""
+    began = time.monotonic()
+    launch_if_requested()
+    keep_freed_memory()
+    flags = chosen_settings(args)
+    out = Path(args.out) if args.out else run_folder(str(flags.get("data") or ""))
+    values, stored = collect_settings(
+        flags, config=args.config, out=out, resume=args.resume, notify=notify_on_main
+    )
+    require_data(values, args, "pretraining")
+    if values.get("weights") == AUTO_WEIGHTS:
+        raise ConfigError(
+            "weights=auto chooses weights for classes; name the weights to go on from, or leave "
+            "--weights out"
+        )
+    values["task"] = chosen_method(values.get("task"), args.method)
+    given = [*(names_of_chosen(values, flags) if stored else values), "task"]
+    if args.show_batch is not None:
+        check_show_batch(args)
+        from vit.training.show_batch import show_batch
+
+        config = make_config(values) if stored else values
+        show_batch(config, resolve_link(args.show_batch), given=given)
+        return 0
+    with quick_imports():
+        from vit.training.train import train
+
+    result = train(
+        make_config(values) if stored else values,
+        out,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        given=given,
+        began=began,
+        resumed_by=("vit pretrain", out),
+    )
+    return int(bool(result.failed))
+
+
+def run_folder(data: str) -> Path:
+    """The run folder where none is given, apart from that of a training on the same images."""
+    usual = default_run_folder(data)
+    return usual.with_name(f"{usual.name}-pretrained")
+
+
+def chosen_method(stored: str | None, given: str | None) -> str:
+    """The task: that of a file or a run, which --method must not contradict, or --method.
+
+    Raises:
+        ConfigError: The file or the run has another task.
+    """
+    if stored is None:
+        return given or USUAL
+    if stored not in METHODS or given not in (None, stored):
+        raise ConfigError(
+            f"--method {given or USUAL}: the settings have task={stored}; give other settings, or "
+            "another --out"
+        )
+    return stored

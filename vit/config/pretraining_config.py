@@ -1,0 +1,67 @@
+"""Settings of pretraining without labels: masked autoencoder and LeJEPA."""
+
+from dataclasses import dataclass
+
+from vit.config.config_section import Section
+
+METHODS = ("mae", "lejepa")
+"""Tasks that learn without labels."""
+SETTINGS_OF: dict[str, tuple[str, ...]] = {
+    "mae": ("mask_ratio", "mae_decoder_dim", "mae_decoder_depth", "normalise_pixels"),
+    "lejepa": (
+        *("global_views", "local_views", "local_size", "local_crop", "sigreg_weight"),
+        *("sigreg_projections", "projector_dim", "projector_hidden_dim"),
+    ),
+}
+"""The settings that each of them reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingConfig(Section):
+    """Pretraining without labels; only with --task mae or lejepa."""
+
+    mask_ratio: float = 0.75
+    """MAE: share of the patches that is hidden (arXiv:2111.06377)."""
+    mae_decoder_dim: int | None = None
+    """MAE: width of the decoder's tokens; about half of dim when left empty."""
+    mae_decoder_depth: int = 2
+    """MAE: blocks of the decoder."""
+    normalise_pixels: bool = True
+    """MAE: predict the pixels of each patch with mean 0 and variance 1."""
+    global_views: int = 2
+    """LeJEPA: views of an image of full size, whose mean is predicted (arXiv:2511.08544)."""
+    local_views: int = 4
+    """LeJEPA: smaller views of an image."""
+    local_size: int | None = None
+    """LeJEPA: side of local views in pixels; about half of image_size when left empty."""
+    local_crop: tuple[float, float] = (0.05, 0.3)
+    """LeJEPA: smallest and largest share of the image area in a local view."""
+    sigreg_weight: float = 0.05
+    """LeJEPA: weight of SIGReg, from 0 to 1; the prediction of views has the rest."""
+    sigreg_projections: int = 256
+    """LeJEPA: random directions in which embeddings are compared with a normal distribution."""
+    projector_dim: int = 64
+    """LeJEPA: width of the embeddings."""
+    projector_hidden_dim: int = 512
+    """LeJEPA: width of the two hidden layers of the projector."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_ratio < 1:
+            self.refuse("mask_ratio", "must be a share between 0 and 1, both excluded")
+        self.check_at_least(1, "mae_decoder_depth", "global_views", "sigreg_projections")
+        self.check_at_least(1, "projector_dim", "projector_hidden_dim")
+        self.check_at_least(0, "local_views")
+        for name in ("mae_decoder_dim", "local_size"):
+            if getattr(self, name) is not None:
+                self.check_at_least(1, name)
+        if self.mae_decoder_dim is not None and self.mae_decoder_dim % 32:
+            self.refuse("mae_decoder_dim", "must be a multiple of 32, the width of a head")
+        if not 0 <= self.sigreg_weight <= 1:
+            self.refuse("sigreg_weight", "must be a share from 0 to 1")
+        if self.global_views + self.local_views < 2:
+            self.refuse("local_views", "one view predicts nothing; use two views or more in all")
+        if self.local_views == 0 and self.local_size is not None:
+            self.refuse("local_size", "local_views=0: there is none; leave it out")
+        least, most = self.local_crop
+        if not 0 < least <= most <= 1:
+            self.refuse("local_crop", "must be two shares of the area, the first not the larger")

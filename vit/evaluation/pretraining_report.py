@@ -1,0 +1,98 @@
+"""report.html of a pretraining without labels."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vit.data.image_objects import to_rgb_image
+from vit.evaluation.feature_quality import nearest_images
+from vit.evaluation.html_page import Thumbnail, encode_thumbnail, read_thumbnail
+from vit.evaluation.run_report import (
+    Event,
+    RunFacts,
+    epoch_chart,
+    select_epochs,
+    write_run_report,
+)
+
+QUERIES, NEIGHBOURS = 8, 5
+"""Images whose nearest others are shown, and how many of them."""
+TITLES = {"mae": "Masked autoencoder", "lejepa": "LeJEPA"}
+
+
+def write_pretraining_report(
+    folder: Path,
+    *,
+    facts: RunFacts,
+    events: Sequence[Event],
+    features: Tensor,
+    classes: Sequence[str],
+    paths: Sequence[str],
+    reconstructions: Sequence[Sequence[Tensor]],
+    method: str,
+) -> None:
+    """Write `folder`/report.html.
+
+    Args:
+        folder: The run folder.
+        facts: Facts about the run.
+        events: Of metrics.jsonl.
+        features: Of validation images, (images, dim).
+        classes: Class of each; empty texts without classes.
+        paths: File of each.
+        reconstructions: Rows of images, each (3, height, width) in [0, 1]; none without them.
+        method: The task.
+
+    Raises:
+        RunError: The disk is full, or the folder cannot be written.
+    """
+    epochs = select_epochs(events)
+    curves = {"training": ["train_loss"], "validation": ["val_loss"]}
+    charts = [
+        epoch_chart(facts, epochs, "Loss", curves),
+        epoch_chart(facts, epochs, "Effective rank", {"validation": ["val_rankme"]}),
+    ]
+    labelled = all("val_knn" in event for event in epochs)
+    if labelled:
+        charts.append(epoch_chart(facts, epochs, "k-NN accuracy", {"validation": ["val_knn"]}, "%"))
+    write_run_report(
+        folder,
+        "pretraining_report.html.j2",
+        facts=facts,
+        epochs=epochs,
+        charts=charts,
+        final=epochs[-1],
+        labelled=labelled,
+        dim=features.shape[1],
+        compared=len(features),
+        method=TITLES[method],
+        neighbours=neighbour_rows(features, classes, paths),
+        reconstructions=[[as_thumbnail(one) for one in row] for row in reconstructions],
+        score_name="Effective rank",
+        score_key="val_rankme",
+    )
+
+
+def neighbour_rows(
+    features: Tensor, classes: Sequence[str], paths: Sequence[str]
+) -> list[list[Mapping[str, Any]]]:
+    """Some images, evenly from all, each followed by its nearest others."""
+    if len(paths) < 2:
+        return []
+    nearest = nearest_images(features, NEIGHBOURS).tolist()
+    queries = range(0, len(paths), max(len(paths) // QUERIES, 1))
+    return [
+        [
+            {"image": read_thumbnail(paths[at], 128), "label": classes[at], "path": paths[at]}
+            for at in (query, *nearest[query])
+        ]
+        for query in [*queries][:QUERIES]
+    ]
+
+
+def as_thumbnail(image: Tensor) -> Thumbnail:
+    """A thumbnail of an image, (3, height, width) in [0, 1]."""
+    pixels = (image * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
+    return encode_thumbnail(to_rgb_image(pixels, "a reconstruction"))

@@ -1,0 +1,72 @@
+"""Joint embedding: an encoder with a projector, which maps features of views to embeddings.
+
+    z = W3 GELU(LN(W2 GELU(LN(W1 features))))
+
+LayerNorm instead of the paper's batch normalisation: an embedding does not depend on the other
+images of a batch, so processes and micro-batches agree.
+
+Source: Balestriero and LeCun, "LeJEPA", section 6, arXiv:2511.08544.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from vit.model.vision_transformer import VisionTransformer
+
+
+class ProjectionHead(nn.Module):
+    """Two hidden layers and a linear one.
+
+    Args:
+        dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        out_dim: Width of the embeddings.
+    """
+
+    def __init__(self, dim: int, *, hidden_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.norm1 = nn.LayerNorm(hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, hidden_dim)
+        self.norm2 = nn.LayerNorm(hidden_dim)
+        self.fc3 = nn.Linear(hidden_dim, out_dim)
+        self.act = nn.GELU()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, dim) -> (batch, out_dim)"""
+        hidden = self.act(self.norm1(self.fc1(features)))
+        embeddings: Tensor = self.fc3(self.act(self.norm2(self.fc2(hidden))))
+        return embeddings
+
+
+class JointEmbedding(VisionTransformer):
+    """An encoder without a head, and a ProjectionHead that only pretraining uses.
+
+    The encoder's parameters have the names that they have in a VisionTransformer; the projector's
+    start with `projector.`.
+
+    Args:
+        projector: The projector.
+        parts: Arguments of VisionTransformer.
+    """
+
+    def __init__(self, *, projector: ProjectionHead, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.projector = projector
+
+    def forward(  # type: ignore[override]
+        self, images: Tensor | Sequence[Tensor]
+    ) -> Tensor | list[Tensor]:
+        """Features of images, (batch, pooled_dim), or embeddings of several batches of views.
+
+        Args:
+            images: (batch, channels, height, width), or a sequence of such batches.
+
+        Returns:
+            Of a sequence, the embeddings of each batch, (batch, out_dim).
+        """
+        if isinstance(images, Tensor):
+            return super().forward(images)
+        return [self.projector(self.features(each)) for each in images]
