@@ -1,6 +1,7 @@
 """LeJEPA's losses against what the paper writes down, and the same on several processes."""
 
 import cmath
+import itertools
 import math
 
 import pytest
@@ -21,7 +22,7 @@ def epps_pulley(values):
         empirical = sum(cmath.exp(1j * t * x) for x in values) / len(values)
         normal = math.exp(-(t**2) / 2)
         heights.append(abs(empirical - normal) ** 2 * normal)
-    area = sum((a + b) / 2 * 10 / 16 for a, b in zip(heights, heights[1:], strict=False))
+    area = sum((a + b) / 2 * 10 / 16 for a, b in itertools.pairwise(heights))
     return len(values) * area
 
 

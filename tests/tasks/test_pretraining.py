@@ -1,6 +1,7 @@
 """Pretraining: a run without labels, exact after a cut, and fine-tuned after."""
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -14,8 +15,15 @@ from vit.data.image_objects import to_rgb_image
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
+from vit.evaluation.feature_quality import (
+    effective_rank,
+    feature_spread,
+    knn_accuracy,
+    nearest_images,
+)
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
+from vit.tasks.task import get_task
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.load_model import from_pretrained
@@ -215,3 +223,55 @@ def test_unlabelled_sources_are_read_as_they_are(tiny_pretraining_data, colour_c
         DatasetSpec(str(listed), optional_labels=True, allow_outside=True), val_share=0.25, seed=0
     )
     assert (len(found.train), found.classes) == (27, ())
+
+
+def test_a_collapse_is_named_with_its_epoch_and_a_remedy(config_of):
+    healthy = {"epoch": 2, "val_spread": 0.5, "val_centred_rank": 12.0}
+    for method, flag in (("lejepa", "--sigreg-weight"), ("mae", "--warmup-epochs")):
+        task, config = get_task(method), config_of(method, dim=64)
+        assert task.warning(healthy, config) is None
+        for change in ({"val_spread": 0.001}, {"val_centred_rank": 1.2}):
+            line = task.warning({**healthy, **change}, config)
+            assert "collapsed in epoch 2" in line
+            assert "lower --lr" in line
+            assert flag in line
+
+
+@pytest.mark.slow
+def test_a_planted_collapse_is_named_in_its_first_epoch_and_healthy_runs_are_not(
+    config_of, tmp_path, capsys
+):
+    """A learning rate 30 times too large, and no SIGReg."""
+    changes = {"data": "digits", "dim": 64, "lr": 2e-3, "batch_size": 64, "epochs": 1}
+    changes |= {"val_share": 0.2, "warmup_epochs": 0.3, "projector_hidden_dim": 128}
+    changes |= {"local_views": 2, "sigreg_projections": 64, "projector_dim": 32}
+    for seed in (0, 1):
+        train(config_of("lejepa", seed=seed, **changes), tmp_path / f"{seed}", report=False)
+    assert "collapsed" not in capsys.readouterr().err
+    planted = config_of("lejepa", **{**changes, "lr": 0.06, "sigreg_weight": 0.0})
+    train(planted, tmp_path / "planted", report=False)
+    assert "the features have collapsed in epoch 1" in capsys.readouterr().err
+
+
+def test_rankme_and_knn_equal_what_is_written_down():
+    torch.manual_seed(0)
+    features = torch.randn(30, 5) @ torch.diag(torch.tensor([5.0, 3.0, 1.0, 0.1, 0.0]))
+    shares = np.linalg.svd(features.double().numpy(), compute_uv=False)
+    shares = shares / shares.sum() + 1e-7
+    assert effective_rank(features) == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    assert effective_rank(torch.eye(7)) == pytest.approx(7, rel=1e-5)
+    assert feature_spread(torch.ones(9, 3)) == pytest.approx(0, abs=1e-9)
+    assert feature_spread(torch.eye(4)) == pytest.approx(math.sqrt(0.75))
+    labels = torch.arange(40) % 2
+    apart = torch.randn(40, 8) * 0.1 + labels[:, None] * torch.ones(8) * torch.tensor([1.0, -1] * 4)
+    clear = apart + (1 - labels[:, None]) * torch.ones(8)
+    assert knn_accuracy(clear, labels) == 1.0
+    neighbours = sklearn_neighbours(clear.numpy())
+    assert (nearest_images(clear, 3).numpy() == neighbours).all()
+
+
+def sklearn_neighbours(features):
+    """Three nearest others by cosine, by scikit-learn."""
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    found = neighbors.NearestNeighbors(n_neighbors=4, metric="cosine").fit(features)
+    return found.kneighbors(features, return_distance=False)[:, 1:]

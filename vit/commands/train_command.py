@@ -25,7 +25,7 @@ TITLES = {
     "finetune": "fine-tuning (the weights decide the network; settings have other defaults then)",
     "model": "network (a preset gives what is not set here)",
     "decoder": "captions: the decoder and its words (with --task caption)",
-    "pretraining": "pretraining without labels (vit pretrain, or --task mae or lejepa)",
+    "pretraining": "pretraining (without labels: vit pretrain)",
     "data": "data",
     "augment": "augmentation",
     "run": "run (device, precision, checkpoints, tracking)",

@@ -31,7 +31,6 @@ from vit.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from PIL import Image
 
 TEMPLATES = Path(__file__).parent / "templates"
 THUMBNAIL, TINY = 240, 96  # pixels
@@ -119,8 +118,8 @@ def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
     return encode_thumbnail(image, quality=88 if size >= THUMBNAIL else 80)
 
 
-def encode_thumbnail(image: "Image.Image", *, quality: int = 88) -> Thumbnail:
-    """A thumbnail of a small RGB image."""
+def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
+    """A thumbnail of a small RGB image of Pillow."""
     content = io.BytesIO()
     image.save(content, "JPEG", quality=quality)
     encoded = base64.b64encode(content.getvalue()).decode("ascii")

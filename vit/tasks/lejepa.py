@@ -48,6 +48,7 @@ class LeJEPA(Pretraining):
         "auto_augment": "three",
         "color_jitter": 0.3,
     }
+    least_spread = 0.1
     remedy = "lower --lr, or raise --sigreg-weight"
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:

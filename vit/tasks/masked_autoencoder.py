@@ -59,6 +59,7 @@ class MaskedAutoencoding(Pretraining):
         "start_image_size": None,
         "drop_path": 0.0,
     }
+    least_spread = 0.005  # features of patches that look alike are alike: 0.03 is ordinary
     remedy = "lower --lr, or raise --warmup-epochs"
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:

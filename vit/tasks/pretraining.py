@@ -36,10 +36,8 @@ from vit.tasks.task import (
 
 MOST_FEATURES = 2000
 """Validation images, about, whose features are compared."""
-LEAST_SPREAD = 0.02
-"""Spread of the features below which they have collapsed: they hardly depend on the image."""
-LEAST_RANK = 1.5
-"""Effective rank of centred features below which they have collapsed to a line."""
+LEAST_RANK = 3.0
+"""Effective rank of centred features below which they have collapsed to a few directions."""
 
 
 class Pretraining(Task):
@@ -49,8 +47,10 @@ class Pretraining(Task):
     higher_is_better = False
     planned = True
     trained_head = "the encoder"
+    least_spread: ClassVar[float]
+    """Spread of the features below which they have collapsed: they hardly depend on the image."""
     remedy: ClassVar[str]
-    """What to do about collapsed features, besides a lower learning rate."""
+    """What to do about collapsed features."""
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """All images; classes only where every image has one."""
@@ -129,7 +129,7 @@ class Pretraining(Task):
     def warning(self, event: Event, config: Config) -> str | None:
         """A log line if the features have collapsed; else None."""
         spread, rank = event["val_spread"], event["val_centred_rank"]
-        if spread >= LEAST_SPREAD and rank >= LEAST_RANK:
+        if spread >= self.least_spread and rank >= min(LEAST_RANK, config.model.pooled_dim / 16):
             return None
         return (
             f"warning: the features have collapsed in epoch {event['epoch']}: their spread is "
