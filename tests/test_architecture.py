@@ -30,7 +30,7 @@ TRAINING = {
     f"vit.training.{name}"
     for name in ("autotune", "checkpoint", "distributed", "finetune", "logging")
 }
-LEVEL_3 = {"vit.training", *TRAINING, "vit.inference", "vit.export"}
+LEVEL_3 = {"vit.training", *TRAINING, "vit.inference", "vit.export", "vit.serving"}
 NUMERIC = {"torch", "numpy"}
 
 # package or module of vit/ -> what it may import, besides the standard library and itself.
@@ -113,6 +113,10 @@ ALLOWED = {
         *NUMERIC, "PIL", "einops", "onnx", "onnxruntime", "onnxscript", "openvino",
         *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
     },
+    "vit.serving": {
+        *NUMERIC, "starlette", "uvicorn", "python_multipart", "prometheus_client",
+        *LEVEL_0, "vit.data", "vit.exported", "vit.generation", "vit.output", "vit.inference",
+    },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip
 # a library that only these files of a part may import
@@ -134,7 +138,11 @@ ONLY = {
         "vit/inference/ray_inference.py",
         "vit/inference/remote_files.py",
     },
+    "prometheus_client": {"vit/serving/server_metrics.py"},
+    "python_multipart": {"vit/serving/request_body.py"},
     "ray": {"vit/inference/ray_inference.py"},
+    "starlette": {"vit/serving/application.py"},
+    "uvicorn": {"vit/serving/http_server.py"},
     "openvino": {"vit/export/export_openvino.py", "vit/exported/openvino_session.py"},
     "simplejpeg": {"vit/data/image_io.py"},
     "jinja2": {"vit/evaluation/html_page.py"},

@@ -44,6 +44,17 @@ IntensityRange = tuple[float, float]
 MinSize = Callable[[int, int], tuple[int, int]]
 """(width, height) of an image -> the smallest (width, height) at which it may be decoded."""
 
+
+class EncodedImage(NamedTuple):
+    """An image file in memory."""
+
+    name: str
+    """Its name in errors; never opened."""
+    data: bytes
+
+
+PathLike = str | os.PathLike[str]
+
 # Formats that people keep images in, the common ones first; Pillow tries no other parser.
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"),
@@ -71,7 +82,7 @@ SWAPS_SIDES = {EXIF_TRANSPOSE[number] for number in (5, 6, 7, 8)}
 
 
 def read_image(
-    path: str | os.PathLike[str],
+    path: PathLike | EncodedImage,
     *,
     intensity_range: IntensityRange | Literal["own"] | None = None,
     min_size: MinSize | None = None,
@@ -81,13 +92,13 @@ def read_image(
     """Read the image at `path`: its first frame, upright, RGB, with its file's `format`.
 
     Args:
-        path: A file, or an image inside an archive (vit.data.archives).
+        path: A file, an image inside an archive (vit.data.archives), or a file in memory.
         intensity_range: Of a deep image, the values that become 0 and 255; others are clipped.
             `own` is the range that the image itself uses, which makes it visible but removes its
             absolute intensity. None: the range of its type, see above.
         min_size: As in `read_pixels`; None: the whole size.
         before_decode: Called with the number of pixels before they are decoded; it may block until
-            there is memory for them.
+            there is memory for them, or raise BadImage.
         on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
             it uses a small part of the range of its type and `intensity_range` is None.
 
@@ -229,12 +240,12 @@ class UnusableFile(Exception):
 
 
 @contextmanager
-def _open_image(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
+def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile]:
     """The image at `path` with its header parsed; any error inside becomes a BadImage."""
     with (
         _errors_as_bad_image(path) as name,
         PILLOW_WARNINGS,
-        open_regular_file(name) as file,
+        _open_encoded(path) if isinstance(path, EncodedImage) else open_regular_file(name) as file,
         _parse_header(file) as image,
     ):
         width, height = image.size
@@ -245,10 +256,26 @@ def _open_image(path: str | os.PathLike[str]) -> Iterator[ImageFile.ImageFile]:
         yield image
 
 
+def check_pixels(pixels: int, limit: int, name: str) -> None:
+    """Refuse an image that is larger than `limit`, for `before_decode`.
+
+    Raises:
+        BadImage: It has more pixels.
+    """
+    if pixels > limit:
+        raise BadImage(name, f"{pixels:,} pixels are more than the limit of {limit:,}")
+
+
+def _open_encoded(image: EncodedImage) -> BinaryIO:
+    if not image.data:
+        raise UnusableFile("an empty file (0 bytes)")
+    return io.BytesIO(image.data)
+
+
 @contextmanager
-def _errors_as_bad_image(path: str | os.PathLike[str]) -> Iterator[str]:
+def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
     """The name of `path`; any error inside becomes a BadImage with that name."""
-    name = os.fsdecode(path)
+    name = path.name if isinstance(path, EncodedImage) else os.fsdecode(path)
     try:
         yield name
     except BadImage:

@@ -17,7 +17,14 @@ import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import IntensityRange, read_image, read_size
+from vit.data.image_io import (
+    MAX_PIXELS,
+    EncodedImage,
+    IntensityRange,
+    check_pixels,
+    read_image,
+    read_size,
+)
 from vit.data.image_objects import ImageInput, NamedImage, named_images, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError
@@ -70,7 +77,7 @@ def prefetch_images(
         notify: Called with a note about the first image that is read nearly black.
     """
     read = partial(
-        _decode, prepare=prepare, intensity_range=intensity_range, note=DarkImageNote(notify)
+        decode_image, prepare=prepare, intensity_range=intensity_range, note=DarkImageNote(notify)
     )
     with ThreadPoolExecutor(workers, thread_name_prefix="read-image") as pool:
         named = named_images(images)
@@ -142,20 +149,26 @@ def _expected_pixels(source: Any) -> int:
         return 0
 
 
-def _decode(
+def decode_image(
     one: NamedImage,
     *,
     prepare: Callable[[Image.Image], object],
     intensity_range: IntensityRange | None,
     note: DarkImageNote,
+    max_pixels: int = MAX_PIXELS,
 ) -> Array | BadImage:
+    """Decode an image, which may be an EncodedImage too, and `prepare` it; or return its error.
+
+    An image of more than `max_pixels` is refused before it is decoded.
+    """
     options: dict[str, Any] = {
         "intensity_range": intensity_range,
         "on_dark": partial(note, one.name),
     }
     try:
-        if isinstance(one.source, str):
-            image = read_image(one.source, **options)
+        if isinstance(one.source, str | EncodedImage):
+            check = partial(check_pixels, limit=max_pixels, name=one.name)
+            image = read_image(one.source, before_decode=check, **options)
         else:
             image = to_rgb_image(one.source, one.name, **options)
         return np.asarray(prepare(image))

@@ -138,7 +138,7 @@ class ExportedCaptioner:
         )
         for batch in batches:
             decoded = [image for _, image in batch if not isinstance(image, BadImage)]
-            results = self._caption(decoded, top_k)
+            results = self.caption(decoded, top_k)
             for path, image in batch:
                 if isinstance(image, BadImage):
                     yield Prediction(path, error=image.reason)
@@ -146,8 +146,8 @@ class ExportedCaptioner:
                     caption, classes = next(results)
                     yield Prediction(path, classes, captions=(caption,))
 
-    def _caption(
-        self, images: list[Array], top_k: int
+    def caption(
+        self, images: Sequence[Array], top_k: int
     ) -> Iterator[tuple[Caption, tuple[tuple[str, float], ...]]]:
         """Yield the caption and the top classes of each preprocessed image."""
         if not images:

@@ -198,15 +198,25 @@ class ExportedClassifier:
         has_distance = reject and DISTANCE in self._session.outputs
         names = (OUTPUT, DISTANCE) if has_distance else (OUTPUT,)
         return (
-            Prediction(path, error=row.reason)
-            if isinstance(row, BadImage)
-            else Prediction(
-                path,
-                top_k_classes(self.classes, row[OUTPUT], top_k, thresholds),
-                **self._select(row, reject=reject, sets=sets),
-            )
+            self.to_prediction(path, row, top_k, thresholds, reject=reject, sets=sets)
             for path, row in self._run(named_images(images), names)
         )
+
+    def to_prediction(
+        self,
+        name: str,
+        row: OutputRow | BadImage,
+        top_k: int,
+        thresholds: Sequence[float] | None,
+        *,
+        reject: bool = False,
+        sets: float | None = None,
+    ) -> Prediction:
+        """The prediction of one image, from its outputs; arguments of `resolve_top_k`."""
+        if isinstance(row, BadImage):
+            return Prediction(name, error=row.reason)
+        classes = top_k_classes(self.classes, row[OUTPUT], top_k, thresholds)
+        return Prediction(name, classes, **self._select(row, reject=reject, sets=sets))
 
     def _select(self, row: OutputRow, *, reject: bool, sets: float | None) -> dict[str, Any]:
         """Reason of a rejection and prediction set of an image; empty if neither is requested."""
@@ -275,11 +285,16 @@ class ExportedClassifier:
             size = max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
             for first in range(0, len(indices), size):
                 batch = indices[first : first + size]
-                rows |= zip(batch, self._run_batch([window[i] for i in batch], names), strict=True)
+                rows |= zip(batch, self.run_batch([window[i] for i in batch], names), strict=True)
         return [rows[index] for index in range(len(window))]
 
-    def _run_batch(
-        self, images: list[DecodedImage], names: Sequence[str]
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Outputs that predictions are made of."""
+        return tuple(name for name in (OUTPUT, DISTANCE) if name in self._session.outputs)
+
+    def run_batch(
+        self, images: Sequence[DecodedImage], names: Sequence[str]
     ) -> list[OutputRow | BadImage]:
         """Run images of one height and width in one forward pass."""
         pixels = [np.asarray(image) for _, image in images]

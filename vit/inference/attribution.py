@@ -59,15 +59,8 @@ def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassA
     Raises:
         RunError: The network overflowed.
     """
-    assert output.probabilities is not None, "an output without an error has probabilities"
+    classes, image, maps = _class_relevance(predictor, output)
     assert output.pixels is not None, "an output without an error has an image"
-    classes = classes_to_explain(output.probabilities, predictor.thresholds)
-    image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
-    maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
-    if not maps.isfinite().all():
-        raise RunError(
-            f"{printable(output.image)}: gradients overflowed, so it cannot be explained"
-        )
     tested = deletions(
         predictor.model,
         image,
@@ -81,6 +74,32 @@ def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassA
         ClassAttribution(predictor.classes[index], _normalised(weights.cpu()), deletion)
         for index, weights, deletion in zip(classes, maps, tested, strict=True)
     ]
+
+
+def class_maps(predictor: Predictor, output: ImageOutput) -> list[tuple[int, Tensor]]:
+    """Index and map of each class that `attribute_classes` explains, without the deletion metric.
+
+    Raises:
+        RunError: The network overflowed.
+    """
+    classes, _, maps = _class_relevance(predictor, output)
+    return [
+        (index, _normalised(weights.cpu())) for index, weights in zip(classes, maps, strict=True)
+    ]
+
+
+def _class_relevance(predictor: Predictor, output: ImageOutput) -> tuple[list[int], Tensor, Tensor]:
+    """The classes to explain, the normalised image, (3, height, width), and a map of each class."""
+    assert output.probabilities is not None, "an output without an error has probabilities"
+    assert output.pixels is not None, "an output without an error has an image"
+    classes = classes_to_explain(output.probabilities, predictor.thresholds)
+    image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
+    maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
+    if not maps.isfinite().all():
+        raise RunError(
+            f"{printable(output.image)}: gradients overflowed, so it cannot be explained"
+        )
+    return classes, image, maps
 
 
 def classes_to_explain(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
@@ -129,19 +148,14 @@ def class_attributions_to_json(
     predictor: Predictor, output: ImageOutput, attributions: Sequence[ClassAttribution]
 ) -> dict[str, Any]:
     """The maps of the classes of an image as a JSON object."""
-    preprocessing = predictor.preprocessing
     return {
         "image": output.image,
-        "seen": {
-            "size": list(preprocessing.image_size),
-            "resize": preprocessing.resize,
-            "crop_share": preprocessing.crop_share,
-        },
+        "seen": seen_part(predictor),
         "classes": [
             {
                 "label": one.label,
                 "probability": _short(one.deletion.curve.probabilities[0]),
-                "weights": _rounded(one.weights),
+                "weights": rounded_weights(one.weights),
                 "deletion": {
                     "deleted": [round(share, DIGITS) for share in one.deletion.curve.deleted],
                     **_curve(one.deletion.curve),
@@ -155,15 +169,25 @@ def class_attributions_to_json(
     }
 
 
+def seen_part(predictor: Predictor) -> dict[str, Any]:
+    """The part of an image that the network sees, for JSON."""
+    preprocessing = predictor.preprocessing
+    return {
+        "size": list(preprocessing.image_size),
+        "resize": preprocessing.resize,
+        "crop_share": preprocessing.crop_share,
+    }
+
+
 def word_attributions_to_json(
     output: ImageOutput, attributions: "Sequence[WordAttribution]"
 ) -> dict[str, Any]:
     """The maps of the words of an image's best caption as a JSON object."""
-    words = [{"text": word.text, "weights": _rounded(word.weights)} for word in attributions]
+    words = [{"text": word.text, "weights": rounded_weights(word.weights)} for word in attributions]
     return {"image": output.image, "caption": output.captions[0].text, "words": words}
 
 
-def _rounded(weights: Tensor) -> list[list[float]]:
+def rounded_weights(weights: Tensor) -> list[list[float]]:
     return [[round(share, DIGITS) for share in row] for row in weights.tolist()]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import MAX_PIXELS, read_image
+from vit.data.image_io import MAX_PIXELS, EncodedImage, check_pixels, read_image
 from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
@@ -72,6 +72,8 @@ class ImageReader:
     """
 
     transform: Callable[[Image.Image], Image.Image] | None = None
+    max_pixels = MAX_PIXELS
+    """Images of more pixels are refused before they are decoded."""
     observe: Callable[[str, tuple[int, int], str, Tensor], object] | None = None
 
     def __init__(
@@ -91,11 +93,11 @@ class ImageReader:
             self.prepare = lambda image: preprocessing.keep_aspect(image, patch_size)
         self.budget = PixelBudget(MAX_PIXELS)
 
-    def __call__(self, image: ImageInput, name: str = "image") -> Tensor | BadImage:
+    def __call__(self, image: ImageInput | EncodedImage, name: str = "image") -> Tensor | BadImage:
         """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error.
 
         Args:
-            image: A path, or an image in memory.
+            image: A path, an image in memory, or a file in memory.
             name: Name of an image in memory, in errors.
 
         Raises:
@@ -104,6 +106,7 @@ class ImageReader:
         held: list[int] = []
 
         def admit(pixels: int) -> None:
+            check_pixels(pixels, self.max_pixels, name)
             self.budget.acquire(pixels)
             held.append(pixels)
 
@@ -113,7 +116,9 @@ class ImageReader:
             "on_dark": partial(self.note_dark, name),
         }
         try:
-            if isinstance(image, str | os.PathLike):
+            if isinstance(image, EncodedImage):
+                decoded = read_image(image, before_decode=admit, **options)
+            elif isinstance(image, str | os.PathLike):
                 decoded = read_image(name, before_decode=admit, **options)
             else:
                 decoded = to_rgb_image(image, name, **options)

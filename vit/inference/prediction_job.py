@@ -449,26 +449,15 @@ class PredictionJob:
         Raises:
             ConfigError: A flag needs classes, and the network has none.
         """
-        config, classes = self.config, self.predictor.classes
-        for flag, remedy in (
-            ("top_k", "leave it out, or ask for several captions with --beams and --n-best"),
-            ("threshold", "leave it out"),
-            ("sort_into", "leave it out"),
-            ("reject", "leave it out"),
-            ("sets", "leave it out"),
-        ):
-            value = getattr(config, flag)
-            if value not in (None, False) and not classes:
-                raise ConfigError(
-                    f"{flag}={printable(value)}: this network writes captions and has no classes; "
-                    f"{remedy}"
-                )
+        config = self.config
+        names = ("threshold", "sort_into", "reject", "sets")
+        flags = {name: getattr(config, name) for name in names}
         if self.multilabel and config.sort_into is not None:
             raise ConfigError(
                 f"sort_into={printable(config.sort_into)}: this network is multi-label, so an "
                 "image has no single folder; leave it out"
             )
-        return min(config.top_k or (len(classes) if self.multilabel else TOP_K), len(classes))
+        return classes_per_row(self.predictor, config.top_k, **flags)
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
         """The header, and the function that makes a row."""
@@ -750,6 +739,28 @@ class PredictionJob:
             images = f"{total:,} images" if done == total else f"{done:,} of {total:,} images"
             self.notify(f"{images} in {format_clock(seconds)}, {rate} images/s, {failed:,} failed")
         return failed
+
+
+def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) -> int:
+    """Classes in a row of the predictions; 0 for a network without classes.
+
+    Args:
+        predictor: The predictor.
+        top_k: Requested number; default: 5, or all classes of a multi-label network.
+        flags: Values of other flags that need classes.
+
+    Raises:
+        ConfigError: A flag needs classes, and the network has none.
+    """
+    classes, several = predictor.classes, predictor.thresholds is not None
+    for flag, value in {"top_k": top_k, **flags}.items():
+        if value not in (None, False) and not classes:
+            captions = ", or ask for several captions with --beams and --n-best"
+            raise ConfigError(
+                f"{flag}={printable(value)}: this network writes captions and has no classes; "
+                f"leave it out{captions if flag == 'top_k' else ''}"
+            )
+    return min(top_k or (len(classes) if several else TOP_K), len(classes))
 
 
 Outcome = tuple[dict[str, int], int, float]

@@ -291,7 +291,7 @@ class Predictor:
                 )
                 for start, batch, read in prefetch(reads, 1):
                     names = [one.name for one in batch]
-                    yield self._run_batch(start, names, [future.result() for future in read])
+                    yield self.run_batch(start, names, [future.result() for future in read])
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -380,18 +380,30 @@ class Predictor:
 
     def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
         images = [self.read(one.source, one.name) for one in batch]
-        return self._run_batch(first, [one.name for one in batch], images)
+        return self.run_batch(first, [one.name for one in batch], images)
 
-    def _run_batch(
-        self, first: int, names: list[str], images: Sequence[Tensor | BadImage]
+    def run_batch(
+        self,
+        first: int,
+        names: Sequence[str],
+        images: Sequence[Tensor | BadImage],
+        *,
+        rows: int | None = None,
     ) -> list[ImageOutput]:
-        """Outputs of one batch; `first` is the index of its first image in the whole list."""
+        """Outputs of one batch.
+
+        Args:
+            first: Index of its first image in the whole list.
+            names: Names of the images.
+            images: Images as `read` returns them.
+            rows: Size of the batch with the blank images that pad it; by default a power of two.
+        """
         errors = {n: image.reason for n, image in enumerate(images) if isinstance(image, BadImage)}
         if len(errors) == len(names):
             return [ImageOutput(name, None, errors[n]) for n, name in enumerate(names)]
         blank = self.runner.blank_image()
         batch = [blank if isinstance(image, BadImage) else image for image in images]
-        batch += [blank] * (self._padded_size(len(names)) - len(names))
+        batch += [blank] * ((rows or self._padded_size(len(names))) - len(names))
         output = self.runner.run(batch, self.precision)
         finite = output.probabilities.isfinite().all(dim=1)
         if output.embeddings is not None:

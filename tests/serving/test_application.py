@@ -1,0 +1,209 @@
+"""Rows of the server are those of `vit predict`; refusals are sentences."""
+
+import io
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from tests.conftest import png_bomb
+from tests.serving.conftest import BOUNDARY, multipart, running
+
+MODELS = ("tiny", "several", "captions", "fruit")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_are_those_of_vit_predict_byte_for_byte(client, files, predicted, model):
+    if model == "captions":
+        files = files[:5]
+    expected = predicted(model, paths=[path for path, _ in files])
+    assert len(set(expected)) == len(files) > 4
+    assert client.send(files, model=model).rows == expected
+    for place in (0, 3, len(files) - 1):
+        name, content = files[place]
+        assert client.send([files[place]], model=model).rows == [expected[place]]
+        assert client.post(content, model=model, name=name).rows == [expected[place]]
+
+
+@pytest.mark.parametrize(
+    ("model", "query", "flags"),
+    [
+        ("tiny", {"top_k": 1}, ["--top-k", "1"]),
+        ("tiny", {"top_k": 99, "threshold": 0.4}, ["--top-k", "99", "--threshold", "0.4"]),
+        ("tiny", {"sets": 0.9, "reject": "true"}, ["--sets", "0.9", "--reject"]),
+        ("several", {"threshold": 0.6}, ["--threshold", "0.6"]),
+        ("several", {"top_k": 2}, ["--top-k", "2"]),
+        ("fruit", {"top_k": 2, "threshold": 0.2}, ["--top-k", "2", "--threshold", "0.2"]),
+    ],
+)
+def test_options_are_those_of_vit_predict(client, files, predicted, model, query, flags):
+    assert client.send(files, model=model, **query).rows == predicted(model, *flags)
+
+
+def test_each_client_gets_its_own_answers_whoever_asks_at_the_same_time(client, files, predicted):
+    expected = {model: predicted(model) for model in ("tiny", "fruit")}
+
+    def ask(seed: int) -> bool:
+        chosen = random.Random(seed)
+        model = chosen.choice([*expected])
+        places = chosen.sample(range(len(files)), chosen.choice([1, 1, 2, 5]))
+        answer = client.send([files[place] for place in places], model=model)
+        return answer.rows == [expected[model][place] for place in places]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(60)))
+    sizes = [
+        line
+        for line in client.get("/metrics").body.decode().splitlines()
+        if "images_bucket" in line
+    ]
+    shared = [float(line.split()[-1]) for line in sizes if 'model="tiny"' in line]
+    assert shared[-1] > shared[0], "no batch had more than one image"
+
+
+def test_names_of_images_come_back_as_they_were_sent(client, files):
+    content = files[0][1]
+    for name in ("a b.png", "../../etc/passwd", "<img onerror=x>", "\u732b.png", "a\udcffb.png"):
+        (row,) = client.send([(name, content)]).json["results"]
+        assert row["image"] == name
+
+
+def test_an_unreadable_image_has_an_error_beside_rows_of_the_others(client, files, predicted):
+    expected = predicted("tiny")
+    answer = client.send([files[0], ("text.jpg", b"no image"), files[1], ("none.png", b"")])
+    assert answer.status == 200
+    first, text, second, empty = answer.rows
+    assert [first, second] == expected[:2]
+    assert json.loads(text) == {"image": "text.jpg", "error": "not a readable image (text)"}
+    assert json.loads(empty)["error"] == "an empty file (0 bytes)"
+
+
+def test_only_unreadable_images_are_refused(client, files):
+    whole = files[1][1]
+    for content in (b"no image", whole[: len(whole) // 2], png_bomb(30_000), b"\xff\xd8\xff"):
+        answer = client.post(content)
+        assert answer.status == 422
+        assert len(answer.json["error"]) > 10
+    answer = client.send([("a", b"x"), ("b", b"y")])
+    assert answer.status == 422
+    assert "none of the 2 images" in answer.json["error"]
+    assert len(answer.json["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ({"model": "../tiny"}, 404, "served are tiny, several"),
+        ({"model": ""}, 404, "served are"),
+        ({"topk": 3}, 400, "top_k"),
+        ({"top_k": 0}, 400, "at least 1"),
+        ({"top_k": "1" * 300}, 400, "at least 1"),
+        ({"sets": "nan"}, 400, "above 0"),
+        ({"reject": "perhaps"}, 400, "true or false"),
+        ({"reject": 1, "model": "several"}, 400, "calibrat"),
+        ({"sets": 0.9, "model": "captions"}, 400, "no classes"),
+        ({"explain": "jpg"}, 400, "json or png"),
+        ({"explain": "json", "model": "fruit"}, 400, "serve the run folder"),
+        ({"name": "x" * 1001}, 400, "1000 characters"),
+    ],
+)
+def test_wrong_queries_are_refused_with_a_sentence(client, files, query, status, words):
+    answer = client.post(files[0][1], **query)
+    assert answer.status == status
+    assert words in answer.json["error"]
+
+
+def test_wrong_bodies_are_refused_with_a_sentence(client, files):
+    kind = f"multipart/form-data; boundary={BOUNDARY}"
+    good = multipart(files[:2])
+    bodies = [
+        (b"", "image/png", 400, "no image"),
+        (b"{}", "application/json", 415, "multipart"),
+        (b"", kind, 400, "cut short"),
+        (good[:-9], kind, 400, "cut short"),
+        (good[: len(good) // 2], kind, 400, "cut short"),
+        (b"--x" + good, kind, 400, "not well formed"),
+        (multipart(files[:1], field="image"), kind, 400, "`file`"),
+        (multipart([("n" * 5000, b"x")]), kind, 400, "not well formed"),
+        (good, "multipart/form-data", 400, "boundary"),
+        (good, "multipart/mixed; boundary=x", 400, "boundary"),
+        (f"--{BOUNDARY}--\r\n".encode(), kind, 400, "no image"),
+    ]
+    for body, content_type, status, words in bodies:
+        answer = client.ask("POST", "/predict", body, Content_Type=content_type)
+        assert (answer.status, words in answer.json["error"]) == (status, True), answer.json
+    answer = client.ask("POST", "/predict", b"x", Content_Encoding="gzip")
+    assert (answer.status, "gzip" in answer.json["error"]) == (415, True)
+
+
+def test_other_paths_and_methods_are_refused(client):
+    for method, path, status in [
+        ("GET", "/predict", 405),
+        ("POST", "/models", 405),
+        ("GET", "/page/../server_config.py", 404),
+        ("GET", "/v2/models/none", 404),
+        ("GET", "/v2/models/tiny/versions/2", 404),
+    ]:
+        answer = client.ask(method, path)
+        assert answer.status == status
+        assert answer.json["error"]
+
+
+def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_path):
+    maps = tmp_path / "maps"
+    predicted("tiny", "--explain", str(maps), paths=[files[0][0]])
+    (written,) = maps.glob("*.json")
+    expected = json.loads(written.read_text(encoding="utf-8"))
+    answer = client.send([files[0], ("bad", b"")], explain="json").json
+    first, second = answer["explanations"]
+    assert second is None
+    assert first["seen"] == expected["seen"]
+    for one, other in zip(first["classes"], expected["classes"], strict=True):
+        assert (one["label"], one["weights"]) == (other["label"], other["weights"])
+    drawing = client.post(files[0][1], explain="png")
+    assert drawing.headers["content-type"] == "image/png"
+    assert Image.open(io.BytesIO(drawing.body)).width > 300
+    words = client.post(files[0][1], explain="json", model="captions").json["explanations"][0]
+    assert " ".join(word["text"] for word in words["words"]).split() == words["caption"].split()
+
+
+def test_what_it_serves_and_how_it_is(client, sources):
+    models = client.get("/models").json["models"]
+    assert [one["name"] for one in models] == [*sources]
+    assert models[0]["classes"] == ["apple", "class10", "class2"]
+    assert [one["captions"] for one in models] == [False, False, True, False]
+    assert client.get("/health").json == {"status": "alive"}
+    assert client.get("/ready").json == {"status": "ready"}
+    document = client.get("/openapi.json").json
+    assert document["openapi"] == "3.1.0"
+    for path in document["paths"]:
+        if "{" not in path and "get" in document["paths"][path]:
+            assert client.get(path).status == 200
+    assert "vit_requests_total" in client.get("/metrics").body.decode()
+
+
+def test_answers_forbid_sniffing_frames_and_caches(client, files):
+    for answer in (client.get("/models"), client.post(files[0][1]), client.post(b"x")):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_page_of_another_site_cannot_ask_under_its_own_name(client):
+    assert client.get("/models", Host="evil.example").status == 421
+    assert client.get("/models", Host="localhost:1234").status == 200
+
+
+def test_a_token_is_needed_for_all_but_health_and_the_page(exported, files):
+    with running([exported], token="secret", allowed_hosts=("vit.example",)) as client:
+        for path in ("/models", "/metrics", "/openapi.json", "/v2", "/nothing"):
+            for header in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+                answer = client.get(path, **header)
+                assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert client.post(files[0][1]).status == 401
+        assert client.get("/ready").status == client.get("/health").status == 200
+        allowed = {"Authorization": "Bearer secret", "Host": "vit.example"}
+        assert client.get("/models", **allowed).status == 200

@@ -1,0 +1,235 @@
+"""Limits of time and size on real connections, reload, and the end of a server."""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.serving.conftest import multipart, running
+from vit.errors import VitError
+from vit.serving import model_registry
+from vit.serving.http_server import bind, serve
+from vit.weights.safetensors_io import read_tensors, write_tensors
+
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def raw(client, data: bytes, wait: float = 10) -> bytes:
+    """What the server writes until its answer is complete, or it closes."""
+    with socket.create_connection(("127.0.0.1", client.port), timeout=wait) as connection:
+        connection.sendall(data)
+        answer = b""
+        while not is_complete(answer) and (part := connection.recv(65536)):
+            answer += part
+    return answer
+
+
+def is_complete(answer: bytes) -> bool:
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+    return bool(separator) and length is not None and len(body) >= int(length[1])
+
+
+def status_of(answer: bytes) -> int:
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return int(answer.split()[1])
+
+
+@pytest.fixture(scope="module")
+def strict(exported):
+    """A server with small limits."""
+    limits = {"max_image_mb": 0.05, "max_request_mb": 0.1, "max_images": 3, "max_pixels": 10_000}
+    timeouts = {"header_timeout": 0.3, "body_timeout": 0.3}
+    with running([exported], **limits, **timeouts) as client:
+        yield client
+
+
+def test_a_large_request_is_refused_before_its_body_is_read(strict):
+    answer = raw(strict, HEAD + b"Content-Length: 999999999\r\n\r\n")
+    assert status_of(answer) == 413
+    assert b"--max-image-mb" in answer
+    assert b"100 Continue" not in raw(
+        strict, HEAD + b"Expect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
+    )
+
+
+def test_a_large_request_without_a_length_is_refused_where_the_limit_is(strict):
+    chunk = b"8000\r\n" + bytes(0x8000) + b"\r\n"
+    answer = raw(strict, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * chunk + b"0\r\n\r\n")
+    assert status_of(answer) == 413
+
+
+def test_too_large_and_too_many_images_are_refused(strict, files):
+    answer = strict.send([("large", bytes(60_000))])
+    assert (answer.status, "--max-image-mb" in answer.json["error"]) == (413, True)
+    answer = strict.send(files[:4])
+    assert (answer.status, "--max-images" in answer.json["error"]) == (413, True)
+    assert strict.send(files[:3]).status == 200
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(strict, tmp_path):
+    from PIL import Image
+
+    Image.new("L", (200, 200)).save(tmp_path / "wide.png")
+    answer = strict.post((tmp_path / "wide.png").read_bytes())
+    assert (answer.status, "10,000" in answer.json["error"]) == (422, True)
+
+
+def test_slow_clients_are_told_so(strict):
+    begun = (
+        b"",
+        b"POST /pre",
+        HEAD + b"Content-Length: 100\r\n\r\nabc",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
+    )
+    with ThreadPoolExecutor(4) as pool:
+        assert [*map(status_of, pool.map(lambda data: raw(strict, data), begun))] == [408] * 4
+
+
+def test_what_is_no_http_is_refused(strict):
+    long = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000
+    chunks = HEAD + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n"
+    for data in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET\r\n\r\n", long, chunks):
+        assert status_of(raw(strict, data)) == 400
+    assert strict.get("/health").status == 200
+
+
+def test_clients_that_go_away_leave_nothing_behind(strict, files):
+    body = multipart(files[:1])
+    for cut in (10, len(body) - 3):
+        with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+            length = f"Content-Length: {len(body)}\r\n\r\n".encode()
+            connection.sendall(HEAD + length + body[:cut])
+    application = strict.server.application
+    for _ in range(100):
+        if not application.budget.held and not application.scheduler.accepted:
+            break
+        time.sleep(0.02)
+    assert application.budget.held == application.scheduler.accepted == 0
+
+
+def test_a_full_queue_says_when_to_ask_again(exported, files):
+    with running([exported], max_queue=2, max_images=2, max_connections=8) as client:
+        application = client.server.application
+        application.scheduler.accepted = 2
+        answer = client.post(files[0][1])
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        application.scheduler.accepted = 0
+        assert client.post(files[0][1]).status == 200
+        application.budget.held = application.budget.limit
+        assert client.post(files[0][1]).status == 429
+        application.budget.held = 0
+        many = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(8)]
+        try:
+            assert status_of(raw(client, b"")) == 429
+        finally:
+            for one in many:
+                one.close()
+
+
+def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_registry, "POLL_SECONDS", 0.02)
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    stop, statuses = threading.Event(), []
+    with running([run]) as client:
+        before = client.post(files[0][1]).body
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                statuses.append(client.post(files[0][1]).status)
+
+        asking = threading.Thread(target=keep_asking)
+        asking.start()
+        tensors, metadata = read_tensors(run / "model.safetensors")
+        tensors["head.weight"] = torch.roll(tensors["head.weight"], 1, 0)
+        write_tensors(tmp_path / "new", tensors, metadata)
+        os.replace(tmp_path / "new", run / "model.safetensors")
+        after = wait_for(lambda: client.post(files[0][1]).body, lambda body: body != before)
+        (run / "config.json").write_text("{", encoding="utf-8")
+        text = wait_for(lambda: client.get("/metrics").body, lambda text: b'"failed"} 1.0' in text)
+        assert b'vit_reloads_total{model="run",outcome="done"} 1.0' in text
+        assert client.post(files[0][1]).body == after
+        stop.set()
+        asking.join()
+    assert set(statuses) == {200}
+
+
+def wait_for(read, condition):
+    """The first value for which the condition holds."""
+    deadline = time.monotonic() + 20
+    while not condition(value := read()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
+
+
+def test_an_exported_file_is_served_without_torch_and_sigterm_answers_what_was_accepted(
+    exported, files
+):
+    code = (
+        "import sys; from vit.serving.http_server import serve; "
+        "from vit.serving.server_config import ServerConfig; "
+        "serve([sys.argv[1]], ServerConfig(port=0), "
+        "on_ready=lambda server: print(server.url, flush=True)); "
+        "heavy = {'torch', 'timm', 'torchvision', 'accelerate'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(exported)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        port = int(process.stdout.readline().rpartition(":")[2])
+        content = files[0][1]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.putrequest("POST", "/predict")
+        connection.putheader("Content-Length", str(len(content)))
+        connection.endheaders(content[:50])
+        waiting = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        waiting.request("GET", "/ready")  # the server has read both headers when this is answered
+        assert waiting.getresponse().read()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        connection.send(content[50:])
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert json.loads(answer.read())["results"][0]["predictions"]
+        assert process.wait(20) == 0
+        connection.close()
+        waiting.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
+    with pytest.raises(VitError, match="two models are called tiny: name them"):
+        serve([str(tiny_run), str(tiny_run)])
+    with pytest.raises(VitError, match="no_such"):
+        serve([str(tmp_path / "no_such.onnx")])
+    with pytest.raises(VitError, match="letters, digits"):
+        serve([f"a/b={tiny_run}"])
+    taken = bind("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(VitError, match=f"127.0.0.1:{port} cannot be used"):
+        bind("127.0.0.1", port)
+    taken.close()
+    assert Path(tiny_run).exists()

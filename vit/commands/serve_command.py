@@ -1,0 +1,181 @@
+"""`vit serve`: trained models behind an HTTP interface and a web page."""
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vit.commands.command_options import (
+    NO_CALIBRATION_HELP,
+    SEARCH_FIELDS,
+    add_search_options,
+    positive_int,
+    search_from_args,
+)
+from vit.commands.command_output import notify
+from vit.commands.command_parser import CommandParser
+from vit.errors import VitError
+from vit.serving.server_config import ServerConfig
+from vit.text import printable
+
+LIBRARIES = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+DEFAULTS = ServerConfig()
+LIMITS = {
+    "max_image_mb": ("MB", "largest image file"),
+    "max_request_mb": ("MB", "largest request"),
+    "max_images": ("N", "most images of one request"),
+    "max_pixels": ("N", "most pixels of one image"),
+    "max_queue": ("N", "most images that wait or are computed; further requests are answered 429"),
+    "max_memory_mb": ("MB", "most bytes of all requests in memory"),
+    "max_connections": ("N", "most connections at the same time"),
+    "header_timeout": ("S", "seconds in which the header of a request must arrive"),
+    "body_timeout": ("S", "seconds in which the body of a request must arrive"),
+    "stop_timeout": ("S", "seconds that accepted requests have after SIGTERM"),
+}
+"""Limit -> its metavar and description; fields of ServerConfig."""
+NETWORK = ("batch_size", "device", "precision", "workers", "no_calibration")
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add MODEL, and the options of the address, of access, limits and the network."""
+    parser.essential = ("models", "host", "port", "token_file", "device", "batch_size")
+    parser.examples = (
+        "vit serve runs/photos",
+        "vit serve photos.onnx --host 0.0.0.0 --token-file token.txt",
+        "vit serve cats=runs/cats dogs=runs/dogs --port 8080",
+        "curl -F file=@cat.jpg http://127.0.0.1:8000/predict",
+    )
+    parser.usage = "vit serve MODEL [NAME=MODEL ...] [--host H] [--port P] [options]"
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="+",
+        help="a run folder, other weights with a head, or an .onnx or .xml of vit export; "
+        "NAME=MODEL names it in requests, the first one is the default",
+    )
+    _add_access(parser)
+    _add_limits(parser)
+    _add_network(parser)
+    add_search_options(parser)
+
+
+def _add_access(parser: CommandParser) -> None:
+    group = parser.add_argument_group("access")
+    group.add_argument(
+        "--host",
+        default=DEFAULTS.host,
+        help=f"address to listen at (default: {DEFAULTS.host}, this machine only; 0.0.0.0: all)",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULTS.port,
+        metavar="P",
+        help=f"port to listen at (default: {DEFAULTS.port}; 0: a free one)",
+    )
+    group.add_argument(
+        "--token",
+        metavar="TOKEN",
+        help="token that requests must have, as `Authorization: Bearer TOKEN` (default: none); "
+        "other users of this machine see it in the list of processes",
+    )
+    group.add_argument("--token-file", metavar="FILE", help="file with the token, in one line")
+    group.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name by which clients address the server, such as behind a proxy; may be repeated "
+        "(default: those of this machine; any name with --host)",
+    )
+
+
+def _add_limits(parser: CommandParser) -> None:
+    group = parser.add_argument_group("limits (docs/serve.md)")
+    for name, (metavar, text) in LIMITS.items():
+        value = getattr(DEFAULTS, name)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=positive_int if isinstance(value, int) else float,
+            default=value,
+            metavar=metavar,
+            help=f"{text} (default: {value:,})"
+            if isinstance(value, int)
+            else f"{text} (default: {value:g})",
+        )
+
+
+def _add_network(parser: CommandParser) -> None:
+    group = parser.add_argument_group("network (how it runs)")
+    group.add_argument(
+        "-b",
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        help="largest batch; rows equal those of vit predict --batch-size N (default: that of vit "
+        "predict; 1 for exported networks and captions)",
+    )
+    group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best)")
+    group.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        default="auto",
+        help="arithmetic of the network (default: auto, bf16 on hardware that has it)",
+    )
+    group.add_argument(
+        "-j",
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="batches that are computed at the same time on a CPU (default: one a core, at most 8)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=["torch", "onnx", "openvino"],
+        help="inference engine (default: torch; onnx for an .onnx, openvino for an .xml)",
+    )
+    group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    for name in LIBRARIES:
+        if find_spec(name) is None:
+            raise VitError(f"{name} is not installed: pip install 'vit-toolkit[serve]'")
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        token=read_token(args.token, args.token_file),
+        allowed_hosts=tuple(args.allow_host),
+        **{name: getattr(args, name) for name in LIMITS},
+    )
+    settings: dict[str, Any] = {name: getattr(args, name) for name in NETWORK}
+    if any(flag in args for flag in SEARCH_FIELDS):
+        settings["search"] = search_from_args(args)
+    from vit.serving.http_server import serve
+
+    serve(
+        args.models,
+        config,
+        engine=args.engine,
+        notify=lambda line: notify(f"vit serve: {line}"),
+        **settings,
+    )
+    return 0
+
+
+def read_token(token: str | None, path: str | None) -> str | None:
+    """The token, of the flag or of a file.
+
+    Raises:
+        VitError: Both are given, or the file cannot be read.
+    """
+    if path is None:
+        return token
+    if token is not None:
+        raise VitError("--token and --token-file: give one of them")
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise VitError(f"--token-file: {printable(path)} cannot be read ({reason})") from None

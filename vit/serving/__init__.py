@@ -1,0 +1,1 @@
+"""`vit serve`: saved networks behind an HTTP interface and a web page."""

@@ -1,0 +1,179 @@
+"""Dynamic batching: images of all requests share batches, and wait in one bounded queue.
+
+    request -> decode (threads) -> waiting images, by model and shape -> batch (threads) -> output
+
+A batch begins as soon as a thread is free, with what is waiting by then: under load batches grow by
+themselves, and a single image never waits for others. All methods but the two that run in threads
+belong to the event loop's thread, so nothing is locked.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vit.cpu_cores import usable_cores
+from vit.errors import BadImage
+from vit.serving.served_model import ServedModel, Upload
+from vit.serving.server_metrics import ServerMetrics
+
+T = TypeVar("T")
+
+
+@dataclass
+class WaitingImage:
+    """A decoded image, and where its output goes."""
+
+    name: str
+    pixels: Any
+    output: "asyncio.Future[Any]"
+
+
+class QueueFull(Exception):
+    """No image is accepted now.
+
+    Args:
+        retry_after: Seconds after which there may be room.
+    """
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(retry_after)
+        self.retry_after = retry_after
+
+
+class BatchScheduler:
+    """Decodes images and computes batches of them, for all models.
+
+    Args:
+        compute: Threads that compute.
+        compute_threads: Their number.
+        max_queue: Most images that are accepted and not answered.
+        metrics: Counts batches and waiting images.
+    """
+
+    def __init__(
+        self, compute: Executor, compute_threads: int, max_queue: int, metrics: ServerMetrics
+    ) -> None:
+        self.compute, self.idle = compute, compute_threads
+        self.compute_threads, self.max_queue, self.metrics = compute_threads, max_queue, metrics
+        decoders = min(8, usable_cores())
+        self.decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
+        self.accepted = 0
+        self.seconds_per_image = 0.05
+        """Of the last batches; a moving average."""
+        self._groups: dict[tuple[ServedModel, Hashable], deque[WaitingImage]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    def check_room(self, images: int = 1) -> None:
+        """Refuse images that the queue has no room for.
+
+        Raises:
+            QueueFull: It has none.
+        """
+        if self.accepted + images > self.max_queue:
+            seconds = self.accepted * self.seconds_per_image / self.compute_threads
+            raise QueueFull(min(max(math.ceil(seconds), 1), 60))
+
+    async def predict(
+        self, model: ServedModel, names: Sequence[str], uploads: list[Upload]
+    ) -> list[Any]:
+        """Outputs of the images of one request, in order, each as `format_row` takes it.
+
+        `uploads` is emptied, so that bytes are freed as they are decoded.
+
+        Raises:
+            QueueFull: There is no room; nothing was begun.
+        """
+        self.check_room(len(uploads))
+        self.accepted += len(uploads)
+        self.metrics.waiting.set(self.accepted)
+        uploads.reverse()
+        pending = [self._predict_one(model, name, uploads.pop()) for name in names]
+        return await asyncio.gather(*pending)
+
+    async def _predict_one(self, model: ServedModel, name: str, upload: Upload) -> Any:
+        loop = asyncio.get_running_loop()
+        try:
+            decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
+            del upload
+            pixels = await decoding
+            output: asyncio.Future[Any] = loop.create_future()
+            key = model, model.adapter.group(pixels)
+            self._groups.setdefault(key, deque()).append(WaitingImage(name, pixels, output))
+            del pixels
+            self._start_batches()
+            return await output
+        except BadImage as error:
+            self.metrics.images.labels(model.name, "unreadable").inc()
+            return error
+        finally:
+            self.accepted -= 1
+            self.metrics.waiting.set(self.accepted)
+
+    def _start_batches(self) -> None:
+        """Start a batch in each idle thread, the group that has waited longest first."""
+        while self.idle and self._groups:
+            key, waiting = next(iter(self._groups.items()))
+            del self._groups[key]
+            model, batch = key[0], list[WaitingImage]()
+            while waiting and len(batch) < model.batch_sizes[-1]:
+                one = waiting.popleft()
+                if not one.output.done():  # else the client has gone
+                    batch.append(one)
+            if waiting:
+                self._groups[key] = waiting  # behind the others
+            if batch:
+                self.idle -= 1
+                task = asyncio.get_running_loop().create_task(self._run(model, batch))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+
+    async def _run(self, model: ServedModel, batch: list[WaitingImage]) -> None:
+        loop = asyncio.get_running_loop()
+        rows = next(size for size in model.batch_sizes if size >= len(batch))
+        names, pixels = [one.name for one in batch], [one.pixels for one in batch]
+        began = loop.time()
+        try:
+            outputs = await loop.run_in_executor(
+                self.compute, model.adapter.run, names, pixels, rows
+            )
+        except Exception as error:  # each waiting request must have its answer
+            outputs = [error] * len(batch)
+        finally:
+            self.idle += 1
+        seconds = loop.time() - began
+        self.seconds_per_image += 0.1 * (seconds / len(batch) - self.seconds_per_image)
+        self.metrics.batch_images.labels(model.name).observe(len(batch))
+        self.metrics.batch_seconds.labels(model.name).observe(seconds)
+        for one, output in zip(batch, outputs, strict=True):
+            if one.output.done():
+                continue
+            if isinstance(output, Exception) and not isinstance(output, BadImage):
+                one.output.set_exception(output)
+                continue
+            kind = "failed" if isinstance(output, BadImage) else "answered"
+            self.metrics.images.labels(model.name, kind).inc()
+            one.output.set_result(output)
+        self._start_batches()
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread that computes; it waits for its turn like a batch.
+
+        Raises:
+            QueueFull: There is no room.
+        """
+        self.check_room()
+        self.accepted += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.compute, function, *arguments)
+        finally:
+            self.accepted -= 1
+
+    def close(self) -> None:
+        """End the threads."""
+        self.decoders.shutdown(cancel_futures=True)
+        self.compute.shutdown(cancel_futures=True)

@@ -1,0 +1,73 @@
+"""Sizes of batches that give the same digits, and the fastest of them, by measurement.
+
+The rounding of a matrix product depends on its number of rows, so the last digits of an image's
+scores may depend on the size of its batch, though not on its neighbours. `vit predict` computes
+batches of one size. A size is exact if each image gets the same bits in it as in a batch of that
+size; a server that pads each batch to an exact size gives each image the same answer, whoever else
+asks at the same time.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vit.errors import BadImage, RunError
+from vit.serving.served_model import ServedModel
+
+SLICES = 4
+"""Positions at which a smaller batch is compared with the whole one."""
+ROUNDS = 2
+NEARLY = 1.1
+"""A larger batch must be faster an image by this."""
+
+
+def measure_batch_sizes(model: ServedModel, largest: int) -> None:
+    """Set `batch_sizes` and `seconds` of a model; call it in a thread that computes.
+
+    Args:
+        model: The model; it is warm afterwards.
+        largest: Size of the batches of `vit predict`.
+
+    Raises:
+        RunError: The network gives no finite probabilities.
+    """
+    images = [model.adapter.probe(number) for number in range(largest)]
+    seconds: dict[int, float] = {}
+    whole = _run(model, images, seconds)
+    turned = _run(model, [*images[1:], *images[:1]], seconds)
+    if largest > 1 and not _equal(turned, [*whole[1:], *whole[:1]]):
+        # the digits depend on the place in a batch: only batches of one image are exact
+        measure_batch_sizes(model, 1)
+        return
+    exact = [largest]
+    for size in (1 << power for power in range((largest - 1).bit_length())):
+        last = largest - size
+        starts = sorted({round(last * part / (SLICES - 1)) for part in range(SLICES)})
+        slices = {start: _run(model, images[start : start + size], seconds) for start in starts}
+        if all(_equal(found, whole[start : start + size]) for start, found in slices.items()):
+            exact.append(size)
+    for _ in range(ROUNDS - 1):
+        for size in exact:
+            _run(model, images[:size], seconds)
+    best = min(seconds[size] / size for size in exact)
+    fast = min(size for size in exact if seconds[size] / size <= NEARLY * best)
+    model.batch_sizes = tuple(sorted(size for size in exact if size <= fast))
+    model.seconds = {size: seconds[size] for size in model.batch_sizes}
+
+
+def _run(model: ServedModel, images: Sequence[Any], seconds: dict[int, float]) -> list[Any]:
+    """Probabilities of a whole batch; the shortest time of each size is kept in `seconds`."""
+    size, names = len(images), [""] * len(images)
+    began = time.perf_counter()
+    outputs = model.adapter.run(names, images, size)
+    seconds[size] = min(seconds.get(size, float("inf")), time.perf_counter() - began)
+    for output in outputs:
+        if isinstance(output, BadImage):
+            raise RunError(f"{model.name} cannot be served: {output.reason}")
+    return [model.adapter.probabilities(output) for output in outputs]
+
+
+def _equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return all(map(np.array_equal, found, expected))

@@ -1,0 +1,287 @@
+"""The process of `vit serve`: loads the models, listens with uvicorn, and obeys signals.
+
+    SIGTERM, SIGINT   stop listening, answer what was accepted, exit with 0; again: exit at once
+    SIGHUP            load the models again
+
+uvicorn's HTTP protocol on h11 gets what it lacks: a limit of time for the header of a request, a
+limit of connections, and errors as JSON.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vit.errors import ConfigError, VitError
+from vit.output.prediction_results import to_json
+from vit.serving.application import Application
+from vit.serving.model_registry import ModelRegistry
+from vit.serving.server_config import ServerConfig
+from vit.serving.server_metrics import ServerMetrics
+from vit.text import plural, printable
+
+MAX_HEADER_BYTES = 16384
+KEEP_ALIVE_SECONDS = 20
+BACKLOG = 1024
+SPARE_FILES = 64
+"""Open files besides the connections."""
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol of one connection, with the limits of `limits` (set by `serve`)."""
+
+    limits: ServerConfig
+    metrics: ServerMetrics
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self.refuse(429, "too many connections; try again in a second", b"retry-after: 1\r\n")
+        else:
+            self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._answering:
+            self._start_timer()
+        super().data_received(data)
+        if self._answering:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        del msg
+        self.refuse(
+            400, f"this is no HTTP request, or its header is longer than {MAX_HEADER_BYTES} bytes"
+        )
+        if self.cycle is not None:  # a body that breaks off: its request ends too
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def refuse(self, status: int, reason: str, header: bytes = b"") -> None:
+        """Write an error and close, whatever the state of the connection."""
+        self.metrics.refused.labels(str(status)).inc()
+        body = to_json({"error": reason}).encode()
+        head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n" % status
+        length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        if not self._answering or not self.cycle.response_started:
+            self.transport.write(head + header + length + body)
+        self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        """Whether the header of a request is complete, and its answer is not."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.limits.header_timeout, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        if not self.transport.is_closing():
+            seconds = self.limits.header_timeout
+            self.refuse(408, f"no request was complete after {seconds:g} seconds")
+
+
+class SignalServer(uvicorn.Server):
+    """A uvicorn server whose signals are handled by `serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that answers.
+
+    Args:
+        url: Its URL on this machine.
+        application: Its application.
+        stop: Stops it as SIGTERM does; may be called in any thread.
+    """
+
+    url: str
+    application: Application
+    stop: Callable[[], object]
+
+
+def serve(
+    models: Sequence[str],
+    config: ServerConfig | None = None,
+    *,
+    engine: str | None = None,
+    notify: Callable[[str], object] = lambda line: print(line, file=sys.stderr),
+    on_ready: Callable[[RunningServer], object] = lambda _server: None,
+    **settings: Any,
+) -> None:
+    """Serve models until a signal stops it.
+
+    Args:
+        models: `SOURCE` or `NAME=SOURCE` of each model: run folders, other weights, or exported
+            files; the first one is the default.
+        config: Address, access and limits.
+        engine: Engine of all models; by default the suffix of each decides.
+        notify: Called with notes.
+        on_ready: Called once it answers.
+        settings: Of vit.Predictor.
+
+    Raises:
+        VitError: A model, a setting or the address cannot be used.
+    """
+    config = config or ServerConfig()
+    raise_file_limit(config.max_connections + SPARE_FILES)
+    listener = bind(config.host, config.port)
+    try:
+        registry = ModelRegistry(
+            models,
+            max_pixels=config.max_pixels,
+            engine=engine,
+            settings=settings,
+            notify=notify,
+        )
+        metrics = ServerMetrics()
+        application = Application(registry, config, metrics)
+        try:
+            asyncio.run(_serve(application, listener, notify, on_ready))
+        finally:
+            application.scheduler.close()
+            registry.close()
+    finally:
+        listener.close()
+
+
+async def _serve(
+    application: Application,
+    listener: socket.socket,
+    notify: Callable[[str], object],
+    on_ready: Callable[[RunningServer], object],
+) -> None:
+    config, registry = application.config, application.registry
+    protocol = type(
+        "Protocol", (LimitedProtocol,), {"limits": config, "metrics": application.metrics}
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    server = SignalServer(
+        uvicorn.Config(
+            application.asgi,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(config.stop_timeout),
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            backlog=BACKLOG,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = application.stopping = True
+
+    def reload() -> None:
+        task = loop.create_task(registry.reload(application.metrics))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    actions = {"SIGTERM": stop, "SIGINT": stop, "SIGHUP": reload}
+    for name, action in actions.items():
+        with contextlib.suppress(NotImplementedError, AttributeError, ValueError, RuntimeError):
+            loop.add_signal_handler(getattr(signal, name), action)
+    watching = loop.create_task(registry.watch(application.metrics))
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.002)
+        url = url_of(listener)
+        for model in registry.models.values():
+            notify(describe(model.name, model.describe()))
+        notify(f"listening at {url}{'' if config.token else ' without a token'}")
+        on_ready(RunningServer(url, application, lambda: loop.call_soon_threadsafe(stop)))
+        await serving
+        notify("stopped")
+    finally:
+        watching.cancel()
+
+
+def describe(name: str, properties: dict[str, Any]) -> str:
+    """One line about a model."""
+    what = (
+        "captions"
+        if properties["captions"]
+        else plural(len(properties["classes"]), "class", "classes")
+    )
+    raw = "" if properties["calibrated"] or properties["captions"] else ", scores not calibrated"
+    batch = properties["batch_sizes"][-1]
+    return (
+        f"{printable(name)}: {what}, {properties['engine']} in {properties['precision']} on "
+        f"{properties['device']}, up to {plural(batch, 'image')} a batch{raw}"
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address.
+
+    Raises:
+        VitError: The address cannot be used.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise ConfigError(f"host={printable(host)!r} is no address of this machine") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise VitError(
+            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another --port"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """URL of a server on this machine."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Allow so many open files, as far as the system lets it."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,154 @@
+"""The models of a server by name, and their replacement while requests go on.
+
+A request keeps the model that it began with. A changed model is loaded and measured beside the old
+one, and takes its name when it is ready; one that cannot be loaded changes nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+from vit.data.image_io import Fingerprint, file_fingerprint
+from vit.errors import ConfigError, VitError
+from vit.inference.backends import model_files
+from vit.serving.exact_batch_sizes import measure_batch_sizes
+from vit.serving.served_model import ServedModel, check_names
+from vit.serving.server_metrics import ServerMetrics
+from vit.text import printable
+
+POLL_SECONDS = 2.0
+
+
+class UnknownModel(Exception):
+    """A request names a model that is not served."""
+
+
+class ModelRegistry:
+    """The models of a server.
+
+    Args:
+        words: `SOURCE` or `NAME=SOURCE` of each model; the first one is the default.
+        max_pixels: Images of more pixels are refused.
+        engine: Engine of all models, or None.
+        settings: Of the predictors.
+        notify: Called with notes.
+
+    Attributes:
+        models: The models by name.
+        compute: Threads that compute, of all models.
+        compute_threads: Their number.
+
+    Raises:
+        VitError: A model or a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        max_pixels: int,
+        engine: str | None = None,
+        settings: dict[str, Any],
+        notify: Callable[[str], object],
+    ) -> None:
+        self.max_pixels, self.engine, self.settings = max_pixels, engine, settings
+        self.notify = notify
+        self.sources = check_names(words)
+        if not self.sources:
+            raise ConfigError("models: give at least one run folder or exported file")
+        self.fingerprints = {name: self._fingerprint(name) for name in self.sources}
+        self.models = {name: self._open(name) for name in self.sources}
+        self.compute_threads = max(model.adapter.compute_threads for model in self.models.values())
+        self.compute: Executor
+        if any(model.engine == "torch" for model in self.models.values()):
+            from vit.inference.batch_pipeline import make_thread_pool
+
+            self.compute = make_thread_pool(self.compute_threads)
+        else:
+            self.compute = ThreadPoolExecutor(self.compute_threads, thread_name_prefix="compute")
+        for model in self.models.values():
+            self.compute.submit(measure_batch_sizes, model, largest_batch(model)).result()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
+        self._reloading = asyncio.Lock()
+
+    @property
+    def default(self) -> str:
+        """Name of the first model."""
+        return next(iter(self.models))
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of a request.
+
+        Raises:
+            UnknownModel: There is none of this name.
+        """
+        model = self.models.get(self.default if name is None else name)
+        if model is None:
+            raise UnknownModel(
+                f"model={printable((name or '')[:100])}: served are {', '.join(self.models)}"
+            )
+        return model
+
+    async def reload(self, metrics: ServerMetrics, names: Sequence[str] | None = None) -> None:
+        """Load models again, all by default; those that cannot be loaded stay as they are."""
+        loop = asyncio.get_running_loop()
+        async with self._reloading:
+            for name in names or list(self.sources):
+                fingerprint = self._fingerprint(name)
+                try:
+                    model = await loop.run_in_executor(self._loader, self._open, name)
+                    await loop.run_in_executor(
+                        self.compute, measure_batch_sizes, model, largest_batch(model)
+                    )
+                except Exception as error:  # a file of any content must not end the server
+                    reason = str(error) if isinstance(error, VitError) else repr(error)
+                    self.notify(f"{name} is not reloaded: {printable(reason)}")
+                    metrics.reloads.labels(name, "failed").inc()
+                else:
+                    self.models[name] = model
+                    self.notify(f"{name} is reloaded")
+                    metrics.reloads.labels(name, "done").inc()
+                self.fingerprints[name] = fingerprint
+
+    async def watch(self, metrics: ServerMetrics) -> None:
+        """Reload models whose files have changed, once they are the same at two looks."""
+        loop = asyncio.get_running_loop()
+        before = dict(self.fingerprints)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            now = {
+                name: await loop.run_in_executor(self._loader, self._fingerprint, name)
+                for name in self.sources
+            }
+            changed = [
+                name
+                for name, found in now.items()
+                if found == before[name] and found != self.fingerprints[name]
+            ]
+            before = now
+            if changed:
+                await self.reload(metrics, changed)
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self._loader.shutdown(cancel_futures=True)
+
+    def _open(self, name: str) -> ServedModel:
+        source = self.sources[name]
+        return ServedModel(name, source, self.max_pixels, self.engine, dict(self.settings))
+
+    def _fingerprint(self, name: str) -> tuple[Fingerprint, ...]:
+        """Fingerprints of a model's files; empty while they cannot be found."""
+        source = self.sources[name]
+        exported = source.lower().endswith((".onnx", ".xml"))
+        try:
+            files = model_files(source, "onnx" if exported else "torch")
+        except VitError:
+            return ()
+        return tuple(file_fingerprint(str(file)) for file in files)
+
+
+def largest_batch(model: ServedModel) -> int:
+    """Size of the batches of `vit predict`; captions are computed one by one."""
+    return 1 if model.captions else model.predictor.batch_size

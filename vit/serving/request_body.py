@@ -1,0 +1,307 @@
+"""Bodies of requests: multipart or a raw image, in memory, within limits.
+
+Nothing is written to disk, and not a byte above a limit is kept: each chunk is counted before it is
+parsed. python-multipart splits the parts as they arrive.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from python_multipart import MultipartParser
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartState, parse_options_header
+
+from vit.data.image_io import EncodedImage
+from vit.serving.dynamic_batching import BatchScheduler, QueueFull
+from vit.serving.server_config import MEGABYTE, ServerConfig
+from vit.serving.server_metrics import ServerMetrics
+
+FIELD = "file"
+MAX_NAME = 1000
+"""Characters of an image's name."""
+MAX_PART_HEADERS, MAX_PART_HEADER_BYTES = 8, 4096
+Message = Mapping[str, Any]
+
+
+class RequestError(Exception):
+    """A request that is answered with a status of 4xx and a sentence.
+
+    Args:
+        status: The status.
+        reason: The sentence.
+        headers: Further headers of the answer.
+    """
+
+    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, reason)
+        self.status, self.reason, self.headers = status, reason, headers or {}
+
+
+@dataclass(frozen=True)
+class SizeLimit:
+    """The largest size of an image or of a request, `what`, in megabytes."""
+
+    what: str
+    megabytes: float
+
+    def check(self, size: int) -> None:
+        """Refuse `size` bytes if they are more.
+
+        Raises:
+            RequestError: They are, with status 413.
+        """
+        if size > self.megabytes * MEGABYTE:
+            raise RequestError(
+                413,
+                f"the {self.what} is larger than {self.megabytes:g} MB, the limit of this server "
+                f"(--max-{self.what}-mb)",
+            )
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class MemoryBudget:
+    """Bytes of all requests that are in memory.
+
+    Args:
+        limit: The most.
+        metrics: Shows them.
+    """
+
+    def __init__(self, limit: int, metrics: ServerMetrics) -> None:
+        self.limit, self.held, self.metrics = limit, 0, metrics
+
+    def take(self, size: int) -> None:
+        """Add `size` bytes.
+
+        Raises:
+            QueueFull: They are more than the limit.
+        """
+        if self.held + size > self.limit:
+            raise QueueFull(1)
+        self.held += size
+        self.metrics.memory.set(self.held)
+
+    def give(self, size: int) -> None:
+        """Return `size` bytes."""
+        self.held -= size
+        self.metrics.memory.set(self.held)
+
+
+class BodyReader:
+    """Reads the body of one request; a context manager that returns its bytes to the budget.
+
+    Args:
+        scope, receive: Of ASGI.
+        config: The limits.
+        budget: Bytes of all requests.
+    """
+
+    def __init__(
+        self, scope: Mapping[str, Any], receive: Any, config: ServerConfig, budget: MemoryBudget
+    ) -> None:
+        self.receive, self.config, self.budget = receive, config, budget
+        self.headers = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
+        self.taken, self.complete = 0, False
+
+    def __enter__(self) -> "BodyReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.budget.give(self.taken)
+
+    def check_header(self, limit: "SizeLimit") -> None:
+        """Refuse a body by its header, before a byte of it is read.
+
+        Raises:
+            RequestError: It is too large, or compressed.
+        """
+        encoding = self.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError(
+                415, f"Content-Encoding: {encoding[:40]} is not read; send the bytes as they are"
+            )
+        length = self.headers.get("content-length", "")
+        if length.isdecimal():
+            limit.check(int(length))
+
+    async def chunks(self, limit: "SizeLimit | None" = None) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives, by default of any size that a request may have.
+
+        Raises:
+            RequestError: It is too large, or too slow.
+            QueueFull: The requests of all clients have no memory left.
+            ClientGone: The client closed the connection.
+        """
+        limit = limit or SizeLimit("request", self.config.max_request_mb)
+        self.check_header(limit)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.body_timeout
+        while not self.complete:
+            try:
+                message: Message = await asyncio.wait_for(
+                    self.receive(), max(deadline - loop.time(), 0.001)
+                )
+            except (asyncio.TimeoutError, TimeoutError):
+                raise RequestError(
+                    408,
+                    f"the request was not complete after {self.config.body_timeout:g} seconds",
+                    {"connection": "close"},
+                ) from None
+            if message["type"] != "http.request":
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            self.complete = not message.get("more_body", False)
+            limit.check(self.taken + len(chunk))
+            self.budget.take(len(chunk))
+            self.taken += len(chunk)
+            if chunk:
+                yield chunk
+
+    async def discard(self, seconds: float = 1.0) -> None:
+        """Drop what a refused client still sends, so that it can read its answer."""
+        loop = asyncio.get_running_loop()
+        deadline, left = loop.time() + seconds, self.config.max_request_bytes
+        while not self.complete and left > 0 and loop.time() < deadline:
+            try:
+                message = await asyncio.wait_for(self.receive(), deadline - loop.time())
+            except (asyncio.TimeoutError, TimeoutError):
+                return
+            self.complete = not message.get("more_body", False)
+            left -= len(message.get("body", b""))
+
+    async def read(self, limit: "SizeLimit | None" = None) -> bytes:
+        """The whole body; arguments and errors as those of `chunks`."""
+        return b"".join([chunk async for chunk in self.chunks(limit)])
+
+    async def images(self, scheduler: BatchScheduler, name: str) -> list[EncodedImage]:
+        """The images of the body: the parts `file` of a multipart one, else the body.
+
+        Args:
+            scheduler: Refuses the request at once if the queue is full.
+            name: Name of an image that is the body itself.
+
+        Raises:
+            RequestError: It is too large, too slow, not well formed, or has no image.
+            QueueFull: There is no room for its images.
+            ClientGone: The client closed the connection.
+        """
+        scheduler.check_room()
+        kind, options = parse_options_header(self.headers.get("content-type", ""))
+        if kind == b"application/json":
+            raise RequestError(
+                415,
+                "JSON has no image here; send the bytes of an image as the body, or as the field "
+                f"`{FIELD}` of multipart/form-data",
+            )
+        if not kind.startswith(b"multipart/"):
+            data = await self.read(SizeLimit("image", self.config.max_image_mb))
+            if not data:
+                raise RequestError(
+                    400,
+                    "the request has no image; send it as the body, or as the field "
+                    f"`{FIELD}` of multipart/form-data",
+                )
+            return [EncodedImage(check_name(name), data)]
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 0 < len(boundary) <= 70:
+            raise RequestError(400, "a multipart body is multipart/form-data with a boundary")
+        return await self._parts(boundary, scheduler)
+
+    async def _parts(self, boundary: bytes, scheduler: BatchScheduler) -> list[EncodedImage]:
+        parts = MultipartImages(self.config)
+        parser = MultipartParser(
+            boundary,
+            parts.callbacks(),  # type: ignore[arg-type]
+            max_header_count=MAX_PART_HEADERS,
+            max_header_size=MAX_PART_HEADER_BYTES,
+        )
+        try:
+            async for chunk in self.chunks():
+                parser.write(chunk)
+        except MultipartParseError as error:
+            raise RequestError(400, f"the multipart body is not well formed: {error}") from None
+        if parser.state != MultipartState.END:
+            raise RequestError(400, "the multipart body is cut short")
+        if not parts.images:
+            raise RequestError(400, f"the request has no image; send it as the field `{FIELD}`")
+        scheduler.check_room(len(parts.images))
+        return parts.images
+
+
+class MultipartImages:
+    """Collects the images of a multipart body from the callbacks of the parser.
+
+    Args:
+        config: The limits.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config, self.images = config, list[EncodedImage]()
+        self._field, self._value = bytearray(), bytearray()
+        self._headers: dict[bytes, bytes] = {}
+        self._name, self._data, self._chunks = "", 0, list[bytes]()
+
+    def callbacks(self) -> dict[str, Any]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._add,
+            "on_part_end": self._end,
+        }
+
+    def _begin(self) -> None:
+        self._headers, self._data, self._chunks = {}, 0, []
+        if len(self.images) == self.config.max_images:
+            raise RequestError(
+                413,
+                f"a request has at most {self.config.max_images} images here (--max-images); "
+                "send the others in another one",
+            )
+
+    def _end_header(self) -> None:
+        self._headers[bytes(self._field).lower()] = bytes(self._value)
+        self._field.clear()
+        self._value.clear()
+
+    def _end_headers(self) -> None:
+        text = self._headers.get(b"content-disposition", b"").decode("latin-1")
+        _, options = parse_options_header(text)
+        field = options.get(b"name", b"").decode("utf-8", "replace")
+        if field != FIELD:
+            raise RequestError(
+                400,
+                f"the multipart field {field[:100]!r} is not known: images are in `{FIELD}`, and "
+                "options such as top_k in the URL",
+            )
+        name = options.get(b"filename", b"").decode("utf-8", "surrogateescape")
+        self._name = check_name(name or f"image{len(self.images) + 1}")
+
+    def _add(self, data: bytes, start: int, end: int) -> None:
+        self._data += end - start
+        SizeLimit("image", self.config.max_image_mb).check(self._data)
+        self._chunks.append(data[start:end])
+
+    def _end(self) -> None:
+        self.images.append(EncodedImage(self._name, b"".join(self._chunks)))
+        self._chunks = []
+
+
+def check_name(name: str) -> str:
+    """The name of an image, as it is in its row.
+
+    Raises:
+        RequestError: It is too long.
+    """
+    if len(name) > MAX_NAME:
+        raise RequestError(400, f"the name of an image has at most {MAX_NAME} characters here")
+    return name

@@ -1,0 +1,440 @@
+"""One network of the server: images in memory to rows of `vit predict --format jsonl`.
+
+    decode      bytes -> pixels as the network takes them, or BadImage      (threads that decode)
+    run         a batch of them -> outputs                                  (threads that compute)
+    format_row  one output -> one line, byte for byte that of `vit predict`
+
+The three kinds of predictors, of run folders and of exported classifiers and captioners, have one
+adapter each; only the first one needs torch.
+"""
+
+import io
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from vit.data.image_io import EncodedImage
+from vit.data.image_objects import Array, NamedImage
+from vit.data.intensity_range import DarkImageNote
+from vit.errors import BadImage, ConfigError, VitError
+from vit.exported.image_prefetch import decode_image
+from vit.exported.onnx_captioner import ExportedCaptioner
+from vit.exported.onnx_classifier import OUTPUT, ExportedClassifier
+from vit.inference.backends import ImagePredictor, open_predictor, select_engine
+from vit.inference.prediction_job import apply_threshold, classes_per_row
+from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k, resolve_top_k
+from vit.score_calibration import check_selection
+
+if TYPE_CHECKING:
+    from vit.generation.caption import Caption
+    from vit.inference.predictor import Predictor
+
+Upload = EncodedImage | Array
+"""An image file in memory, or its pixels, (height, width, 3) uint8."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What a request asks for; fields as the flags of `vit predict`."""
+
+    top_k: int | None = None
+    threshold: float | None = None
+    reject: bool = False
+    sets: float | None = None
+
+
+class ModelAdapter(Protocol):
+    """What differs between the kinds of predictors."""
+
+    @property
+    def predictor(self) -> ImagePredictor: ...
+
+    @property
+    def compute_threads(self) -> int:
+        """Batches that are computed at the same time."""
+
+    def decode(self, name: str, upload: Upload) -> Any:
+        """Pixels as `run` takes them.
+
+        Raises:
+            BadImage: It is no image, or too large.
+        """
+
+    def group(self, pixels: Any) -> Hashable:
+        """Images of one group may share a batch."""
+
+    def probe(self, number: int) -> Any:
+        """Random pixels, the same ones for the same number."""
+
+    def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
+        """Outputs of images of one group, or the BadImage of each that has none.
+
+        Args:
+            names: Names of the images.
+            images: Images from `decode`.
+            rows: Size of the batch with the blank images that pad it.
+        """
+
+    def probabilities(self, output: Any) -> Array:
+        """(classes,) float64."""
+
+    def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
+        """The prediction of one output."""
+
+
+class TorchAdapter:
+    """A run folder, or other weights, in torch.
+
+    Args:
+        predictor: The predictor.
+        max_pixels: Images of more pixels are refused.
+    """
+
+    def __init__(self, predictor: "Predictor", max_pixels: int) -> None:
+        self.predictor = predictor
+        self.compute_threads = predictor.workers if predictor.device.type == "cpu" else 1
+        predictor.read.max_pixels = max_pixels
+        if predictor.runner.distance is not None:
+            predictor.return_distances()  # same digits with and without
+
+    def decode(self, name: str, upload: Upload) -> Any:
+        source: Any = (
+            EncodedImage(name, upload.data) if isinstance(upload, EncodedImage) else upload
+        )
+        pixels = self.predictor.read(source, name)
+        if isinstance(pixels, BadImage):
+            raise pixels
+        return pixels
+
+    def group(self, pixels: Any) -> Hashable:
+        return tuple(pixels.shape)
+
+    def probe(self, number: int) -> Any:
+        import torch
+
+        generator = torch.Generator().manual_seed(number)
+        shape = self.predictor.runner.blank_image().shape
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+    def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
+        outputs = self.predictor.run_batch(0, names, images, rows=rows)
+        return [one if one.error is None else BadImage(one.image, one.error) for one in outputs]
+
+    def probabilities(self, output: Any) -> Array:
+        probabilities: Array = output.probabilities.numpy()
+        return probabilities
+
+    def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
+        several = self.predictor.thresholds is not None
+        (found,) = self.predictor.to_predictions(
+            [output],
+            max(classes_per_row(self.predictor, options.top_k), 1),
+            options.threshold if several else None,
+            reject=options.reject,
+            sets=options.sets,
+        )
+        return Prediction(
+            name,
+            found.predictions,
+            captions=found.captions,
+            unknown=found.unknown,
+            prediction_set=found.prediction_set,
+        )
+
+
+class ExportedClassifierAdapter:
+    """An exported classifier, in onnxruntime or OpenVINO. Arguments as for TorchAdapter."""
+
+    compute_threads = 1
+    """A session uses all cores for one batch."""
+
+    def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
+        self.predictor = predictor
+        self._decode = partial(
+            decode_image,
+            prepare=np.asarray,
+            intensity_range=predictor.preprocessing.intensity_range,
+            note=DarkImageNote(predictor.notify),
+            max_pixels=max_pixels,
+        )
+
+    def decode(self, name: str, upload: Upload) -> Any:
+        pixels = self._decode(NamedImage(name, upload))
+        if isinstance(pixels, BadImage):
+            raise pixels
+        return pixels
+
+    def group(self, pixels: Any) -> Hashable:
+        return tuple(pixels.shape)
+
+    def probe(self, number: int) -> Any:
+        shape = (*self.predictor.preprocessing.image_size, 3)
+        return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+
+    def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
+        named = list(zip(names, images, strict=True))
+        named += [("", np.zeros_like(images[0]))] * (rows - len(named))
+        return self.predictor.run_batch(named, self.predictor.output_names)[: len(names)]
+
+    def probabilities(self, output: Any) -> Array:
+        probabilities: Array = output[OUTPUT]
+        return probabilities
+
+    def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
+        predictor = self.predictor
+        threshold = options.threshold if predictor.thresholds is not None else None
+        top_k = classes_per_row(predictor, options.top_k)
+        top_k, thresholds = resolve_top_k(predictor.classes, predictor.thresholds, top_k, threshold)
+        # without `reject` vit predict does not look at the distance either
+        row = output if options.reject else {OUTPUT: output[OUTPUT]}
+        return predictor.to_prediction(
+            name, row, top_k, thresholds, reject=options.reject, sets=options.sets
+        )
+
+
+class ExportedCaptionerAdapter:
+    """An exported captioner, in onnxruntime. Arguments as for TorchAdapter."""
+
+    compute_threads = 1
+
+    def __init__(self, predictor: ExportedCaptioner, max_pixels: int) -> None:
+        self.predictor = predictor
+        self._decode = partial(
+            decode_image,
+            prepare=predictor.preprocessing.resize_and_crop,
+            intensity_range=predictor.preprocessing.intensity_range,
+            note=DarkImageNote(predictor.notify),
+            max_pixels=max_pixels,
+        )
+
+    def decode(self, name: str, upload: Upload) -> Any:
+        pixels = self._decode(NamedImage(name, upload))
+        if isinstance(pixels, BadImage):
+            raise pixels
+        return pixels
+
+    def group(self, pixels: Any) -> Hashable:
+        return tuple(pixels.shape)
+
+    def probe(self, number: int) -> Any:
+        shape = (*self.predictor.preprocessing.image_size, 3)
+        return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+
+    def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
+        assert rows == len(names) == 1, "captioners take one image a batch"
+        return list(self.predictor.caption([*images], max(len(self.predictor.classes), 1)))
+
+    def probabilities(self, output: "tuple[Caption, tuple[tuple[str, float], ...]]") -> Array:
+        scores = dict(output[1])
+        return np.array([scores[name] for name in self.predictor.classes], dtype=np.float64)
+
+    def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
+        caption, classes = output
+        top_k = classes_per_row(self.predictor, options.top_k)
+        return Prediction(name, classes[: max(top_k, 1)], captions=(caption,))
+
+
+class ServedModel:
+    """A network that is loaded and ready.
+
+    Args:
+        name: Its name in requests.
+        source: A run folder, other weights or an exported file.
+        max_pixels: Images of more pixels are refused.
+        settings: Of the Predictor, or of `load_exported`.
+
+    Attributes:
+        adapter: What differs between kinds of predictors.
+        engine: torch, onnx or openvino.
+        batch_sizes: Sizes of batches that give the same digits, in order (exact_batch_sizes).
+        seconds: Seconds of one batch of each of them.
+
+    Raises:
+        VitError: The model or a setting cannot be used.
+    """
+
+    def __init__(
+        self, name: str, source: str, max_pixels: int, engine: str | None, settings: dict[str, Any]
+    ) -> None:
+        self.name, self.source = name, source
+        self.engine = select_engine(source, engine)
+        if self.engine == "ray":
+            raise ConfigError("engine=ray: not available for vit serve; leave it out")
+        exported = self.engine != "torch"
+        if exported and settings.get("batch_size") is None:
+            settings = {**settings, "batch_size": 1}
+        predictor = open_predictor(source, self.engine, settings, (), explain=None)
+        if predictor.n_best and (settings.get("batch_size") or 1) > 1:
+            raise ConfigError(
+                f"batch_size={settings['batch_size']}: captions are computed one by one, since "
+                "their last digits depend on the batch; leave it out"
+            )
+        self.adapter: ModelAdapter
+        if isinstance(predictor, ExportedClassifier):
+            self.adapter = ExportedClassifierAdapter(predictor, max_pixels)
+        elif isinstance(predictor, ExportedCaptioner):
+            self.adapter = ExportedCaptionerAdapter(predictor, max_pixels)
+        else:
+            self.adapter = TorchAdapter(cast("Predictor", predictor), max_pixels)
+        self.batch_sizes: tuple[int, ...] = (1,)
+        self.seconds: dict[int, float] = {}
+
+    @property
+    def predictor(self) -> ImagePredictor:
+        return self.adapter.predictor
+
+    @property
+    def captions(self) -> bool:
+        """Whether it writes captions."""
+        return self.predictor.n_best > 0
+
+    @property
+    def explains(self) -> bool:
+        """Whether it returns relevance maps."""
+        return self.engine == "torch"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether scores are calibrated, and `reject` and `sets` are possible."""
+        return getattr(self.predictor, "calibration", None) is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Its properties for JSON."""
+        predictor = self.predictor
+        return {
+            "name": self.name,
+            "engine": self.engine,
+            "device": str(predictor.device),
+            "precision": predictor.precision,
+            "classes": list(predictor.classes),
+            "multilabel": predictor.thresholds is not None,
+            "captions": self.captions,
+            "probabilities": predictor.shares,
+            "calibrated": self.calibrated,
+            "explains": self.explains,
+            "image_size": list(predictor.preprocessing.image_size),  # type: ignore[attr-defined]
+            "batch_sizes": list(self.batch_sizes),
+        }
+
+    def check(self, options: RowOptions, *, explain: bool = False) -> None:
+        """Refuse options that this network cannot fulfil.
+
+        Raises:
+            ConfigError: The message names the option.
+        """
+        check_top_k(options.top_k)
+        flags = {"threshold": options.threshold, "reject": options.reject, "sets": options.sets}
+        classes_per_row(self.predictor, options.top_k, **flags)
+        calibration = getattr(self.predictor, "calibration", None)
+        if options.reject or options.sets is not None:
+            check_selection(calibration, reject=options.reject, sets=options.sets)
+        if not explain:
+            return
+        if not self.explains:
+            raise ConfigError(
+                "explain: an exported network has no relevance maps; serve the run folder"
+            )
+        from vit.inference.attribution_plot import check_explainable
+
+        check_explainable(cast("Predictor", self.predictor))
+
+    def format_row(self, name: str, output: Any, options: RowOptions) -> str:
+        """The row of an image, of its output or its BadImage, without the end of the line."""
+        predictor = self.predictor
+        if isinstance(output, BadImage):
+            prediction = Prediction(name, error=output.reason)
+        else:
+            prediction = self.adapter.to_prediction(name, output, options)
+        layout = Layout(
+            classes_per_row(predictor, options.top_k),
+            predictor.classes,
+            (),
+            predictor.n_best,
+            predictor.thresholds is not None,
+            shares=predictor.shares,
+            reject=options.reject,
+            sets=options.sets is not None,
+        )
+        _, line = FORMATS["jsonl"](layout)
+        return line(apply_threshold(prediction, options.threshold)).rstrip("\n")
+
+    def explain(self, name: str, output: Any) -> dict[str, Any]:
+        """Relevance maps of an output, as `vit predict --explain` writes them without the deletion
+        metric: {"image", "seen", "classes": [{"label", "probability", "weights"}]}, or of a caption
+        {"image", "seen", "caption", "words": [{"text", "weights"}]}."""
+        from vit.inference import attribution
+
+        predictor = cast("Predictor", self.predictor)
+        seen = attribution.seen_part(predictor)
+        if output.captions:
+            words = attribution.attribute_caption(predictor, output)
+            record = attribution.word_attributions_to_json(output, words)
+            return {"image": name, "seen": seen, **{k: record[k] for k in ("caption", "words")}}
+        classes = [
+            {
+                "label": predictor.classes[index],
+                "probability": float(output.probabilities[index]),
+                "weights": attribution.rounded_weights(weights),
+            }
+            for index, weights in attribution.class_maps(predictor, output)
+        ]
+        return {"image": name, "seen": seen, "classes": classes}
+
+    def draw(self, name: str, output: Any) -> bytes:
+        """The same maps over the image, as a PNG file."""
+        import torch
+
+        from vit.inference.attribution import view_lines
+        from vit.inference.attribution_plot import plot_attributions
+
+        record = self.explain(name, output)
+        parts = record.get("classes") or record["words"]
+        texts = [
+            [one["label"], f"{one['probability']:.2%}"] if "label" in one else [one["text"]]
+            for one in parts
+        ]
+        maps = [torch.tensor(one["weights"], dtype=torch.float64) for one in parts]
+        lines = view_lines(cast("Predictor", self.predictor))
+        plot = plot_attributions(output.pixels, maps, [lines, *texts])
+        file = io.BytesIO()
+        plot.save(file, format="PNG")
+        return file.getvalue()
+
+
+def split_name(word: str) -> tuple[str, str]:
+    """Name and source of an argument `NAME=SOURCE`, or `SOURCE` alone, whose stem is the name.
+
+    Raises:
+        ConfigError: The name has characters that a URL would escape.
+    """
+    name, separator, source = word.partition("=")
+    if not separator or os.path.exists(word):
+        source = word
+        name = os.path.basename(os.path.normpath(word))
+        for suffix in (".onnx", ".xml", ".safetensors"):
+            name = name.removesuffix(suffix)
+        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name) or "model"
+    if not name or not all(c.isalnum() or c in "._-" for c in name):
+        raise ConfigError(
+            f"{word!r}: a name of a model has letters, digits and . _ - only: NAME=SOURCE"
+        )
+    return name, source
+
+
+def check_names(words: Sequence[str]) -> dict[str, str]:
+    """Sources by name.
+
+    Raises:
+        VitError: Two have one name.
+    """
+    sources: dict[str, str] = {}
+    for word in words:
+        name, source = split_name(word)
+        if name in sources:
+            raise VitError(f"two models are called {name}: name them, as in first={sources[name]}")
+        sources[name] = source
+    return sources

@@ -1,0 +1,53 @@
+"""Metrics of the server in the text format of Prometheus, the only user of prometheus_client."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class ServerMetrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "vit_requests", "Requests by route and status", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "vit_request_seconds",
+            "Seconds from the header of a request to its answer",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "vit_refused",
+            "Requests and connections that were refused",
+            ["reason"],
+            registry=registry,
+        )
+        self.images = Counter(
+            "vit_images", "Images by their outcome", ["model", "outcome"], registry=registry
+        )
+        self.waiting = Gauge("vit_waiting_images", "Accepted images", registry=registry)
+        self.memory = Gauge("vit_request_bytes", "Bytes of requests in memory", registry=registry)
+        self.batch_images = Histogram(
+            "vit_batch_images", "Images of a batch", ["model"], buckets=SIZES, registry=registry
+        )
+        self.batch_seconds = Histogram(
+            "vit_batch_seconds", "Seconds of a batch", ["model"], buckets=SECONDS, registry=registry
+        )
+        self.reloads = Counter(
+            "vit_reloads", "Reloads of a model", ["model", "outcome"], registry=registry
+        )
+
+    def text(self) -> bytes:
+        """All metrics, in the text format."""
+        return generate_latest(self.registry)
