@@ -27,7 +27,7 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
     model = vit.from_pretrained("runs/photos", num_classes=5)
 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
-compare, runs, check, verify, report, summary; export_model, export_data, convert_model and
+compare, runs, check, verify, report, serve, summary; export_model, export_data, convert_model and
 list_models are `vit export`, `data`, `convert` and `models`. Classes: Predictor, Search (of
 captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix are raised
 as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one;
@@ -42,6 +42,7 @@ from vit.version import __version__
 from vit.weights.library_registration import register
 
 if TYPE_CHECKING:
+    from vit.commands.serve_command import serve
     from vit.commands.summary_command import summary
     from vit.config import Config
     from vit.config.parser import make_config
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
         "predict",
         "report",
         "runs",
+        "serve",
         "summary",
         "train",
         "tune",
@@ -125,6 +127,7 @@ _HOMES = {
     "predict": "vit.inference.prediction_job",
     "report": "vit.training.final_report",
     "runs": "vit.evaluation.runs_table",
+    "serve": "vit.commands.serve_command",
     "summary": "vit.commands.summary_command",
     "train": "vit.training.train",
     "tune": "vit.training.tune",

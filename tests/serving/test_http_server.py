@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import vit
 from tests.serving.conftest import multipart, running
-from vit.errors import VitError
+from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
 from vit.serving.http_server import bind, serve
 from vit.weights.safetensors_io import read_tensors, write_tensors
@@ -220,6 +221,15 @@ def test_an_exported_file_is_served_without_torch_and_sigterm_answers_what_was_a
 
 
 def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
+    for settings, words in [
+        ({"prot": 1}, "did you mean port"),
+        ({"port": 70_000}, "0 to 65535"),
+        ({"token": " x"}, "without spaces"),
+        ({"max_image_mb": 99.0}, "max_request_mb=64"),
+        ({"max_queue": 0}, "more than 0"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            vit.serve(tiny_run, **settings)
     with pytest.raises(VitError, match="two models are called tiny: name them"):
         serve([str(tiny_run), str(tiny_run)])
     with pytest.raises(VitError, match="no_such"):

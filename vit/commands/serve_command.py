@@ -1,6 +1,9 @@
 """`vit serve`: trained models behind an HTTP interface and a web page."""
 
 import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import notify
 from vit.commands.command_parser import CommandParser
-from vit.errors import VitError
+from vit.config.parser import nearest
+from vit.errors import ConfigError, VitError
+from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
 from vit.text import printable
 
@@ -139,29 +144,57 @@ def _add_network(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
-    for name in LIBRARIES:
-        if find_spec(name) is None:
-            raise VitError(f"{name} is not installed: pip install 'vit-toolkit[serve]'")
-    config = ServerConfig(
+    network = {name: getattr(args, name) for name in NETWORK}
+    if any(flag in args for flag in SEARCH_FIELDS):
+        network["search"] = search_from_args(args)
+    serve(
+        args.models,
         host=args.host,
         port=args.port,
         token=read_token(args.token, args.token_file),
         allowed_hosts=tuple(args.allow_host),
-        **{name: getattr(args, name) for name in LIMITS},
-    )
-    settings: dict[str, Any] = {name: getattr(args, name) for name in NETWORK}
-    if any(flag in args for flag in SEARCH_FIELDS):
-        settings["search"] = search_from_args(args)
-    from vit.serving.http_server import serve
-
-    serve(
-        args.models,
-        config,
         engine=args.engine,
         notify=lambda line: notify(f"vit serve: {line}"),
-        **settings,
+        **{name: getattr(args, name) for name in LIMITS},
+        **network,
     )
     return 0
+
+
+def serve(
+    models: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    engine: str | None = None,
+    notify: Callable[[str], object] = notify,
+    **settings: Any,
+) -> None:
+    """Serve models as `vit serve` does, until a signal.
+
+    Args:
+        models: One model or several: run folders, other weights or exported files, each of them
+            alone or as `NAME=MODEL`; the first one is the default.
+        engine: torch, onnx or openvino; by default the suffix of each model decides.
+        notify: Called with notes.
+        settings: Fields of ServerConfig (vit/serving/server_config.py), and as for vit.Predictor
+            `batch_size`, `device`, `precision`, `workers`, `no_calibration` and `search`.
+
+    Raises:
+        VitError: A model, a setting or the address cannot be used.
+    """
+    for name in LIBRARIES:
+        if find_spec(name) is None:
+            raise VitError(f"{name} is not installed: pip install 'vit-toolkit[serve]'")
+    access = [one.name for one in fields(ServerConfig)]
+    known = [*access, *NETWORK, "search"]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name} is not a setting of a server{nearest(name, known)}")
+    config = ServerConfig(**{name: settings.pop(name) for name in access if name in settings})
+    several = [models] if isinstance(models, str | os.PathLike) else models
+    words = [path_argument("models", one, "a run folder, weights, or a file") for one in several]
+    from vit.serving.http_server import serve
+
+    serve(words, config, engine=engine, notify=notify, **settings)
 
 
 def read_token(token: str | None, path: str | None) -> str | None:

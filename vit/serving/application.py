@@ -41,7 +41,11 @@ from vit.serving.server_metrics import ServerMetrics
 from vit.text import printable
 
 PAGE = Path(__file__).parent / "page"
-ASSETS: dict[str, tuple[str, str]] = {}
+ASSETS = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
 OPEN_PATHS = {*ASSETS, "/health", "/ready", "/v2/health/live", "/v2/health/ready"}
 """Paths that need no token."""
 PAGE_POLICY = (

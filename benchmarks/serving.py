@@ -1,0 +1,166 @@
+"""Requests a second of `vit serve`, beside a plain handler and LitServe with the same network.
+
+    python benchmarks/serving.py RUN PICTURES [--clients 1 8] [--seconds 10] [--rounds 3]
+
+Each server is a process of its own and the clients are threads of this one, on the same machine;
+each client sends one image after another. The servers take turns within each round, and only one of
+them has requests at a time. `plain` answers with vit.Predictor, one image a pass, behind Starlette;
+`litserve` with vit.Predictor in LitServe's batches, if it is installed. Needs the extra `serve`.
+"""
+
+import argparse
+import contextlib
+import http.client
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from vit.data.sources.image_inputs import list_images
+
+PLAIN = """
+import asyncio, io, sys, threading
+import uvicorn, vit
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+predictor, lock = vit.Predictor(sys.argv[1], precision="fp32", device="cpu"), threading.Lock()
+def answer(data):
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    with lock:
+        (found,) = predictor([image])
+    return [[label, score] for label, score in found.predictions]
+async def predict(request):
+    return JSONResponse(await run_in_threadpool(answer, await request.body()))
+app = Starlette(routes=[Route("/predict", predict, methods=["POST"])])
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
+"""
+LITSERVE = """
+import io, sys
+import litserve, vit
+from PIL import Image
+class API(litserve.LitAPI):
+    def setup(self, device):
+        self.predictor = vit.Predictor(sys.argv[1], precision="fp32", device="cpu")
+    async def decode_request(self, request):
+        return Image.open(io.BytesIO(await request.body())).convert("RGB")
+    def batch(self, inputs):
+        return list(inputs)
+    def predict(self, images):
+        return self.predictor(images)
+    def unbatch(self, output):
+        return output
+    def encode_response(self, found):
+        return {"predictions": [[label, score] for label, score in found.predictions]}
+if __name__ == "__main__":
+    api = API(max_batch_size=8, batch_timeout=0.005)
+    litserve.LitServer(api, accelerator="cpu").run(
+        host="127.0.0.1", port=int(sys.argv[2]), log_level="error", generate_client_file=False
+    )
+"""
+
+
+def commands(run: str, folder: Path) -> dict[str, list[str]]:
+    """The command of each server, without its port."""
+    found = {
+        "vit serve": [sys.executable, "-m", "vit", "serve", run, "--precision", "fp32", "--port"]
+    }
+    for name, code in {"plain": PLAIN, "litserve": LITSERVE}.items():
+        if name == "litserve" and find_spec(name) is None:
+            print("litserve is not installed")
+            continue
+        script = folder / f"{name}.py"
+        script.write_text(code, encoding="utf-8")
+        found[name] = [sys.executable, str(script), run]
+    return found
+
+
+def send(port: int, data: bytes) -> None:
+    """One request on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("POST", "/predict", data, {"Content-Type": "image/jpeg"})
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"port {port} answered {answer.status}")
+    finally:
+        connection.close()
+
+
+def wait_until_it_answers(port: int, process: subprocess.Popen[bytes], data: bytes) -> float:
+    """Seconds until the first answer."""
+    began = time.perf_counter()
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            send(port, data)
+            return time.perf_counter() - began
+        time.sleep(0.1)
+    raise SystemExit(f"{process.args!r} ended with {process.returncode}")
+
+
+def measure(port: int, images: Sequence[bytes], clients: int, seconds: float) -> list[float]:
+    """Seconds of each request that `clients` made in `seconds`."""
+    end, took = time.perf_counter() + seconds, list[float]()
+
+    def ask(index: int) -> None:
+        while (began := time.perf_counter()) < end:
+            send(port, images[index % len(images)])
+            took.append(time.perf_counter() - began)
+            index += clients
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run")
+    parser.add_argument("images")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8500, help="the first of a few")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for scripts of servers")
+    args = parser.parse_args()
+    images = [Path(path).read_bytes() for path in list_images([args.images])[:200]]
+    found = commands(args.run, args.folder)
+    ports = {name: args.port + place for place, name in enumerate(found)}
+    processes = {
+        name: subprocess.Popen([*words, str(ports[name])], stderr=subprocess.DEVNULL)
+        for name, words in found.items()
+    }
+    try:
+        for name, process in processes.items():
+            ready = wait_until_it_answers(ports[name], process, images[0])
+            print(f"{name}: answered after {ready:.1f} s, with all servers starting at once")
+        print("| clients | server | requests/s | median ms | p99 ms |\n|---|---|---|---|---|")
+        for clients in args.clients:
+            took: dict[str, list[list[float]]] = {name: [] for name in found}
+            for _ in range(args.rounds):
+                for name in found:
+                    took[name].append(measure(ports[name], images, clients, args.seconds))
+            for name, rounds in took.items():
+                rate = statistics.median(len(one) / args.seconds for one in rounds)
+                times = sorted(1000 * one for each in rounds for one in each)
+                median, p99 = statistics.median(times), times[int(0.99 * (len(times) - 1))]
+                print(f"| {clients} | {name} | {rate:.1f} | {median:.1f} | {p99:.1f} |", flush=True)
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(30)
+
+
+if __name__ == "__main__":
+    main()
