@@ -22,7 +22,7 @@ from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
-from vit.model.feature_distance import FeatureDistance, encode_with_means
+from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.score_calibration import COVERAGES, ScoreCalibration
 from vit.weights.saved_model import (
     CALIBRATION,
@@ -195,9 +195,11 @@ def distance_run(calibrated_run: Path, tiny_data: Path, tmp_path_factory) -> Pat
     paths = sorted((tiny_data / "val").rglob("*.*"))
     images = [run.preprocessing(Image.open(path).convert("RGB")) for path in paths]
     with torch.inference_mode():
-        means = encode_with_means(run.model, run.preprocessing.normalise(torch.stack(images)))[2]
-        distance = FeatureDistance.fit(means[::2])
-        farthest = float(distance(means).sort().values[-6:-4].mean())
+        batch = run.preprocessing.normalise(torch.stack(images))
+        features = encode_with_features(run.model, batch)[2]
+        distance = FeatureDistance.fit(DistanceFeatures(*(part[::2] for part in features)))
+        distance.standardise(distance.parts(features))
+        farthest = float(distance(features).sort().values[-6:-4].mean())
     calibration = dataclasses.replace(run.calibration, farthest=farthest)
     store_calibration(folder, calibration, distance)
     return folder

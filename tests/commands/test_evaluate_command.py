@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -95,8 +96,17 @@ def test_rows_as_csv_have_the_label_after_the_image(tiny_run, tiny_data, tmp_pat
     header, *cells = read_sheet(str(book))
     assert header == [*rows[0]]
     assert [row[:2] for row in cells] == [[row["image"], row["label"]] for row in rows]
-    scores = [float(row["label_score"]) for row in rows]
+    assert all(re.fullmatch(r"[01]\.\d{4}", row["label_score"]) for row in rows)
+    assert main([*words, "--csv-digits", "full"]) == 0
+    with open(out, encoding="utf-8", newline="") as file:
+        scores = [float(row["label_score"]) for row in csv.DictReader(file)]
     assert [float(row[2]) for row in cells] == pytest.approx(scores, rel=1e-12)
+    assert main([*words, "--csv-separator", "semicolon"]) == 0
+    local = out.read_bytes()
+    assert local.startswith(b"\xef\xbb\xbfimage;label;label_score;")
+    assert f"{scores[0]:.4f}".replace(".", ",").encode() in local
+    assert main([*words[:-1], str(tmp_path / "a.jsonl"), "--csv-digits", "3"]) == 2
+    assert "csv_digits=3: the format is jsonl" in capsys.readouterr().err
     assert main(["evaluate", str(tiny_run), str(tiny_data), "--out", str(tmp_path / "a.txt")]) == 2
     assert "rows are written as .jsonl or .csv" in capsys.readouterr().err
 

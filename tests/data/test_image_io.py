@@ -258,16 +258,62 @@ def test_both_bytes_of_16_bit_colours_are_read(write, order, compression):
     assert np.array_equal(over_white[16:], found[16:])
 
 
-def test_both_bytes_of_16_bit_colours_of_a_png_are_read(write):
-    rows = b"".join(b"\0" + row.tobytes() for row in COLOURS.astype(">u2"))
-    header = struct.pack(">IIBBBBB", 48, 32, 16, 2, 0, 0, 0)
+def deep_png(values: np.ndarray, colour_type: int) -> bytes:
+    """A PNG of 16 bits: colour type 2 is RGB, 4 grey with transparency."""
+    rows = b"".join(b"\0" + row.tobytes() for row in values.astype(">u2"))
+    header = struct.pack(">IIBBBBB", *values.shape[1::-1], 16, colour_type, 0, 0, 0)
     parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
     chunks = (
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in parts
     )
-    path = write(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
-    assert np.array_equal(read_intensities(path), COLOURS)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_both_bytes_of_16_bit_colours_of_a_png_are_read(write):
+    assert np.array_equal(read_intensities(write(deep_png(COLOURS, 2))), COLOURS)
+
+
+def test_both_bytes_of_16_bit_grey_with_transparency_are_read(write):
+    alpha, seen = np.full_like(RAMP, 65535), []
+    alpha[:16] = 0
+    path = write(deep_png(np.dstack([RAMP, alpha]).astype(np.uint16), 4))
+    assert check_header(path)
+    assert np.array_equal(read_intensities(path), RAMP)
+    found = np.asarray(read_image(path, intensity_range=(0, 4095)))
+    assert (found[:16] == 255).all()  # transparent
+    assert np.array_equal(found[16:], grey_rgb(SCALED)[16:])
+    dark = np.asarray(read_image(path, on_dark=seen.append))
+    assert dark[16:].max() == 15
+    assert seen == [4095]
+
+
+def test_16_bit_cmyk_has_the_colours_of_8_bits(write):
+    ink = np.random.default_rng(0).integers(0, 256, (6, 9, 4), dtype=np.uint8)
+    expected = read_image(write(encoded(Image.fromarray(ink, "CMYK"), "TIFF"), "a.tif"))
+    tags = (
+        (256, 9),
+        (257, 6),
+        (258, 16),
+        (259, 1),
+        (262, 5),
+        (273, 8),
+        (277, 4),
+        (279, ink.size * 2),
+    )
+    rows = ink.astype("<u2") * 257
+    entries = b"".join(
+        # four equal shorts do not fit into the entry: they stand after the pixels
+        struct.pack("<HHII", tag, 3, 4, 8 + rows.nbytes)
+        if tag == 258
+        else struct.pack("<HHII", tag, 4, 1, value)
+        for tag, value in tags
+    )
+    body = b"II*\0" + struct.pack("<I", 8 + rows.nbytes + 8) + rows.tobytes()
+    body += struct.pack("<4H", 16, 16, 16, 16)
+    path = write(body + struct.pack("<H", len(tags)) + entries + bytes(4), "b.tif")
+    assert not check_header(path)
+    assert np.array_equal(read_image(path), expected)
 
 
 def test_signed_values_are_read_with_an_intensity_range(write):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.data.image_io import read_image
+from vit.data.image_io import read_image, scale_to_8_bit
 from vit.data.image_objects import named_images, to_rgb_image
 from vit.errors import BadImage, ConfigError
 
@@ -67,6 +67,22 @@ def test_the_range_of_instruments_holds_in_memory_too(tmp_path):
     assert told == [dark.max()]
 
 
+@pytest.mark.parametrize("intensity_range", [None, (100.0, 3000.0)])
+def test_16_bit_colours_are_read_as_a_file_of_them(intensity_range):
+    colours, told = RANDOM.integers(0, 4096, (6, 9, 4), dtype=np.uint16), []
+    colours[..., 3] = 65535
+    options = {"intensity_range": intensity_range, "on_dark": told.append}
+    expected = colours[..., :3] >> 8
+    if intensity_range is not None:
+        expected = scale_to_8_bit(colours[..., :3], intensity_range)
+    rgb = np.ascontiguousarray(colours[..., :3])
+    for image in (rgb, np.moveaxis(rgb, 2, 0), chw(rgb), colours):
+        assert np.array_equal(np.asarray(to_rgb_image(image, "x", **options)), expected)
+    assert told == [] if intensity_range else [int(rgb.max())] * 4
+    colours[..., 3] = 0
+    assert (np.asarray(to_rgb_image(colours, "x", **options)) == 255).all()
+
+
 def test_a_turned_jpeg_is_read_as_its_file(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -86,7 +102,7 @@ def test_a_turned_jpeg_is_read_as_its_file(tmp_path):
         (torch.full((3, 4, 4), -1.5), r"float32 \(3, 4, 4\) from -1.5 to -1.5; .*before"),
         (np.full((4, 4, 3), np.nan), "from nan to nan"),
         (RGB.astype(np.int64), "int64 .*; give uint8"),
-        (RGB.astype(np.uint16), "uint16 .*; give uint8"),
+        (RGB.astype(np.int16), "int16 .*; give uint8"),
         (RGB > 9, "bool .*; give uint8"),
         (RGB[None], r"\(1, 6, 9, 3\); give one image of \(height, width, channels\)"),
         (chw(RGB)[None], r"\(1, 3, 6, 9\); give one image of \(channels, height, width\)"),

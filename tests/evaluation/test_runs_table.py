@@ -13,11 +13,17 @@ from scipy.stats import binomtest
 from vit.commands.main import main
 from vit.config.parser import make_config, read_settings, read_stored_settings, write_settings
 from vit.config.training_config import TASKS
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.runs_table import best_epoch, ranking_metric, runs
 from vit.model.build import build_classifier
 from vit.tasks.task import get_task
-from vit.weights.saved_model import CALIBRATION_ERROR, load_run, save_model, update_run
+from vit.weights.saved_model import (
+    CALIBRATION,
+    CALIBRATION_ERROR,
+    load_run,
+    save_model,
+    update_run,
+)
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
@@ -344,3 +350,14 @@ def test_what_is_refused_elsewhere_is_refused_here(text, tmp_path):
         read_settings(file)
     with pytest.raises(ConfigError):
         read_stored_settings(file)
+
+
+def test_a_calibration_that_no_command_reads_makes_a_run_broken(add_run, found):
+    folder = add_run("old", [epoch(1), epoch(2)])
+    update_run(folder, {CALIBRATION_ERROR: 0.1, CALIBRATION: {"temperature": 1.0}})
+    with pytest.raises(WeightsError, match="calibration must have") as refusal:
+        load_run(folder)
+    run = found()["old"]
+    assert run.state == "broken"
+    reason = str(refusal.value).partition(": ")[2]
+    assert reason in run.reason

@@ -370,3 +370,9 @@ def test_images_unlike_those_of_training_are_unknown(distance_run, input_images)
 def test_distances_are_of_square_images(distance_run, input_images):
     with pytest.raises(ConfigError, match="leave keep_aspect out"):
         Predictor(distance_run, keep_aspect=True)(input_images, reject=True)
+
+
+def test_an_exported_file_is_refused_with_the_line_that_opens_it(tmp_path):
+    (tmp_path / "x.onnx").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"load_exported\('.*x\.onnx'\)\(\[image, \.\.\.\]\)"):
+        Predictor(tmp_path / "x.onnx")

@@ -235,6 +235,22 @@ def test_errors_that_no_setting_causes_end_the_search(quick, tmp_path, monkeypat
         tune(quick, tmp_path / "out", trials=4)
 
 
+def test_a_refused_search_leaves_the_one_that_it_would_overwrite(quick, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    (out / "trials" / "0-rung0").mkdir(parents=True)
+    for name in (tuning.TUNE_FILE, tuning.PAGE_FILE, "trials/0-rung0/config.yaml"):
+        (out / name).write_text("{}")
+    before = sorted(path for path in out.rglob("*") if path.name != ".lock")
+
+    def refuse(*_):
+        raise ConfigError("time=1s: too short")
+
+    monkeypatch.setattr(tuning, "plan_search", refuse)
+    with pytest.raises(ConfigError, match="too short"):
+        tune(quick, out, overwrite=True)
+    assert sorted(path for path in out.rglob("*") if path.name != ".lock") == before
+
+
 def test_folders_with_other_files_are_refused(quick, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("lr: 1")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import struct
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import vit
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.inference.predictor import Predictor
-from vit.weights.load_model import load_model, open_pretrained
+from vit.weights.load_model import describe_source, load_model, open_pretrained
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
 NAMES = ["ant", "bee", "cat"]
@@ -244,3 +245,16 @@ def test_missing_weights_list_searched_locations_and_the_command(monkeypatch):
     message = refusal("timm/vit_tiny_patch16_224.augreg_in21k")
     assert "HF_HUB_OFFLINE" in message
     assert "hf download timm/vit_tiny_patch16_224.augreg_in21k" in message
+
+
+@pytest.mark.parametrize(
+    ("weights", "line"),
+    [("null", "(run {})"), ("timm/x", "(run {}), license: unknown; ask the authors")],
+)
+def test_a_run_that_began_with_random_weights_has_no_terms_of_others(
+    tiny_run, tmp_path, weights, line
+):
+    folder = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    (folder / "config.yaml").write_text(f"weights: {weights}\n")
+    (found,) = describe_source("mine", open_pretrained(folder))
+    assert found == "weights: mine " + line.format(folder)

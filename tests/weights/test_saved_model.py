@@ -225,7 +225,7 @@ def test_the_distance_belongs_to_the_run(distance_run, calibrated_run, tmp_path)
     assert load_run(calibrated_run).distance is None
     run = load_run(distance_run)
     assert run.distance is not None
-    assert run.distance.mean.shape == (3, 32)
+    assert run.distance.tokens.mean.shape == (3, 32)
     assert run.without_calibration().distance is None
     copy = Path(shutil.copytree(distance_run, tmp_path / "run"))
     (copy / "distance.safetensors").unlink()

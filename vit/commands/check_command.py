@@ -20,7 +20,9 @@ MAX_ERROR_LINES = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(html=None, weights=None, rows=None, workers=None, device=None)
+    parser.set_defaults(
+        write_list=None, html=None, weights=None, rows=None, workers=None, device=None
+    )
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
@@ -49,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "suspected labels, of networks that have not seen the images",
     )
     parser.add_argument(
+        "--write-list",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="suspected labels as a list (.csv, .jsonl) of image, label and likely class, to "
+        "review: vit train --exclude FILE leaves its images out, --corrections FILE takes its "
+        "labels; an older file is replaced",
+    )
+    parser.add_argument(
         "--device",
         metavar="D",
         default=argparse.SUPPRESS,
@@ -72,7 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.device is not None and args.weights is None:
         raise ConfigError("--device is where a network computes: give --weights SOURCE as well")
-    for path in (args.json, args.html):
+    if args.write_list is not None and args.weights is None and args.rows is None:
+        raise ConfigError(
+            "--write-list: suspected labels are found by --weights SOURCE or --rows FILE; give one"
+        )
+    for path in (args.json, args.html, args.write_list):
         check_output(path, overwrite=True)
 
     from vit.inference.label_errors import check
@@ -94,5 +108,10 @@ def run(args: argparse.Namespace) -> int:
 
         with open_output(args.html) as out:
             out.write(check_page(report))
+    if args.write_list is not None:
+        from vit.inference.label_errors import suspect_lines
+
+        with open_output(args.write_list) as out:
+            out.writelines(suspect_lines(report, jsonl=args.write_list.endswith(".jsonl")))
     print("\n".join(report.lines(MAX_ERROR_LINES)), file=standard_output(), flush=True)
     return int(report.failed)

@@ -209,6 +209,31 @@ def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help=what)
 
 
+def add_csv_options(group: Any) -> None:
+    """Add --csv-separator and --csv-digits; both are None unless given."""
+    from vit.output.prediction_results import SEPARATORS
+
+    group.add_argument(
+        "--csv-separator",
+        choices=[*SEPARATORS],
+        default=argparse.SUPPRESS,
+        help="separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel "
+        "opens in most of Europe",
+    )
+    group.add_argument(
+        "--csv-digits",
+        type=csv_digits,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="decimal digits of scores in CSV, or full for all (default: 4)",
+    )
+
+
+def csv_digits(word: str) -> int | str:
+    """Parse --csv-digits."""
+    return word if word == "full" else count(word)
+
+
 def add_setting(group: Any, setting: Setting) -> None:
     """Add the flag of a setting; its value stays text and is checked like one from a file."""
     flags = [f"--{setting.name.replace('_', '-')}", *setting.aliases]

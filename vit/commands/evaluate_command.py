@@ -8,6 +8,7 @@ from vit.commands.command_options import (
     COMPILE_HELP,
     TTA_HELP,
     VIEWS,
+    add_csv_options,
     add_json_option,
     add_list_options,
     add_network_options,
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
-    parser.set_defaults(out=None, top_k=None)
+    parser.set_defaults(out=None, top_k=None, csv_separator=None, csv_digits=None)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="predicted classes in a row of --out (default: 5)",
     )
+    add_csv_options(parser)
     parser.set_defaults(html=None, slice=[])
     parser.add_argument(
         "--html",
@@ -100,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
             **inference_settings(args),
             out=args.out,
             top_k=args.top_k,
+            csv_separator=args.csv_separator,
+            csv_digits=args.csv_digits,
             slice=args.slice,
             corruptions=args.corruptions,
             notify=lambda note: notify(f"vit evaluate: {note}"),
@@ -223,7 +227,7 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     found = scores.get("robustness")
     if found is None:
         return []
-    from vit.evaluation.evaluation_page import SCORES
+    from vit.evaluation.charts import SCORES
 
     title = SCORES[found["score"]]
     table: dict[str, list[float]] = {}

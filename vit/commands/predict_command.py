@@ -10,9 +10,9 @@ from vit.commands.command_options import (
     SEARCH_FIELDS,
     TTA_HELP,
     VIEWS,
+    add_csv_options,
     add_network_options,
     add_search_options,
-    count,
     positive_int,
     probability,
     search_from_args,
@@ -23,7 +23,7 @@ from vit.commands.launcher import launch_if_requested
 from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
 from vit.inference.backends import ENGINES
-from vit.output.prediction_results import SEPARATORS, TOP_K
+from vit.output.prediction_results import TOP_K
 from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
@@ -79,11 +79,6 @@ def add_arguments(parser: CommandParser) -> None:
     _add_engines(group)
 
 
-def csv_digits(word: str) -> int | str:
-    """Parse --csv-digits."""
-    return word if word == "full" else count(word)
-
-
 def _add(group: Any, *flags: str, text: str, **options: Any) -> None:
     """Add a flag whose default is described in its help."""
     if options.get("action") != "store_true":
@@ -130,20 +125,7 @@ def _add_rows(group: Any) -> None:
         text="output format (default: by the suffix of --out, else table); xlsx is a file for "
         "Excel and needs --out",
     )
-    _add(
-        group,
-        "--csv-separator",
-        choices=[*SEPARATORS],
-        text="separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel "
-        "opens in most of Europe",
-    )
-    _add(
-        group,
-        "--csv-digits",
-        type=csv_digits,
-        metavar="N",
-        text="decimal digits of scores in CSV, or full for all (default: 4)",
-    )
+    add_csv_options(group)
 
 
 def _add_outputs(group: Any) -> None:

@@ -39,6 +39,10 @@ class DataConfig(Section):
     """Caption column of a list or table; found by its usual names when left empty."""
     allow_outside: bool = False
     """Accept images of a list outside of its folder, or of `images`."""
+    exclude: str | None = None
+    """List of images that are left out, such as that of vit check --write-list."""
+    corrections: str | None = None
+    """List of images and classes (image, label) that replace those of the data."""
     group: str | None = None
     """Column of a list, or regular expression over paths; equal values share a split."""
     folds: int | None = None

@@ -173,13 +173,14 @@ def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
         if not is_deep(image):
             raise UnusableFile("has 8 bits per channel")
         values = _decode_deep(image)
-        values = values[..., :3] if values.ndim == 3 else values
+        if values.ndim == 3:  # without transparency
+            values = values[..., :3] if values.shape[2] > 2 else values[..., 0]
         if not np.isfinite(values).all():
             raise UnusableFile("grey values that are not finite")
         return values
 
 
-def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Read (width, height) from the header of an image, before any EXIF rotation."""
     with _open_image(path) as image:
         return image.size
@@ -500,8 +501,12 @@ def _check_png(file: IO[bytes]) -> None:
         position = end + 4
 
 
-DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]")
-"""Pillow's names of colour channels of 16 bits, of which it reads the upper 8."""
+DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
+"""Pillow's names of colours, or grey with transparency, of 16 bits, of which it reads the upper 8.
+
+CMYK of 16 bits is none of them: ink is printed in shares of all of it, and no instrument counts it.
+"""
+GREY_ALPHA = "LA;16B"
 NEARLY_BLACK = 4095
 """Largest value of a 16-bit image up to which less than 1/16 of its range is used."""
 MAX_QUANTILE_VALUES = 2**20
@@ -515,11 +520,11 @@ def is_deep(image: Image.Image) -> bool:
 
 def _is_deep_colour(image: Image.Image) -> bool:
     tiles = getattr(image, "tile", ())  # of a file that is not yet loaded
-    return image.mode in ("RGB", "RGBA") and bool(tiles) and all(map(_rawmode, tiles))
+    return image.mode in ("RGB", "RGBA", "LA") and bool(tiles) and all(map(_rawmode, tiles))
 
 
 def _rawmode(tile: Any) -> str:
-    """The raw mode of 16-bit colour channels; empty for any other tile."""
+    """The raw mode of 16-bit channels; empty for any other tile."""
     name = tile[3] if isinstance(tile[3], str) else (tile[3] or ("",))[0]
     return name if isinstance(name, str) and DEEP_COLOUR.fullmatch(name) else ""
 
@@ -532,10 +537,25 @@ def _decode_rgb(
         image.load()
         return to_rgb(image, intensity_range)
     assert isinstance(image, ImageFile.ImageFile)
-    values = _decode_deep(image)
-    colours = scale_to_8_bit(values[..., :3], intensity_range)
-    alpha = (values[..., 3:] >> 8).astype(np.uint8)
-    return to_rgb(Image.fromarray(np.concatenate([colours, alpha], axis=2)))
+    return deep_to_rgb(_decode_deep(image), intensity_range)
+
+
+def deep_to_rgb(
+    values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
+) -> Image.Image:
+    """RGB of uint16 (height, width, 2 to 4): grey or RGB, and transparency, over white.
+
+    Without a range the upper byte is read, as Pillow reads files.
+    """
+    opaque = (values.shape[2] - 1) | 1  # 1 or 3 channels
+    colours = values[..., :opaque]
+    if intensity_range is None:
+        scaled = (colours >> 8).astype(np.uint8)
+    else:
+        scaled = scale_to_8_bit(colours, intensity_range)
+    alpha = (values[..., opaque:] >> 8).astype(np.uint8)
+    rgb = np.repeat(scaled, 3, axis=2) if opaque == 1 else scaled
+    return to_rgb(Image.fromarray(np.concatenate([rgb, alpha], axis=2)))
 
 
 def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
@@ -544,6 +564,14 @@ def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
         image.load()
         return np.asarray(image)
     assert image.fp is not None
+    if all(_rawmode(tile) == GREY_ALPHA for tile in image.tile):
+        # the four bytes of a pixel, as if they were four channels
+        with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as both:
+            both._mode = "RGBA"
+            both.tile = [tile._replace(args="RGBA") for tile in both.tile]
+            both.load()
+            parts = np.asarray(both).astype(np.uint16)
+        return np.stack([parts[..., k] << 8 | parts[..., k + 1] for k in (0, 2)], axis=2)
     # Pillow unpacks one byte of two: that of the other byte order is the lower one
     with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as lower:
         lower.tile = [_with_other_byte(tile) for tile in lower.tile]
@@ -566,8 +594,10 @@ def _largest_value(image: Image.Image) -> int:
     """The largest value of a loaded deep image; of 16-bit colours, the largest possible one."""
     if image.mode[0] == "F":
         return NEARLY_BLACK + 1
-    largest = int(np.asarray(image).max())
-    return largest if image.mode[0] == "I" else 256 * largest + 255
+    pixels = np.asarray(image)
+    if image.mode[0] == "I":
+        return int(pixels.max())
+    return 256 * int(pixels[..., : 1 if image.mode == "LA" else 3].max()) + 255
 
 
 def upright_rgb(

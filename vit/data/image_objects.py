@@ -4,9 +4,10 @@
     numpy array     (height, width), (height, width, 1), (height, width, 3 or 4)
     torch tensor    (1, height, width), (3 or 4, height, width)
 
-Arrays and tensors are RGB or RGBA, uint8 in [0, 255] or floating point in [0, 1]; grey ones may be
-uint16. If only the other end of a shape can be the channels, they are there. Nothing else is
-guessed: a normalised tensor, a float image in [0, 255] or a batch in a list is an error.
+Arrays and tensors are RGB or RGBA: uint8 in [0, 255], floating point in [0, 1], or uint16, which
+the range of the network scales. If only the other end of a shape can be the channels, they are
+there. Nothing else is guessed: a normalised tensor, a float image in [0, 255] or a batch in a list
+is an error.
 """
 
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import IntensityRange, upright_rgb
+from vit.data.image_io import NEARLY_BLACK, IntensityRange, deep_to_rgb, upright_rgb
 from vit.errors import BadImage, ConfigError
 from vit.text import printable
 
@@ -109,7 +110,13 @@ def to_rgb_image(
     """
     image = source
     if not isinstance(source, Image.Image):
-        image = Image.fromarray(to_pixels(source, name))
+        values = to_pixels(source, name)
+        if values.dtype == np.uint16 and values.ndim == 3:
+            highest = int(values[..., :3].max())
+            if on_dark is not None and intensity_range is None and 0 < highest <= NEARLY_BLACK:
+                on_dark(highest)
+            return deep_to_rgb(values, intensity_range)
+        image = Image.fromarray(values)
     try:
         with _LOAD if getattr(image, "tile", None) else nullcontext():
             return upright_rgb(image, intensity_range, on_dark)
@@ -149,8 +156,8 @@ def to_pixels(source: Any, name: str) -> Array:
                 "normalisation, or uint8 in [0, 255]"
             )
         array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
-    if array.dtype != np.uint8 and not (array.dtype == np.uint16 and array.ndim == 2):
-        raise ConfigError(f"{what}; give uint8 in [0, 255], or floats in [0, 1]")
+    if array.dtype not in (np.uint8, np.uint16):
+        raise ConfigError(f"{what}; give uint8 in [0, 255], uint16, or floats in [0, 1]")
     return np.ascontiguousarray(array)
 
 

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+SCORES = {"top1": "top-1", "map": "mAP"}
+"""Key of the score of a classifier -> its name."""
 
 STYLES = ("val", "train")
 """Classes in the page's style: of the last curve, and of one to compare it with."""
@@ -181,6 +184,19 @@ def severity_chart(title: str, label: str, values: Sequence[float]) -> Chart:
         axis="severity",
         curves=[(label, "val", [(to_x(place), to_y(value)) for place, value in enumerate(values)])],
     )
+
+
+def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
+    """A curve of the score for each corruption, from images as they are to severity 5."""
+    if robustness is None:
+        return []
+    score, curves = robustness["score"], dict[str, list[float]]()
+    for row in robustness["corruptions"]:
+        curves.setdefault(row["corruption"], [robustness["clean"]]).append(row[score])
+    return [
+        severity_chart(name.replace("_", " "), SCORES[score], values)
+        for name, values in curves.items()
+    ]
 
 
 def _vertical_axis(

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vit.evaluation.charts import reliability_chart
+from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
@@ -37,6 +37,7 @@ def write_classification_report(
     recall: Sequence[RecallRow] = (),
     calibrated: CalibratedOutcomes | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
+    robustness: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `folder`/report.html.
 
@@ -49,6 +50,7 @@ def write_classification_report(
         recall: Of old and new classes, if classes were added to another run.
         calibrated: The same with calibrated scores, if the run has a calibration.
         slices: Rows of `AccuracySlice.to_dict`.
+        robustness: As `vit.evaluate` returns it with corruptions, if it was measured.
 
     Raises:
         RunError: The disk is full, or the folder cannot be written.
@@ -66,6 +68,8 @@ def write_classification_report(
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         slices=slices,
+        robustness=robustness,
+        severity_charts=robustness_charts(robustness),
         **score,
         **class_findings(outcomes, facts.classes, calibrated, paths=() if facts.fast else paths),
     )

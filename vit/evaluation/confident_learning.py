@@ -3,6 +3,7 @@
     threshold of class j    mean of p(j | x) over the images x labelled j
     suspected               p(j | x) >= threshold of j, and p(j | x) > p(label | x), for a class j
     margin                  p(j | x) - p(label | x), of the most probable such class j
+    order                   by p(label | x), the least probable label first
 
 The probabilities of an image must come from a model that was not trained on its label, such as
 that of another fold of a cross-validation, or from its nearest neighbours.
@@ -71,9 +72,10 @@ class SuspectRow(NamedTuple):
 
 
 def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
-    """Rows whose labels are probably wrong, the largest margin first.
+    """Rows whose labels are probably wrong, the least probable label first.
 
-    A class that is not among the predictions of a row counts as improbable.
+    An image whose other classes share the probability has a small margin, and yet a wrong label. A
+    class that is not among the predictions of a row counts as improbable.
     """
     names = sorted({row.label for row in rows} | {n for row in rows for n, _ in row.predictions})
     index = {name: place for place, name in enumerate(names)}
@@ -83,9 +85,8 @@ def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
             table[place, index[name]] = score
         table[place, index[row.label]] = row.label_score
     found = find_disagreement(table, torch.tensor([index[row.label] for row in rows]))
-    order = found.margin.masked_fill(~found.suspected, -torch.inf).argsort(
-        descending=True, stable=True
-    )
+    scores = torch.tensor([row.label_score for row in rows], dtype=torch.float64)
+    order = scores.masked_fill(~found.suspected, torch.inf).argsort(stable=True)
     return [
         SuspectRow(rows[at], names[int(found.likely[at])], float(table[at, found.likely[at]]))
         for at in order[: int(found.suspected.sum())].tolist()

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit.errors import ConfigError
-from vit.evaluation.charts import Chart, severity_chart
+from vit.evaluation.charts import SCORES, robustness_charts
 from vit.evaluation.classification_report import class_table
 from vit.evaluation.html_page import render_page
 
-SCORES = {"top1": "top-1", "map": "mAP"}
-"""Key of the score of a classifier -> its name."""
 CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
 """Key of the score of a classifier -> that of a class."""
 
@@ -41,18 +39,5 @@ def evaluation_page(
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
-        charts=robustness_charts(scores.get("robustness")),
+        severity_charts=robustness_charts(scores.get("robustness")),
     )
-
-
-def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
-    """A curve of the score for each corruption, from images as they are to severity 5."""
-    if robustness is None:
-        return []
-    score, curves = robustness["score"], dict[str, list[float]]()
-    for row in robustness["corruptions"]:
-        curves.setdefault(row["corruption"], [robustness["clean"]]).append(row[score])
-    return [
-        severity_chart(name.replace("_", " "), SCORES[score], values)
-        for name, values in curves.items()
-    ]

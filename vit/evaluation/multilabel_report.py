@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.evaluation.charts import reliability_chart
+from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.classification_metrics import reliability
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
 from vit.evaluation.html_page import thumbnails
@@ -53,6 +53,7 @@ def write_multilabel_report(
     events: Sequence[Event],
     outcomes: MultilabelOutcomes,
     slices: Sequence[Mapping[str, Any]] = (),
+    robustness: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `folder`/report.html; arguments as for `write_classification_report`.
 
@@ -75,6 +76,8 @@ def write_multilabel_report(
         classes=class_table(scores["per_class"], "average_precision"),
         reliability=calibration_findings(outcomes),
         slices=slices,
+        robustness=robustness,
+        severity_charts=robustness_charts(robustness),
         wrong=wrong,
         mistakes=mistakes,
         **score,

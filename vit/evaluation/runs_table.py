@@ -31,6 +31,7 @@ from vit.errors import ConfigError, RunError
 from vit.evaluation.wilson_interval import wilson_interval
 from vit.file_lock import lock_file
 from vit.paths import did_you_mean, path_argument
+from vit.score_calibration import ScoreCalibration
 from vit.text import format_duration, format_parameters, percent, printable
 
 METRICS = "metrics.jsonl"
@@ -533,8 +534,15 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
 
 
 def read_calibration_error(path: Path) -> float | None:
-    """The calibration error in a config.json, if it was measured."""
-    error = json.loads(path.read_bytes())["vit"].get("calibration_error")
+    """The calibration error in a config.json, if it was measured.
+
+    Raises:
+        ValueError: Its calibration is of a format that no command reads.
+    """
+    own = json.loads(path.read_bytes())["vit"]
+    if own.get("calibration") is not None:
+        ScoreCalibration.from_dict(own["calibration"])
+    error = own.get("calibration_error")
     return None if error is None else float(error)
 
 

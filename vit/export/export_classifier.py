@@ -22,7 +22,7 @@ from vit.exported.onnx_classifier import DISTANCE, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention import AttentionContext, AttentionFunction
 from vit.model.attention_maps import AttentionRecorder
-from vit.model.feature_distance import FeatureDistance, encode_with_means
+from vit.model.feature_distance import FeatureDistance, encode_with_features
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import calibrated_activation, get_task
 from vit.version import __version__
@@ -62,8 +62,10 @@ class Classifier(nn.Module):
         floats = self.floats(images)
         if self.distance is None:
             return (*self.model.encode(floats, attention_fn=attention_fn), ())
-        tokens, context, means = encode_with_means(self.model, floats, attention_fn=attention_fn)
-        return tokens, context, (self.distance(means),)
+        tokens, context, features = encode_with_features(
+            self.model, floats, attention_fn=attention_fn
+        )
+        return tokens, context, (self.distance(features),)
 
     def floats(self, images: Tensor) -> Tensor:
         """Bytes (batch, height, width, 3) -> normalised, (batch, 3, height, width)"""

@@ -46,7 +46,9 @@ from vit.output.prediction_results import (
     FORMATS,
     Layout,
     Truth,
+    byte_order_mark,
     check_top_k,
+    csv_settings,
     resolve_top_k,
     write_workbook,
 )
@@ -83,6 +85,8 @@ def evaluate(
     intensity_range: tuple[float, float] | None = None,
     out: PathLike | None = None,
     top_k: int | None = None,
+    csv_separator: str | None = None,
+    csv_digits: int | str | None = None,
     no_calibration: bool = False,
     slice: Sequence[str] = (),  # noqa: A002
     corruptions: bool = False,
@@ -101,6 +105,8 @@ def evaluate(
         device, batch_size, ..., no_calibration: As for Predictor.
         out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
         top_k: Number of predicted classes in a row; 5 by default.
+        csv_separator, csv_digits: Of rows as .csv: comma, semicolon or tab, and decimal digits of
+            scores, 4 by default, or `full`.
         slice: Columns of a list, by whose values `slices` has the accuracy too.
         corruptions: Measure the score on corrupted images as well, in 30 more passes over the data.
         notify: Called with notes.
@@ -111,6 +117,7 @@ def evaluate(
     """
     style = None if out is None else row_style(os.fspath(out))
     check_top_k(top_k)
+    csv = csv_settings(csv_separator, csv_digits, style or "none")
     spec = as_dataset_spec(
         data,
         {"split": split},
@@ -153,7 +160,9 @@ def evaluate(
         scores = measured()
     else:
         names = predictor.task.label_names(spec, predictor.classes)
-        rows = EvaluationRows(predictor, samples, names, style, top_k)
+        rows = EvaluationRows(
+            predictor, samples, names, style, top_k, csv=csv, local=csv_separator is not None
+        )
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
         scores["robustness"] = measure_robustness(
@@ -264,6 +273,8 @@ class EvaluationRows:
         names: Class names that their labels are indices into.
         style: A format of vit/output/prediction_results.py.
         top_k: Number of predicted classes in a row; 5 by default.
+        csv: `separator` and `digits` of CSV.
+        local: Whether the user chose the separator of CSV.
     """
 
     def __init__(
@@ -273,6 +284,9 @@ class EvaluationRows:
         names: Sequence[str],
         style: str,
         top_k: int | None = None,
+        *,
+        csv: Mapping[str, Any],
+        local: bool = False,
     ) -> None:
         self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None
@@ -292,8 +306,11 @@ class EvaluationRows:
             predictor.n_best,
             multilabel,
             self.truth,
+            **csv,
         )
         self.header, self.format_row = FORMATS[style](layout)
+        if style == "csv":
+            self.header = byte_order_mark(layout, local=local) + self.header
 
     def lines(self, outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> Iterator[str]:
         """Rows of a batch of `samples`."""
@@ -316,12 +333,28 @@ class EvaluationRows:
         return None if found is None else float(found[sample.label])
 
 
-def evaluate_held_out(run: PathLike, *, out: PathLike | None = None) -> dict[str, Any]:
-    """Evaluate a run folder on the validation images of its training; see `evaluate`."""
+def evaluate_held_out(
+    run: PathLike,
+    data: PathLike | None = None,
+    *,
+    device: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Evaluate a run folder on the validation images of its training; see `evaluate`.
+
+    Args:
+        run: The run folder.
+        data: Where the images of the training are now; where they were by default.
+        device: That of the training by default.
+        settings: As for `evaluate`.
+    """
     config = make_config(read_settings(Path(run) / "config.yaml"), complete=True)
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
-    device = config.run.device
-    return evaluate(run, spec, device=None if device == "auto" else device, out=out)
+    if data is not None:
+        spec = dataclasses.replace(spec, data=os.fspath(data))
+    if device is None and config.run.device != "auto":
+        device = config.run.device
+    return evaluate(run, spec, device=device, **settings)
 
 
 def load_samples(
@@ -383,7 +416,8 @@ def column_cells(spec: DatasetSpec, column: str) -> dict[str, str]:
 def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
     """`spec` with the dataset settings of the training in run folder `run` where it has none.
 
-    The image folder, and whether images may lie outside of it, are taken for the same list only.
+    The image folder, whether images may lie outside of it, and images that were left out or labels
+    that were corrected, are taken for the same data only.
     """
     path = None if run is None else run / "config.yaml"
     if path is None or not path.is_file():
@@ -399,6 +433,8 @@ def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
         label_column=spec.label_column or data.label_column,
         caption_column=spec.caption_column or data.caption_column,
         allow_outside=spec.allow_outside or (own and data.allow_outside),
+        exclude=data.exclude if own else None,
+        corrections=data.corrections if own else None,
     )
 
 

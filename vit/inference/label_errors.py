@@ -10,7 +10,7 @@ arXiv:1805.01978, section 3.4.
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.config.parser import read_settings
+from vit.data.archives import relative
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
     CheckReport,
@@ -38,6 +39,7 @@ from vit.evaluation.confident_learning import (
     read_labeled_rows,
 )
 from vit.inference.predictor import PathLike, Predictor
+from vit.output.prediction_results import csv_row, csv_text, to_json
 from vit.text import plural, printable
 
 NEIGHBOURS = 20
@@ -236,6 +238,24 @@ def add_row_errors(
             suspected.append(_label_problem(image, found.likely, found.margin))
     problems = [*report.problems, *report.listing.with_lines(suspected)]
     return dataclasses.replace(report, problems=sort_by_severity(problems))
+
+
+def suspect_lines(report: CheckReport, *, jsonl: bool = False) -> Iterator[str]:
+    """Suspected labels as a list that can be edited and given to `vit train`, CSV or JSON lines.
+
+    Columns: image, relative to the data; its label, which a reviewer corrects; the likely class.
+    """
+    columns = ("image", "label", "likely")
+    if not jsonl:
+        yield csv_row(columns)
+    for problem in report.problems:
+        if problem.kind == "suspected_label":
+            (image,), (label, likely) = problem.images, problem.labels
+            cells = [relative(image, report.listing.root), label, likely]
+            if jsonl:
+                yield to_json(dict(zip(columns, cells, strict=True))) + "\n"
+            else:
+                yield csv_row([csv_text(cell) for cell in cells])
 
 
 def near_duplicates(

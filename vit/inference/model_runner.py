@@ -18,7 +18,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.inference.tta import Views, augmented_views, mean
 from vit.model.captioner import Captioner
-from vit.model.feature_distance import FeatureDistance, encode_with_means
+from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.vision_transformer import VisionTransformer
@@ -100,12 +100,12 @@ class ModelRunner:
         memories: Sequence[Tensor | None] = []
         for view in augmented_views(images, self.tta):
             with autocast(precision, self.device):
-                logits, pooled, memories, means = self._forward_images(view)
+                logits, pooled, memories, features = self._forward_images(view)
             probabilities.append(to_probabilities(logits, self.activation))
             if pooled is not None:
                 embeddings.append(pooled.float().cpu())
-            if means is not None and self.distance is not None:
-                distances.append(self.distance(means.float().cpu()).double())
+            if features is not None and self.distance is not None:
+                distances.append(self.distance(features.float_cpu()).double())
         return BatchOutput(
             mean(probabilities),
             mean(embeddings) if embeddings else None,
@@ -134,8 +134,8 @@ class ModelRunner:
 
     def _forward_images(
         self, images: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None], Tensor | None]:
-        """Logits, pooled tokens if requested, memories, and mean tokens of each block if requested,
+    ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None], DistanceFeatures | None]:
+        """Logits, pooled tokens if requested, memories, and features of the distance if requested,
         of one view of uint8 images."""
         no_memories = [None] * len(images)
         # on a CPU an image that is normalised by itself stays in the cache
@@ -148,11 +148,13 @@ class ModelRunner:
             pooled = self.model.features_packed(floats)
             return self.model.head(pooled), pooled if self.embeddings else None, no_memories, None
         batch = torch.stack(floats) if floats else self._normalise(torch.stack([*images]))
-        logits, embedding, memory, means = self.forward(batch)
-        return logits, embedding, no_memories if memory is None else [*memory], means
+        logits, embedding, memory, features = self.forward(batch)
+        return logits, embedding, no_memories if memory is None else [*memory], features
 
-    def _forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Logits, pooled tokens if requested, memory of a captioner, and mean tokens of each block
+    def _forward(
+        self, batch: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, DistanceFeatures | None]:
+        """Logits, pooled tokens if requested, memory of a captioner, and features of the distance
         if requested, of floats of one size."""
         half = torch.is_autocast_enabled(self.device.type)
         model = self.model if half or self.prepacked is None else self.prepacked
@@ -161,9 +163,9 @@ class ModelRunner:
             pooled = model.pool(tokens, context) if self.embeddings else None
             return model.forward_head(tokens, context), pooled, tokens, None
         if self.returns_distances and self.distance is not None:
-            tokens, context, means = encode_with_means(model, batch)
-            pooled = model.pool(tokens, context)
-            return self.model.head(pooled), pooled if self.embeddings else None, None, means
+            _, _, features = encode_with_features(model, batch)
+            pooled = features.pooled
+            return self.model.head(pooled), pooled if self.embeddings else None, None, features
         if not self.embeddings:
             return model(batch), None, None, None
         pooled = model.features(batch)

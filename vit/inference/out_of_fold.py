@@ -2,7 +2,7 @@
 
     fold-1/rows.jsonl, fold-2/rows.jsonl, ...    each image by the network that has not seen it
     rows.jsonl           all of them, one row an image, with the number of the fold
-    label_errors.csv     suspected labels, the largest margin first
+    label_errors.csv     suspected labels, the least probable first
 
 Source: vit/evaluation/confident_learning.py.
 """

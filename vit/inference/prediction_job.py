@@ -45,13 +45,12 @@ from vit.output.output_file import (
     open_output,
 )
 from vit.output.prediction_results import (
-    BOM,
-    CSV_DIGITS,
     FORMATS,
-    SEPARATORS,
     TOP_K,
     Layout,
     Prediction,
+    byte_order_mark,
+    csv_settings,
     unended_note,
     write_workbook,
 )
@@ -162,35 +161,13 @@ class PredictionConfig:
         }
         return settings | {name: value for name, value in optional.items() if value}
 
-    @property
-    def separator(self) -> str:
-        """Separator of CSV."""
-        return SEPARATORS[self.csv_separator or "comma"]
-
-    @property
-    def digits(self) -> int | None:
-        """Decimal digits in CSV; None for all."""
-        digits = CSV_DIGITS if self.csv_digits is None else self.csv_digits
-        return None if digits == "full" else digits
-
-    def check_csv(self, style: str) -> None:
-        """Refuse settings of CSV that have no meaning.
+    def csv_settings(self, style: str) -> dict[str, Any]:
+        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`.
 
         Raises:
-            ConfigError: The message names the setting.
+            ConfigError: A setting of CSV has no meaning.
         """
-        for name in ("csv_separator", "csv_digits"):
-            if getattr(self, name) is not None and style != "csv":
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: the format is {style}; add --format csv"
-                )
-        if self.csv_separator is not None and self.csv_separator not in SEPARATORS:
-            raise ConfigError(
-                f"csv_separator={self.csv_separator!r}: choose one of {', '.join(SEPARATORS)}"
-            )
-        digits = self.csv_digits
-        if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
-            raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
+        return csv_settings(self.csv_separator, self.csv_digits, style)
 
     def check(self, engine: str, processes: int, style: str = "table") -> None:
         """Refuse settings that exclude each other.
@@ -198,7 +175,7 @@ class PredictionConfig:
         Raises:
             ConfigError: The message names their flags.
         """
-        self.check_csv(style)
+        self.csv_settings(style)
         files = [os.path.realpath(path) for path in (self.out, self.embeddings) if path is not None]
         ray, several = engine == "ray", processes > 1
         rules = {
@@ -383,8 +360,7 @@ def run_on_ray(
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
-        separator=config.separator,
-        digits=config.digits,
+        **config.csv_settings(style),
     )
 
 
@@ -469,18 +445,13 @@ class PredictionJob:
             predictor.n_best,
             self.multilabel,
             shares=predictor.shares,
-            separator=config.separator,
-            digits=config.digits,
+            **config.csv_settings(self.style),
             reject=self.config.reject,
             sets=self.config.sets is not None,
         )
         header, line = FORMATS[self.style](layout)
         if self.style == "csv" and config.to_file:
-            # without the mark Excel reads UTF-8 as the machine's old code page
-            names = (*predictor.classes, *self.images)
-            marked = config.csv_separator is not None or predictor.n_best > 0
-            if marked or not all(map(str.isascii, names)):
-                header = BOM + header
+            header = byte_order_mark(layout, local=config.csv_separator is not None) + header
         return header, line
 
     def sorter(self) -> Callable[[int, Prediction], bool]:
@@ -617,7 +588,9 @@ class PredictionJob:
             "sort_with": (config.sort_with or "copy") if folder else None,
             "format": self.style,
             "format_separator": config.csv_separator,
-            "format_digits": str(config.digits) if self.style == "csv" else None,
+            "format_digits": (
+                str(config.csv_settings("csv")["digits"]) if self.style == "csv" else None
+            ),
             "top_k": self.top_k,
             "processes": self.group.processes,
         } | ({"intensity_range": [*config.intensity_range]} if config.intensity_range else {})

@@ -18,6 +18,7 @@ from vit.data.image_io import IntensityRange
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.classification_metrics import ranking
+from vit.exported.load_exported import EXPORTED
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
 from vit.inference.batch_pipeline import (
@@ -37,6 +38,7 @@ from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
 from vit.score_calibration import check_decisions, check_selection
 from vit.tasks.task import calibrated_activation, get_task
+from vit.text import printable
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
@@ -136,6 +138,12 @@ class Predictor:
         self.precision = resolve_precision(precision, self.device)
         if isinstance(run, LoadedRun):
             loaded = run
+        elif isinstance(run, str | os.PathLike) and os.fspath(run).lower().endswith((*EXPORTED,)):
+            raise ConfigError(
+                f"{printable(os.fspath(run))} is a file of vit export, which torch does not run: "
+                "from vit.exported.load_exported import load_exported; "
+                f"load_exported({os.fspath(run)!r})([image, ...])"
+            )
         else:
             loaded = load_model(run, notify=notify, headless=embeddings)
         loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)

@@ -146,6 +146,42 @@ class Layout:
         return [(f"caption_{place}", f"{score}_{place}") for place in range(1, self.n_best + 1)]
 
 
+def csv_settings(separator: str | None, digits: int | str | None, style: str) -> dict[str, Any]:
+    """The fields `separator` and `digits` of a Layout, from the settings of CSV.
+
+    Args:
+        separator: A name of SEPARATORS; comma by default.
+        digits: Decimal digits of scores, or `full` for all; 4 by default.
+        style: The format of the rows.
+
+    Raises:
+        ConfigError: A setting has no such value, or the rows are no CSV.
+    """
+    for name, value in (("csv_separator", separator), ("csv_digits", digits)):
+        if value is not None and style != "csv":
+            raise ConfigError(f"{name}={value}: the format is {style}; add --format csv")
+    if separator is not None and separator not in SEPARATORS:
+        raise ConfigError(f"csv_separator={separator!r}: choose one of {', '.join(SEPARATORS)}")
+    if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
+        raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
+    number = CSV_DIGITS if digits is None else None if digits == "full" else digits
+    return {"separator": SEPARATORS[separator or "comma"], "digits": number}
+
+
+def byte_order_mark(layout: Layout, *, local: bool) -> str:
+    """BOM before a CSV file for a spreadsheet, or "".
+
+    Without the mark Excel reads UTF-8 as the machine's old code page.
+
+    Args:
+        layout: Of the file.
+        local: Whether the user chose the separator.
+    """
+    free_text = layout.n_best > 0 or "references" in layout.truth
+    names = (*layout.classes, *layout.images)
+    return BOM if local or free_text or not all(map(str.isascii, names)) else ""
+
+
 Line = Callable[[Prediction], str]
 Truth = str | float | Sequence[str] | None
 

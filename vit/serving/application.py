@@ -120,9 +120,7 @@ class Application:
 
     async def models(self, _request: Request) -> Response:
         models = [model.describe() for model in self.registry.models.values()]
-        names = ("max_image_mb", "max_request_mb", "max_images", "max_pixels")
-        limits = {name: getattr(self.config, name) for name in names}
-        return json_response({"models": models, "limits": limits})
+        return json_response({"models": models})
 
     async def health(self, _request: Request) -> Response:
         return json_response({"status": "alive"})

@@ -151,6 +151,7 @@ class Classification(Task):
             calibrated=calibrated,
             paths=found.paths,
             recall=recall,
+            robustness=run.robustness,
             slices=found.slices(
                 (outcomes.ranks == 0).tolist(),
                 classes=[run.splits.classes[label] for label in found.labels.tolist()],

@@ -174,6 +174,7 @@ class MultiLabel(Task):
             run.folder,
             facts=run.facts(found.failed),
             events=run.events,
+            robustness=run.robustness,
             slices=found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
             outcomes=MultilabelOutcomes(
                 probabilities=probabilities,

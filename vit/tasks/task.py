@@ -140,6 +140,8 @@ class FinishedRun(Protocol):
     folder: Path
     splits: Splits
     device: torch.device
+    robustness: Mapping[str, Any] | None
+    """`robustness` of `vit.evaluate` with corruptions, if the report shows it."""
 
     @property
     def notify(self) -> Notify:

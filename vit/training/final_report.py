@@ -27,7 +27,7 @@ from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES
-from vit.model.feature_distance import FeatureDistance, encode_with_means
+from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.paths import did_you_mean, path_argument
 from vit.precision import autocast
 from vit.stop_signals import Interrupted, Interruption
@@ -66,6 +66,7 @@ class BestWeights:
         best_epoch: From 1.
         calibrating: Whether the validation images are those of a calibration, which also measures
             their distance from the training images.
+        robustness: `robustness` of `vit.evaluate` with corruptions, for the report.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class BestWeights:
         *,
         best_epoch: int,
         calibrating: bool = False,
+        robustness: Mapping[str, Any] | None = None,
     ) -> None:
-        self.calibrating = calibrating
+        self.calibrating, self.robustness = calibrating, robustness
         self.run, self.folder, self.splits, self.best_epoch = run, folder, splits, best_epoch
         self.config, self.device, self.notify = run.config, run.accelerator.device, notify
         self.precision = inference_precision(run.config.run.precision, self.device)
@@ -138,7 +140,7 @@ class BestWeights:
         distance = self._fit_distance()
         failed: dict[str, str] = {}
         samples, logits, labels, paths = self.splits.val, [], [], list[str]()
-        distances: list[Tensor] = []
+        distances: list[Tensor] = []  # its two parts
         properties = ImageProperties()
         with contextlib.closing(self.batches(samples, failed)) as batches:
             for batch, images in batches:
@@ -146,21 +148,23 @@ class BestWeights:
                     if distance is None:
                         outputs = self.loaded.model(images)
                     else:
-                        tokens, context, means = encode_with_means(self.loaded.model, images)
-                        outputs = self.loaded.model.forward_head(tokens, context)
-                        distances.append(distance(means.float().cpu()).double())
+                        _, _, features = encode_with_features(self.loaded.model, images)
+                        outputs = self.loaded.model.head(features.pooled)
+                        distances.append(distance.parts(features.float_cpu()))
                 logits.append(outputs.float().cpu())
                 labels.append(batch.labels)
                 names = [samples[index].path for index in batch.indices.tolist()]
                 properties.add_pixels(names, batch.images)
                 paths += names
+        if distance is not None:
+            distance.standardise(torch.cat(distances))
         return ValidationLogits(
             torch.cat(logits),
             torch.cat(labels),
             paths,
             failed,
             distance,
-            torch.cat(distances) if distances else None,
+            None if distance is None else distance.combine(torch.cat(distances)).double(),
             properties,
         )
 
@@ -169,12 +173,13 @@ class BestWeights:
         samples = distance_samples(self.splits)
         if not (samples and self.calibrating and self.run.task.measures_distance):
             return None
-        means = []
+        features = []
         with contextlib.closing(self.batches(samples, {})) as batches:
             for _, images in batches:
                 with torch.inference_mode(), self.autocast():
-                    means.append(encode_with_means(self.loaded.model, images)[2].float().cpu())
-        return FeatureDistance.fit(torch.cat(means))
+                    found = encode_with_features(self.loaded.model, images)[2]
+                features.append(found.float_cpu())
+        return FeatureDistance.fit(DistanceFeatures.cat(features))
 
     def reload(self) -> None:
         """Read the run folder again, which the task has completed."""
@@ -263,6 +268,7 @@ def report(
     *,
     device: str | None = None,
     workers: int | None = None,
+    robustness: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write report.html of a finished run again, and return its path: `vit report`.
 
@@ -271,6 +277,7 @@ def report(
         data: Where the images of the training are now; where they were by default.
         device: cpu, cuda, cuda:N or mps; that of the training by default.
         workers: Loader processes.
+        robustness: That of `vit.evaluate(run, data, corruptions=True)`, which becomes a section.
 
     Raises:
         VitError: The run has no finished epoch, its data are not there, or have other classes.
@@ -317,7 +324,9 @@ def report(
         )
         epochs = [one for one in events if one["event"] == "epoch"]
         best = max(epochs, key=task.rank)["epoch"]
-        task.write_report(BestWeights(state, folder, splits, best_epoch=best))
+        task.write_report(
+            BestWeights(state, folder, splits, best_epoch=best, robustness=robustness)
+        )
     return folder / REPORT_FILE
 
 

@@ -133,7 +133,7 @@ def tune(
             folder `best` in it.
         trials: Number of trials, the plan among them; chosen by the time if omitted.
         resume: Continue the search in `out`, or start if there is none.
-        overwrite: Delete the search in `out` first.
+        overwrite: Replace the search in `out`, once the new one has its plan.
         began: Start of the time, by `time.monotonic`; now if omitted.
         more: More settings by name.
 
@@ -160,6 +160,7 @@ def tune(
                 if accelerator.is_main_process:
                     delete_unused(folder)
                 raise
+            on_main(accelerator, partial(delete_search, folder))
             record["seconds"] = time.monotonic() - began
             record = save(accelerator, folder, record)
         rungs = [
@@ -296,26 +297,29 @@ def claim_tuning(
     if path.is_file() and not (resume or overwrite):
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
-        with explain_write_errors(folder):
-            delete_search(folder)
-        return None
+        return None  # the new one deletes what is there, if its plan is no refusal
     record = read_record(path)
     require_same(values, trials, record, path)
     return record
 
 
 def delete_search(folder: Path) -> None:
-    """Delete what a search wrote in `folder`, and nothing else."""
-    for run in [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]:
-        if run.is_dir():
-            delete_run(run)
-            (run / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # with other files in it
-                run.rmdir()
-    with contextlib.suppress(OSError):
-        (folder / TRIALS).rmdir()
-    for name in (PAGE_FILE, RECIPE_FILE, TUNE_FILE):
-        (folder / name).unlink(missing_ok=True)
+    """Delete what a search wrote in `folder`, and nothing else.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    with explain_write_errors(folder):
+        for run in [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]:
+            if run.is_dir():
+                delete_run(run)
+                (run / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # with other files in it
+                    run.rmdir()
+        with contextlib.suppress(OSError):
+            (folder / TRIALS).rmdir()
+        for name in (PAGE_FILE, RECIPE_FILE, TUNE_FILE):
+            (folder / name).unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> Record:

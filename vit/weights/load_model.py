@@ -9,12 +9,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from vit.config import DataConfig, ModelConfig
-from vit.config.parser import model_settings
+from vit.config.parser import model_settings, read_settings
 from vit.config.presets import find_presets
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
@@ -144,7 +145,17 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         calibration=run.calibration,
         origin=f"run {printable(found.folder)}",
         linear_offsets=True,
+        from_scratch=began_from_scratch(found.folder),
     )
+
+
+def began_from_scratch(folder: Path) -> bool:
+    """Whether the training of a run folder used no other weights; False if that is unknown."""
+    try:
+        settings = read_settings(folder / "config.yaml")
+    except ConfigError:
+        return False
+    return "weights" in settings and settings["weights"] is None
 
 
 def architecture(name: str | None) -> str:
@@ -154,9 +165,11 @@ def architecture(name: str | None) -> str:
 
 def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
     """Origin, license and notes of the weights, as lines for the user."""
-    terms = printable(pretrained.license) if pretrained.license else "unknown; ask the authors"
-    lines = [f"weights: {printable(source)} ({pretrained.origin}), license: {terms}"]
-    return lines + [f"note: {note}" for note in pretrained.notes]
+    line = f"weights: {printable(source)} ({pretrained.origin})"
+    if pretrained.license or not pretrained.from_scratch:
+        terms = printable(pretrained.license) if pretrained.license else "unknown; ask the authors"
+        line += f", license: {terms}"
+    return [line, *(f"note: {note}" for note in pretrained.notes)]
 
 
 def from_pretrained(

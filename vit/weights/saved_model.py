@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
@@ -423,13 +422,17 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
         WeightsError: It is missing, damaged, or of another network.
     """
     tensors, _ = read_tensors(folder / DISTANCE_FILE)
-    components = tensors.get("components", torch.empty(0))
     layers = config.depth * config.repeat_blocks + 1
-    if components.shape[:2] != (layers, config.dim) or components.ndim != 3:
+    try:
+        distance = FeatureDistance.load(tensors).eval()
+    except (KeyError, ValueError, RuntimeError):
+        distance = None
+    known = distance is not None and distance.tokens.mean.shape == (layers, config.dim)
+    if known and distance is not None and distance.pooled is not None:
+        known = distance.pooled.mean.shape == (1, config.pooled_dim)
+    if distance is None or not known:
         raise WeightsError(f"{printable(folder / DISTANCE_FILE)} is of another network")
-    distance = FeatureDistance(*components.shape)
-    distance.load_state_dict(tensors)
-    return distance.eval()
+    return distance
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:

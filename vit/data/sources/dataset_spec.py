@@ -83,6 +83,10 @@ class DatasetSpec:
     """Whether images without classes are read too; then none of them has one."""
     skip_empty: bool = False
     """Whether class folders without images are left out, with a note."""
+    exclude: str | None = None
+    """List of images that are left out."""
+    corrections: str | None = None
+    """List of images and the classes that replace theirs."""
     row_errors: RowErrors = field(default=None, compare=False)
     """Receives errors of single rows and shards, which are skipped; None: the first one raises."""
 
@@ -110,6 +114,8 @@ class DatasetSpec:
             labels=labels,
             optional_labels=optional_labels,
             skip_empty=data.on_bad_image == "skip",
+            exclude=data.exclude,
+            corrections=data.corrections,
         )
 
     def select_splits(self, available: Collection[str]) -> list[str]:

@@ -27,6 +27,7 @@ from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolv
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
+from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
@@ -113,7 +114,9 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             f"{printable(spec.data)}: images with several classes, or none; "
             "--task multilabel learns them"
         )
-    return dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
+    index = dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
+    reviewed = spec.exclude is not None or spec.corrections is not None
+    return apply_review(index, spec) if reviewed else index
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:

@@ -41,6 +41,8 @@ class Pretrained:
         decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
         calibration: Calibration of the scores, as in LoadedRun.
+        from_scratch: Whether a training of ours began with random weights: nobody else's terms
+            apply.
         notes: Lines for the user: assumptions, and tensors that were left out.
     """
 
@@ -54,4 +56,5 @@ class Pretrained:
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None
     calibration: ScoreCalibration | None = None
+    from_scratch: bool = False
     notes: tuple[str, ...] = ()

@@ -1,0 +1,112 @@
+"""A review of a dataset: images that are left out, and labels that are corrected.
+
+    exclude        a list of images, each of which is left out
+    corrections    a list of images and classes, each of which gets that class
+
+The lists are those of `vit check --write-list`, or any other list (vit/data/sources/image_list.py).
+Names are relative to the folder of the data, or paths.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from vit.config.parser import nearest
+from vit.data.archives import relative
+from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.image_list import Entry, read_list
+from vit.errors import ConfigError, DataError
+from vit.text import plural, printable
+
+
+def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
+    """`index` without the images of `spec.exclude`, and with the labels of `spec.corrections`.
+
+    Raises:
+        DataError: A list cannot be read, names no image of the data, or has a class that is not in
+            the data, or several where an image has one.
+        ConfigError: Labels are corrected where none are read.
+    """
+    notes, splits = [*index.notes], index.splits
+    find = _finder(index)
+    if spec.exclude is not None:
+        gone, note = _matched(spec.exclude, spec, find, "exclude", labels=False)
+        notes.append(f"{note} left out")
+        splits = {
+            split: [record for record in records if record.path not in gone]
+            for split, records in splits.items()
+        }
+    if spec.corrections is not None:
+        if not spec.labels:
+            raise ConfigError("corrections: these data have no labels; leave it out")
+        fixed, note = _matched(spec.corrections, spec, find, "corrections", labels=True)
+        _check_labels(fixed, index, spec.corrections)
+        changed = 0
+
+        def correct(record: ImageRecord) -> ImageRecord:
+            nonlocal changed
+            entry = fixed.get(record.path)
+            if entry is None or entry.labels == record.labels:
+                return record
+            changed += 1
+            return record._replace(labels=entry.labels)
+
+        splits = {split: [*map(correct, records)] for split, records in splits.items()}
+        notes.append(f"{note} read, {plural(changed, 'label')} corrected")
+    return dataclasses.replace(index, splits=splits, notes=notes)
+
+
+def _matched(
+    path: str,
+    spec: DatasetSpec,
+    find: Callable[[str], str | None],
+    setting: str,
+    *,
+    labels: bool,
+) -> tuple[dict[str, Entry], str]:
+    """The entries of a list by the path of the image, and the beginning of a note."""
+    columns = DatasetSpec(path, allow_outside=True, labels=labels, multilabel=spec.multilabel)
+    entries = read_list(path, columns, []).entries
+    places = {name: find(name) for name in entries}
+    found = {place: entries[name] for name, place in places.items() if place is not None}
+    lacking = [name for name, place in places.items() if place is None]
+    if not found and spec.split is None:
+        raise DataError(
+            f"{setting}={printable(path)}: none of its {plural(len(entries), 'image')}, such as "
+            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
+        )
+    more = f" ({len(lacking):,} others are not in the data)" if lacking else ""
+    return found, f"{printable(path)}: {plural(len(found), 'image')}{more}"
+
+
+def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
+    """The path of the image that a name in a list means."""
+    paths = [record.path for records in index.splits.values() for record in records]
+    by_name = {relative(path, index.root): path for path in paths}
+    real: dict[str, str] = {}
+
+    def find(name: str) -> str | None:
+        if name in by_name:
+            return by_name[name]
+        if not real:
+            real.update((os.path.realpath(path), path) for path in paths)
+        return real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
+
+    return find
+
+
+def _check_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> None:
+    """Raise DataError if a correction has a class that is not in the data, or several."""
+    records = (record for records in index.splits.values() for record in records)
+    known = sorted({label for record in records for label in record.labels})
+    for entry in fixed.values():
+        where = f"{printable(path)}, line {entry.line}"
+        if len(entry.labels) != 1 and not index.multilabel:
+            raise DataError(f"{where}: {len(entry.labels)} classes; an image has one here")
+        for label in entry.labels:
+            if label not in known:
+                raise DataError(
+                    f"{where}: no image of the data is labelled {printable(label)}"
+                    f"{nearest(label, known)}"
+                )
