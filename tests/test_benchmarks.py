@@ -1,11 +1,17 @@
 """The benchmark command: ratios of interleaved rounds, missing libraries, a table of its parts."""
 
+import argparse
 import importlib
 import subprocess
 import sys
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from benchmarks import coverage
 from benchmarks.__main__ import PARTS
 from benchmarks.timing import Clock, Comparison, Missing, slug, table, take_turns
 
@@ -55,7 +61,7 @@ def test_every_part_has_its_row_in_the_documentation_and_its_function():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert f"\n| `{part}` |" in page
-    for part in ("forward", "step", "small", "startup", "accuracy"):
+    for part in ("forward", "step", "small", "startup", "accuracy", "coverage", "calibration"):
         assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
 
 
@@ -69,3 +75,37 @@ def test_an_unknown_part_is_one_line_with_the_choices():
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "forwrd is not a part: choose of forward, step" in run.stderr
+
+
+def test_coverage_of_saved_predictions_is_counted_per_class(tmp_path):
+    random = np.random.default_rng(0)
+    labels = np.arange(1200) % 3
+    logits = random.normal(size=(1200, 3)) + 2 * np.eye(3)[labels]
+    table = {"labels": labels}
+    for kind in coverage.KINDS:
+        table |= {f"{kind} logits": logits, f"{kind} distances": np.full(1200, np.nan)}
+    np.savez(tmp_path / "one.npz", **table)
+    options = argparse.Namespace(runs=[Path("one")], predictions=tmp_path)
+    (run,) = coverage.read_all(options)
+    rows = [line.split(" | ") for line in coverage.sets_table(run, 20).splitlines()[4:]]
+    assert [row[0].strip("| ") for row in rows] == ["0.8", "0.9", "0.95", "0.99"] * 2
+    for row in rows[4:]:
+        assert row[1] == "each class"
+        share = 100 * float(row[0].strip("| "))
+        assert float(row[3]) > share - 1  # all images
+        assert share - 2 < float(row[-1].strip("| ")) <= float(row[3])  # the worst class
+    held = coverage.interval_coverage(run, 200, 100)
+    assert all(88 <= float(share) <= 100 for share in held)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.5, 20), (0.99, 50)])
+def test_coverage_of_wilsons_interval_is_exact(share, count):
+    inside = [
+        hits
+        for hits in range(count + 1)
+        if coverage.wilson_interval(hits, count)[0]
+        <= share
+        <= coverage.wilson_interval(hits, count)[1]
+    ]
+    expected = binom.pmf(inside, count, share).sum()
+    assert coverage.wilson_coverage(share, count) == pytest.approx(expected)

@@ -53,8 +53,9 @@ def test_the_interval_is_nearly_the_normal_one():
     share, difference = 210 / 2000, 50 / 2000
     half = norm.ppf(0.975) * np.sqrt((share - difference**2) / 2000)
     assert (low, high) == pytest.approx((difference - half, difference + half), abs=1e-3)
-    assert found.interval() == (low, high)
-    assert counts(0, 0).interval() == (0.0, 0.0)
+    low, high = counts(0, 0, count=200).interval()
+    assert -low == high == pytest.approx(norm.ppf(0.975) * np.sqrt(2) / 202)
+    assert counts(0, 1, count=1, both=0).interval()[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,18 @@ def test_the_exact_test_agrees_with_the_asymptotic_one_of_many_images(a, b):
     assert counts(a, b, count=9000).p_value == pytest.approx(chi2.sf(statistic, 1), rel=0.05)
 
 
-def test_the_interval_is_that_of_scipys_bootstrap_of_the_images():
+def test_the_interval_is_nearly_that_of_scipys_bootstrap_of_the_images():
     found = counts(30, 52, count=400, both=250)
     differences = np.repeat([-1, 1, 0], [30, 52, 318])
     expected = bootstrap((differences,), np.mean, method="percentile", n_resamples=5000)
-    assert found.interval() == pytest.approx(tuple(expected.confidence_interval), abs=0.006)
+    assert found.interval() == pytest.approx(tuple(expected.confidence_interval), abs=0.008)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.0, 0.008), (0.002, 0.01), (0.05, 0.1)])
+def test_the_interval_holds_the_difference_also_where_few_images_decide(a, b):
+    drawn = np.random.default_rng(0).multinomial(200, [a, b, 1 - a - b], size=2000)
+    intervals = [counts(*pair, count=200).interval() for pair in drawn[:, :2].tolist()]
+    assert sum(low <= b - a <= high for low, high in intervals) >= 0.94 * 2000
 
 
 @pytest.mark.slow

@@ -174,6 +174,8 @@ def test_what_it_serves_and_how_it_is(client, sources):
     assert [one["name"] for one in models] == [*sources]
     assert models[0]["classes"] == ["apple", "class10", "class2"]
     assert [one["captions"] for one in models] == [False, False, True, False]
+    assert [one["rejects"] for one in models] == [True, False, False, False]
+    assert [one["sets"] for one in models] == [True, False, False, False]
     assert client.get("/health").json == {"status": "alive"}
     assert client.get("/ready").json == {"status": "ready"}
     document = client.get("/openapi.json").json

@@ -97,6 +97,7 @@ def test_pixels_give_the_answer_of_their_file(client, files, predicted):
         (b"", "not JSON"),
         (b"[]", "not a JSON object"),
         (b"[" * 100_000, "not JSON"),
+        (b"[" + b"[]," * 3_000_000 + b"[]]", "at most 8 MB"),
         (b'{"inputs": []}', "one tensor"),
         (request("x", "UINT8", [1]), "give `images` or `encoded`"),
         (request("images", "FP32", [1, 2, 2, 3], data=[0]), "datatype is UINT8"),

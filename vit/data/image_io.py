@@ -180,7 +180,7 @@ def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
         return values
 
 
-def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
     """Read (width, height) from the header of an image, before any EXIF rotation."""
     with _open_image(path) as image:
         return image.size

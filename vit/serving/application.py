@@ -120,7 +120,9 @@ class Application:
 
     async def models(self, _request: Request) -> Response:
         models = [model.describe() for model in self.registry.models.values()]
-        return json_response({"models": models})
+        names = ("max_image_mb", "max_request_mb", "max_images", "max_pixels")
+        limits = {name: getattr(self.config, name) for name in names}
+        return json_response({"models": models, "limits": limits})
 
     async def health(self, _request: Request) -> Response:
         return json_response({"status": "alive"})

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vit.cpu_cores import usable_cores
+from vit.data.image_io import MAX_PIXELS
 from vit.errors import BadImage
-from vit.serving.served_model import ServedModel, Upload
+from vit.serving.served_model import ServedModel, Upload, count_pixels
 from vit.serving.server_metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -44,6 +45,42 @@ class QueueFull(Exception):
         self.retry_after = retry_after
 
 
+class PixelGate:
+    """Limits the pixels of images that wait as they are; a single image is always admitted.
+
+    Args:
+        limit: Pixels of all of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.held = limit, 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def enter(self, pixels: int) -> None:
+        """Wait, in the order of the calls, until `pixels` more are within the limit."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((pixels, turn))
+        self._admit()
+        await turn
+
+    def leave(self, pixels: int) -> None:
+        """Return `pixels`."""
+        self.held -= pixels
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            pixels, turn = self._waiting[0]
+            if turn.done():  # its request was cancelled
+                self._waiting.popleft()
+                continue
+            if self.held and self.held + pixels > self.limit:
+                return
+            self._waiting.popleft()
+            self.held += pixels
+            turn.set_result(None)
+
+
 class BatchScheduler:
     """Decodes images and computes batches of them, for all models.
 
@@ -61,6 +98,7 @@ class BatchScheduler:
         self.compute_threads, self.max_queue, self.metrics = compute_threads, max_queue, metrics
         decoders = min(8, usable_cores())
         self.decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
+        self.gate = PixelGate(MAX_PIXELS)
         self.accepted = 0
         self.seconds_per_image = 0.05
         """Of the last batches; a moving average."""
@@ -96,7 +134,12 @@ class BatchScheduler:
 
     async def _predict_one(self, model: ServedModel, name: str, upload: Upload) -> Any:
         loop = asyncio.get_running_loop()
+        kept = 0
         try:
+            if model.adapter.keeps_pixels:
+                pixels = await loop.run_in_executor(self.decoders, count_pixels, upload)
+                await self.gate.enter(pixels)
+                kept = pixels
             decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
             del upload
             pixels = await decoding
@@ -110,6 +153,7 @@ class BatchScheduler:
             self.metrics.images.labels(model.name, "unreadable").inc()
             return error
         finally:
+            self.gate.leave(kept)
             self.accepted -= 1
             self.metrics.waiting.set(self.accepted)
 

@@ -40,7 +40,8 @@ EXTENSIONS = ("binary_tensor_data", "classification")
 PIXELS, ENCODED = "images", "encoded"
 PROBABILITIES, CAPTION, ROWS = "probabilities", "caption", "rows"
 VERSION = "1"
-MAX_HEADER_BYTES = 1_000_000
+MAX_JSON_BYTES = 8_000_000
+"""JSON takes up to twenty times its size when it is parsed."""
 
 
 def server_metadata() -> dict[str, Any]:
@@ -119,8 +120,13 @@ def parse_request(
         if not (header_length.isdecimal() and len(header_length) < 12):
             raise RequestError(400, f"{HEADER_LENGTH} is not a number of bytes")
         length = int(header_length)
-        if length > min(len(body), MAX_HEADER_BYTES):
-            raise RequestError(400, f"{HEADER_LENGTH}: {length} is more than there may be")
+        if length > len(body):
+            raise RequestError(400, f"{HEADER_LENGTH} is {length}, the body {len(body)} bytes")
+    if length > MAX_JSON_BYTES:
+        raise RequestError(
+            413,
+            f"JSON has at most {MAX_JSON_BYTES / 1e6:g} MB here; send images as binary tensors",
+        )
     try:
         record = json.loads(body[:length])
     except (ValueError, RecursionError):

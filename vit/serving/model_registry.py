@@ -144,7 +144,7 @@ class ModelRegistry:
         exported = source.lower().endswith((".onnx", ".xml"))
         try:
             files = model_files(source, "onnx" if exported else "torch")
-        except VitError:
+        except (VitError, OSError, ValueError):
             return ()
         return tuple(file_fingerprint(str(file)) for file in files)
 

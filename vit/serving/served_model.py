@@ -8,7 +8,9 @@ The three kinds of predictors, of run folders and of exported classifiers and ca
 adapter each; only the first one needs torch.
 """
 
+import contextlib
 import io
+import math
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from vit.data.image_io import EncodedImage
+from vit.data.image_io import EncodedImage, read_size
 from vit.data.image_objects import Array, NamedImage
 from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError, VitError
@@ -57,6 +59,9 @@ class ModelAdapter(Protocol):
     def compute_threads(self) -> int:
         """Batches that are computed at the same time."""
 
+    keeps_pixels: bool
+    """Whether images are resized by the network, and until then in memory as they are."""
+
     def decode(self, name: str, upload: Upload) -> Any:
         """Pixels as `run` takes them.
 
@@ -93,6 +98,8 @@ class TorchAdapter:
         predictor: The predictor.
         max_pixels: Images of more pixels are refused.
     """
+
+    keeps_pixels = False
 
     def __init__(self, predictor: "Predictor", max_pixels: int) -> None:
         self.predictor = predictor
@@ -151,6 +158,7 @@ class ExportedClassifierAdapter:
 
     compute_threads = 1
     """A session uses all cores for one batch."""
+    keeps_pixels = True
 
     def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
         self.predictor = predictor
@@ -200,6 +208,7 @@ class ExportedCaptionerAdapter:
     """An exported captioner, in onnxruntime. Arguments as for TorchAdapter."""
 
     compute_threads = 1
+    keeps_pixels = False
 
     def __init__(self, predictor: ExportedCaptioner, max_pixels: int) -> None:
         self.predictor = predictor
@@ -299,8 +308,15 @@ class ServedModel:
 
     @property
     def calibrated(self) -> bool:
-        """Whether scores are calibrated, and `reject` and `sets` are possible."""
+        """Whether scores are calibrated."""
         return getattr(self.predictor, "calibration", None) is not None
+
+    def allows(self, options: RowOptions) -> bool:
+        """Whether this network can fulfil the options."""
+        with contextlib.suppress(ConfigError):
+            self.check(options)
+            return True
+        return False
 
     def describe(self) -> dict[str, Any]:
         """Its properties for JSON."""
@@ -315,6 +331,8 @@ class ServedModel:
             "captions": self.captions,
             "probabilities": predictor.shares,
             "calibrated": self.calibrated,
+            "rejects": self.allows(RowOptions(reject=True)),
+            "sets": self.allows(RowOptions(sets=0.9)),
             "explains": self.explains,
             "image_size": list(predictor.preprocessing.image_size),  # type: ignore[attr-defined]
             "batch_sizes": list(self.batch_sizes),
@@ -403,6 +421,15 @@ class ServedModel:
         file = io.BytesIO()
         plot.save(file, format="PNG")
         return file.getvalue()
+
+
+def count_pixels(upload: Upload) -> int:
+    """Pixels of an image by its header; 0 of one that cannot be read, whose error is decoding's."""
+    if not isinstance(upload, EncodedImage):
+        return upload.shape[0] * upload.shape[1]
+    with contextlib.suppress(BadImage):
+        return math.prod(read_size(upload))
+    return 0
 
 
 def split_name(word: str) -> tuple[str, str]:

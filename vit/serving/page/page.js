@@ -14,6 +14,10 @@ function make(tag, className, text) {
   return element;
 }
 
+function sizeText(bytes) {
+  return bytes < 1e6 ? `${Math.max(Math.round(bytes / 1e3), 1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
+}
+
 function say(text) { $("live").textContent = text; }
 
 async function ask(path, options = {}) {
@@ -41,7 +45,9 @@ async function ask(path, options = {}) {
 
 async function loadModels() {
   try {
-    state.models = (await ask("models")).models;
+    const { models, limits } = await ask("models");
+    state.models = models;
+    $("limits").textContent = `up to ${limits.max_image_mb} MB and ${(limits.max_pixels / 1e6).toLocaleString("en")} megapixels each`;
   } catch (error) {
     $("about").textContent = error.message;
     return;
@@ -66,7 +72,8 @@ function showModel() {
     : one.calibrated ? " · scores are calibrated" : " · scores are not calibrated";
   $("about").textContent = `${one.name} · ${kind}${scores} · ${one.engine}, ${one.precision}, ${one.device}`;
   $("top-option").hidden = count === 0;
-  $("reject-option").hidden = $("sets-option").hidden = !one.calibrated;
+  $("reject-option").hidden = !one.rejects;
+  $("sets-option").hidden = !one.sets;
   showCode();
 }
 
@@ -74,8 +81,8 @@ function query(one) {
   const options = new URLSearchParams();
   if (state.models.length > 1) options.set("model", one.name);
   if (one.classes.length && $("top").value) options.set("top_k", $("top").value);
-  if (one.calibrated && $("reject").checked) options.set("reject", "true");
-  if (one.calibrated && $("sets").checked) options.set("sets", "0.9");
+  if (one.rejects && $("reject").checked) options.set("reject", "true");
+  if (one.sets && $("sets").checked) options.set("sets", "0.9");
   return options;
 }
 
@@ -130,11 +137,9 @@ function addFiles(files) {
   const images = [...files];
   if (!images.length) return;
   if (!model()) { say("the models are not loaded"); loadModels(); return; }
-  for (const file of images) {
-    const card = makeCard(file);
-    $("results").prepend(card.element);
-    state.waiting.push(card);
-  }
+  const cards = images.map(makeCard);
+  $("results").prepend(...cards.map((card) => card.element)); // the newest first, each lot in its order
+  state.waiting.push(...cards);
   while ($("results").children.length > MAX_CARDS) dropCard($("results").lastElementChild);
   $("empty").hidden = true;
   $("clear").hidden = false;
@@ -154,7 +159,7 @@ function makeCard(file) {
   image.onerror = () => { image.hidden = true; element.querySelector(".no-preview").hidden = false; };
   image.onload = () => { if (card.map) drawMap(card, card.map); };
   image.src = card.url;
-  element.querySelector(".meta").textContent = `${(file.size / 1e6).toFixed(2)} MB`;
+  element.querySelector(".meta").textContent = sizeText(file.size);
   element.querySelector(".bars").before(make("div", "busy"));
   element.querySelector(".explain").hidden = true;
   element.querySelector(".copy").hidden = true;
@@ -209,9 +214,8 @@ async function predict(card) {
     const answer = await send(card, card.options);
     card.row = answer.results[0];
     const seconds = (performance.now() - began) / 1000;
-    const size = `${(card.file.size / 1e6).toFixed(2)} MB`;
     const which = state.models.length > 1 ? ` · ${card.model.name}` : "";
-    card.element.querySelector(".meta").textContent = `${size} · ${seconds.toFixed(2)} s${which}`;
+    card.element.querySelector(".meta").textContent = `${sizeText(card.file.size)} · ${seconds.toFixed(2)} s${which}`;
     showRow(card);
   } catch (error) {
     showNote(card, error.message, true);
@@ -243,9 +247,7 @@ function showRow(card) {
     const caption = element.querySelector(".caption");
     caption.textContent = row.caption || "(an empty caption)";
     caption.hidden = false;
-    if (Math.exp(row.score) >= 0) {
-      caption.title = `log probability ${row.score.toFixed(3)}`;
-    }
+    caption.title = `log probability ${row.score.toFixed(3)}`;
   }
   const predictions = row.predictions || [];
   const largest = card.model.probabilities ? 1 : Math.max(...predictions.map((p) => Math.abs(p.score)), 1e-9);
@@ -374,6 +376,8 @@ $("access").onsubmit = (event) => {
   $("token").value = "";
   loadModels();
 };
+
+document.documentElement.classList.toggle("touch", navigator.maxTouchPoints > 0);
 
 let depth = 0;
 addEventListener("dragenter", (event) => { event.preventDefault(); depth += 1; $("drop").classList.add("over"); });
