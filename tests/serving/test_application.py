@@ -183,7 +183,8 @@ def test_what_it_serves_and_how_it_is(client, sources):
     for path in document["paths"]:
         if "{" not in path and "get" in document["paths"][path]:
             assert client.get(path).status == 200
-    assert "vit_requests_total" in client.get("/metrics").body.decode()
+    metrics = client.get("/metrics").body.decode()
+    assert 'vit_requests_total{route="/models",status="200"}' in metrics
 
 
 def test_answers_forbid_sniffing_frames_and_caches(client, files):

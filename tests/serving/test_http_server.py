@@ -99,6 +99,18 @@ def test_slow_clients_are_told_so(strict):
         assert [*map(status_of, pool.map(lambda data: raw(strict, data), begun))] == [408] * 4
 
 
+def test_a_client_that_does_not_read_is_cut_off(strict):
+    """The models are asked for until their answers no longer fit into the system's buffers."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", strict.port))
+        request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while True:
+                connection.sendall(100 * request)
+
+
 def test_what_is_no_http_is_refused(strict):
     long = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000
     chunks = HEAD + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n"

@@ -58,6 +58,8 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 OWN_NAMES = {"localhost", "127.0.0.1", "[::1]"}
+ROUTE = "vit.route"
+"""Key of the scope with the path of the route, for metrics."""
 TRUE, FALSE = ("1", "true", "yes", ""), ("0", "false", "no")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -105,8 +107,12 @@ class Application:
             "/v2/models/{name}/versions/{version}/infer": self.kserve_infer,
         }
         routes = [Route(path, self._asset, methods=["GET"]) for path in ASSETS]
-        routes += [Route(path, self._checked(one), methods=["GET"]) for path, one in gets.items()]
-        routes += [Route(path, self._checked(one), methods=["POST"]) for path, one in posts.items()]
+        routes += [
+            Route(path, self._checked(path, one), methods=["GET"]) for path, one in gets.items()
+        ]
+        routes += [
+            Route(path, self._checked(path, one), methods=["POST"]) for path, one in posts.items()
+        ]
         starlette = Starlette(routes=routes, exception_handlers={HTTPException: refuse_route})
         starlette.router.redirect_slashes = False
         self.asgi = AccessControl(starlette, config, metrics)
@@ -220,10 +226,11 @@ class Application:
         request.state.body = body
         return body
 
-    def _checked(self, handler: Handler) -> Handler:
-        """`handler`, with its exceptions as answers."""
+    def _checked(self, path: str, handler: Handler) -> Handler:
+        """`handler` of a route, with its exceptions as answers."""
 
         async def answer(request: Request) -> Response:
+            request.scope[ROUTE] = path
             try:
                 return await handler(request)
             except RequestError as error:
@@ -321,7 +328,7 @@ class AccessControl:
                 error = Refusal(500, "the server failed; its log has the reason")
                 await error(scope, receive, send_with_headers)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            route = scope.get(ROUTE, "other")
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.request_seconds.labels(route).observe(time.monotonic() - began)
 

@@ -426,7 +426,7 @@ class ServedModel:
 def count_pixels(upload: Upload) -> int:
     """Pixels of an image by its header; 0 of one that cannot be read, whose error is decoding's."""
     if not isinstance(upload, EncodedImage):
-        return upload.shape[0] * upload.shape[1]
+        return math.prod(upload.shape[:2])
     with contextlib.suppress(BadImage):
         return math.prod(read_size(upload))
     return 0
