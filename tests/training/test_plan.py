@@ -261,6 +261,16 @@ def test_characters_are_not_mirrored_and_photographs_are():
     assert planned(PHOTOS).augment.hflip == 0.5
 
 
+def test_many_passes_vary_colours():
+    times = [60.0, 252.0, 3600.0, 86_400.0]
+    augment = [planned(dataclasses.replace(PHOTOS, seconds=each)).augment for each in times]
+    assert [each.auto_augment for each in augment] == ["none", "none", "three", "three"]
+    many = dataclasses.replace(PHOTOS, seconds=3600.0)
+    assert planned(many, color_jitter=0.0).augment.auto_augment == "none"
+    assert planned(many, auto_augment="augmix").augment.auto_augment == "augmix"
+    assert planned(DIGITS).augment.auto_augment == "none"  # characters
+
+
 def test_large_data_holds_out_a_smaller_share_and_small_data_a_fifth():
     long = dataclasses.replace(TINY, seconds=7200.0)
     assert planned(long).data.val_share == pytest.approx(0.1)  # 5,000 images

@@ -58,6 +58,7 @@ class MaskedAutoencoding(Pretraining):
         "final_norm": "tokens",
         "start_image_size": None,
         "drop_path": 0.0,
+        "auto_augment": "none",
     }
     least_spread = 0.005  # features of patches that look alike are alike: 0.03 is ordinary
     remedy = "lower --lr, or raise --warmup-epochs"

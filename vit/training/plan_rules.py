@@ -64,6 +64,8 @@ TINY_NETWORKS = (
 PASSES_POWER, LEAST_PASSES = 0.35, 2.0
 # Below this many passes over tiny images, crops cost more than the variety is worth.
 FEW_PASSES = 20
+# From this many passes on, the variety of 3-Augment is worth more than easier images.
+MANY_PASSES = 30
 # Weight decay x learning rate x steps of a run; and the limits of weight decay.
 DECAY, LEAST_DECAY, MOST_DECAY = 2.5, 0.02, 0.5
 # Small images first: mean cost of a step as a share of one at full size.
@@ -369,6 +371,10 @@ def decide_augmentation(plan: Plan) -> None:
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
+    characters = tiny and facts.grey
+    if plan.passes >= MANY_PASSES and not characters and plan.given.get("color_jitter") != 0:
+        why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
+        plan.decide("auto_augment", "three", why)
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
     plan.decide("crop_share", 1.0, "the whole short side counts")
 
