@@ -12,6 +12,7 @@ from vit.config.parser import make_config, write_settings
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
 from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
 from vit.inference.predictor import Predictor
@@ -165,9 +166,17 @@ def photo_list(data):
     return data / "photos.csv", paths
 
 
-def test_slices_are_those_counted_from_predictions(tiny_run, photo_list):
+def test_slices_are_those_counted_from_predictions(tiny_run, photo_list, monkeypatch):
     listed, paths = photo_list
+    read = []
+
+    def counted(spec):
+        read.append(spec.columns)
+        return read_source(spec)
+
+    monkeypatch.setattr("vit.inference.evaluate.read_source", counted)
     rows = evaluate(tiny_run, str(listed), slice=["camera", "hour"], **FP32)["slices"]
+    assert read == [("camera", "hour")]
     found = Predictor(tiny_run, **FP32)(paths)
     right = [p.predictions[0][0] == Path(p.image).parent.name for p in found]
     groups = {

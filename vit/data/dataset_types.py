@@ -37,6 +37,8 @@ class ImageRecord(NamedTuple):
     group: str = ""
     """Images of a group stay in one split; empty: the image is a group of its own."""
     captions: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    """Of the columns `DatasetSpec.columns` of a list; empty where there is none."""
 
 
 class ImageFile(NamedTuple):

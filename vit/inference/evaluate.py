@@ -147,7 +147,7 @@ def evaluate(
     samples = load_samples(predictor.task, model, spec, predictor.classes, notify)
     run = None if isinstance(model, LoadedRun) else run_folder_of(model)
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
-    columns = {column: column_cells(full_spec, column) for column in slice}
+    columns = column_cells(full_spec, slice)
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
 
     def advance(done: int, total: int) -> None:
@@ -397,20 +397,35 @@ def evaluated_spec(
     return dataclasses.replace(spec, split=spec.split or "val")
 
 
-def column_cells(spec: DatasetSpec, column: str) -> dict[str, str]:
-    """The cells of a column of a list, by the path of the image.
+def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The cells of columns of a list, by column and by the path of the image.
+
+    A list is read once; of tables and shards, each column by itself.
 
     Raises:
         ConfigError: The data are no list, or have no such column.
     """
-    index = read_source(dataclasses.replace(spec, group=column))
-    if not index.has_groups:
-        raise ConfigError(
-            f"slice={printable(column)}: {printable(spec.data)} has no such column; name one of a "
-            "list (.csv, .jsonl) or table"
-        )
-    records = itertools.chain.from_iterable(index.splits.values())
-    return {record.path: record.group for record in records}
+    found: dict[str, dict[str, str]] = {}
+    if columns and is_list(spec.data):
+        index = read_source(dataclasses.replace(spec, columns=tuple(columns)))
+        records = [*itertools.chain.from_iterable(index.splits.values())]
+        cells = zip(*(record.cells for record in records), strict=True)
+        for column, values in zip(columns, cells, strict=True):
+            named = zip(records, values, strict=True)
+            found[column] = {record.path: value for record, value in named}
+    else:
+        for column in columns:
+            index = read_source(dataclasses.replace(spec, group=column))
+            records = [*itertools.chain.from_iterable(index.splits.values())]
+            if index.has_groups:
+                found[column] = {record.path: record.group for record in records}
+    for column in columns:
+        if not any(found.get(column, {}).values()):
+            raise ConfigError(
+                f"slice={printable(column)}: {printable(spec.data)} has no such column, or "
+                "nothing in it; name one of a list (.csv, .jsonl) or table"
+            )
+    return found
 
 
 def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:

@@ -127,7 +127,8 @@ class MahalanobisDistance(nn.Module):
         """The vectors, divided by their length if `unit`."""
         if not self.unit:
             return vectors
-        return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=LEAST)
+        unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=LEAST)
+        return unit
 
     def forward(self, vectors: Tensor) -> Tensor:
         """(batch, layers, dim) -> (batch,)"""

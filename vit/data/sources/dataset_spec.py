@@ -87,6 +87,8 @@ class DatasetSpec:
     """List of images that are left out."""
     corrections: str | None = None
     """List of images and the classes that replace theirs."""
+    columns: tuple[str, ...] = ()
+    """More columns of a list to read, into `ImageRecord.cells`."""
     row_errors: RowErrors = field(default=None, compare=False)
     """Receives errors of single rows and shards, which are skipped; None: the first one raises."""
 

@@ -73,6 +73,8 @@ class Entry(NamedTuple):
     group: str
     captions: tuple[str, ...] = ()
     """In the order of the list; they may be empty or repeated."""
+    cells: tuple[str, ...] = ()
+    """Of the columns `DatasetSpec.columns`; empty where there is none."""
 
 
 @dataclass
@@ -259,7 +261,10 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         split = cell_split(values.get(columns.split), path, line) if columns.split else ""
         group = cell_group(values.get(columns.group), path, line) if columns.group else ""
         kind = "contradiction"
-        contents.add(name, Entry(line, labels, split, group, tuple(captions)))
+        cells = tuple(
+            cell_group(values.get(column), path, line) if column else "" for column in columns.more
+        )
+        contents.add(name, Entry(line, labels, split, group, tuple(captions), cells))
     except DataError as error:
         skip_or_raise(contents.errors, kind, error, *filter(None, [name]))
 
@@ -315,7 +320,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     for one in placed:
         for path, entry in one.entries.items():
             split = one.split or entry.split
-            record = ImageRecord(path, entry.labels, entry.group, entry.captions)
+            record = ImageRecord(path, entry.labels, entry.group, entry.captions, entry.cells)
             if earlier := splits.setdefault(split, {}).get(path):  # in another list of captions
                 captions = earlier.captions + record.captions
                 record = record._replace(labels=earlier.labels or record.labels, captions=captions)

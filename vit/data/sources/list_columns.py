@@ -51,6 +51,8 @@ class Columns:
     split: str
     group: str
     unused: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    """Those of `DatasetSpec.columns`, in its order."""
 
 
 def image_column(names: Sequence[str]) -> str:
@@ -121,9 +123,10 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         raise wrong(path, f"no column of classes among {has}; {advice}", line)
     group = match_name(names, (spec.group.strip().lower(),)) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
-    used = {image, *captions, label, split, group}
+    more = tuple(match_name(names, (column.strip().lower(),)) for column in spec.columns)
+    used = {image, *captions, label, split, group, *more}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
-    return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)))
+    return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)), more)
 
 
 def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
