@@ -94,7 +94,7 @@ REASONS = {
     "empty_file": re.compile("an empty file"),
     "truncated": re.compile("(damaged or )?cut short"),
     "too_large": re.compile(
-        r"[\d,]+ (x [\d,]+ is|bytes are) more than|declares more than|[\d,]+ scans of"
+        r"[\d,]+ (x [\d,]+ is|(bytes|pixels) are) more than|declares more than|[\d,]+ scans of"
     ),
     "decoder_failed": re.compile("the decoder |not decoded within "),
 }
