@@ -16,7 +16,7 @@ import numpy as np
 from vit.errors import BadImage, RunError
 from vit.serving.served_model import ServedModel
 
-SLICES = 4
+SLICES = 2
 """Positions at which a smaller batch is compared with the whole one."""
 ROUNDS = 2
 NEARLY = 1.1
