@@ -26,6 +26,7 @@ from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.training.train import train
 from vit.training.trainer import Trainer
+from vit.weights.convert import convert
 from vit.weights.load_model import from_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
@@ -275,3 +276,29 @@ def sklearn_neighbours(features):
     neighbors = pytest.importorskip("sklearn.neighbors")
     found = neighbors.NearestNeighbors(n_neighbors=4, metric="cosine").fit(features)
     return found.kneighbors(features, return_distance=False)[:, 1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_pretraining_goes_on_from_other_weights(pretrained, config_of, tmp_path, method):
+    chosen = {"epochs": 1, "lr": 1e-4, "weights": str(pretrained[method])}
+    config = config_of(method, **chosen)
+    done = train(config, tmp_path / "run", given=[*chosen, "task", "data", "batch_size"])
+    ours, theirs = (load_run(folder).model for folder in (done.folder, pretrained[method]))
+    changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
+    assert 0 < changed < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["timm", "huggingface"])
+def test_an_encoder_is_converted_and_read_again(pretrained, tmp_path, library):
+    for method, folder in pretrained.items():
+        convert(folder, library, tmp_path / method)
+        images = torch.randn(2, 3, 16, 16)
+        ours, again = (from_pretrained(one, notify=None) for one in (folder, tmp_path / method))
+        torch.testing.assert_close(again(images), ours(images), atol=1e-5, rtol=0)
+
+
+def test_a_search_needs_classes(capsys):
+    assert main(["tune", "digits", "--task", "mae", "--time", "60s"]) == 2
+    assert "task=mae: a search needs the score of classes" in capsys.readouterr().err

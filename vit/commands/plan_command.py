@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save is not None:
         check_output(args.save, overwrite=args.overwrite)
     with quick_imports():
+        from vit.tasks.task import settings_to_plan
         from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
 
     pretrained = chooses_weights(chosen)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             "a plan chooses the network of a classifier: leave out --model and --method, and "
             "--weights or give --weights auto; captions have no plan"
         )
-    config, plan = plan_training(chosen)
+    config, plan = plan_training(settings_to_plan(chosen))
     print("\n".join(plan_lines(plan, config)))
     if args.save is not None:
         # what pretrained weights decide is known when they are read

@@ -136,9 +136,9 @@ class MultiViewTransform(TrainingTransform):
 
     def _min_size(self, width: int, height: int) -> tuple[int, int]:
         """Size of a reduced decode that suffices for the smallest crop of each kind."""
-        each = ((self.layout.side, self.config.min_crop),)
+        each = [(self.layout.side, self.config.min_crop)]
         if self.layout.local_views:
-            each += ((self.layout.local_side, self.local_view.config.min_crop),)
+            each.append((self.layout.local_side, self.local_view.config.min_crop))
         scale = max(side / math.sqrt(area) for side, area in each) * DECODE_MARGIN
         scale /= min(width, height)
         return min(math.ceil(width * scale), width), min(math.ceil(height * scale), height)

@@ -500,6 +500,11 @@ def get_task(name: str) -> Task:
     return task
 
 
+def settings_to_plan(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a plan takes as given: those in `chosen`, and those of its task."""
+    return {**get_task(str(chosen.get("task", "classify"))).planned_settings, **chosen}
+
+
 class ScaledLogits(nn.Module):
     """Logits by `vit.evaluation.temperature_scaling.scale_logits`.
 

@@ -25,7 +25,7 @@ from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError
 from vit.stop_signals import Interruption
-from vit.tasks.task import get_task
+from vit.tasks.task import get_task, settings_to_plan
 from vit.text import printable
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
@@ -165,7 +165,7 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
     chosen, _ = call_settings(data, settings)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to plan: give DATA or settings")
-    return plan_training(chosen)
+    return plan_training(settings_to_plan(checked(chosen)))
 
 
 def notify_on_main(line: str) -> None:
@@ -192,8 +192,7 @@ def resolve_plan(
     given = [*settings] if given is None else given
     if not is_planned(settings):
         return make_config(settings), given, None
-    usual = get_task(str(settings.get("task", "classify"))).planned_settings
-    planned, plan = plan_training({**usual, **settings})
+    planned, plan = plan_training(settings_to_plan(settings))
     for line in summary_lines(plan):
         notify_on_main(line)
     return planned, given, plan.listing

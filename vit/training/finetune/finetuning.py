@@ -82,7 +82,8 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     chosen = flatten(config)
     method = config.finetune.method or "full"
     first = config.finetune.probe_first
-    found: dict[str, Any] = {**dataclasses.asdict(source.config), **DEFAULTS[method]}
+    usual = {} if config.training.pretrains else DEFAULTS[method]
+    found: dict[str, Any] = {**dataclasses.asdict(source.config), **usual}
     if config.augment.random_crop == "simple":  # which keeps all of the short side
         found.pop("min_crop", None)
     found["num_classes"] = config.model.num_classes
