@@ -147,7 +147,7 @@ def embed_views(
     """
     with keeping_statistics(run, empty=empty):
         embeddings: list[Tensor] = run.model(tuple(views))
-    every = torch.cat([each.unflatten(0, (-1, count)) for each in embeddings])
+    every = torch.cat([each.view(-1, count, each.shape[-1]) for each in embeddings])
     return every.float() if every.dtype.itemsize < 4 else every
 
 
@@ -159,7 +159,8 @@ def prediction_losses(views: Tensor, global_views: int) -> Tensor:
         global_views: How many of them are global.
     """
     centre = views[:global_views].mean(dim=0)
-    return (views - centre).square().mean(dim=(0, 2))
+    losses: Tensor = (views - centre).square().mean(dim=(0, 2))
+    return losses
 
 
 def random_directions(config: Config, step: int) -> Tensor:
@@ -194,11 +195,10 @@ def sigreg(
     angles = (views @ directions).unsqueeze(-1) * points  # (views, images, projections, points)
     waves = torch.stack([angles.cos(), angles.sin()])
     sums = torch.einsum("wvnpk,n->wvpk", waves, counts)
-    *summed, images = total(torch.cat([sums.flatten(), counts.sum()[None]])).split(
-        [sums.numel(), 1]
-    )
-    images = images.detach()
-    real, imaginary = summed[0].view_as(sums) / images.clamp(min=1)
+    totals = total(torch.cat([sums.flatten(), counts.sum()[None]]))
+    images = totals[-1].detach()
+    real, imaginary = totals[:-1].view_as(sums) / images.clamp(min=1)
     errors = (real - gaussian).square() + imaginary.square()
     halves = torch.trapezoid(errors * gaussian, points, dim=-1)
-    return 2 * halves.mean() * images.squeeze()
+    statistic: Tensor = 2 * halves.mean() * images
+    return statistic
