@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset import Batch
@@ -169,8 +170,7 @@ def random_directions(config: Config, step: int) -> Tensor:
     seed = random_seed(config.training.seed, "sigreg", step)
     generator = torch.Generator().manual_seed(seed)
     shape = (settings.projector_dim, settings.sigreg_projections)
-    directions = torch.randn(*shape, generator=generator)
-    return directions / directions.norm(dim=0)
+    return F.normalize(torch.randn(*shape, generator=generator), dim=0)
 
 
 def sigreg(
