@@ -290,13 +290,16 @@ def test_pretraining_goes_on_from_other_weights(pretrained, config_of, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["timm", "huggingface"])
-def test_an_encoder_is_converted_and_read_again(pretrained, tmp_path, library):
-    for method, folder in pretrained.items():
-        convert(folder, library, tmp_path / method)
-        images = torch.randn(2, 3, 16, 16)
-        ours, again = (from_pretrained(one, notify=None) for one in (folder, tmp_path / method))
+def test_an_encoder_is_converted_and_read_again(pretrained, config_of, tmp_path):
+    changes = {"class_token": True, "pooling": "class_token", "epochs": 1}
+    whole = train(config_of("mae", **changes), tmp_path / "whole", report=False).folder
+    images = torch.randn(2, 3, 16, 16)
+    for library, folder in (("timm", pretrained["lejepa"]), ("huggingface", whole)):
+        convert(folder, library, tmp_path / library)
+        ours, again = (from_pretrained(one, notify=None) for one in (folder, tmp_path / library))
         torch.testing.assert_close(again(images), ours(images), atol=1e-5, rtol=0)
+    with pytest.raises(WeightsError, match="transformers cannot express this network"):
+        convert(pretrained["mae"], "huggingface", tmp_path / "other")
 
 
 def test_a_search_needs_classes(capsys):
