@@ -482,9 +482,14 @@ def ranking_metric(event: Event) -> str:
 
 
 def best_epoch(epochs: Sequence[Event]) -> Event | None:
-    """The epoch that the run ranks first: the best score, then the least loss, then the first."""
+    """The epoch that the run ranks first: the best score, then the least loss, then the first.
+
+    Pretraining without labels keeps its last epoch.
+    """
 
     def rank(event: Event) -> tuple[float, float]:
+        if "val_rankme" in event:
+            return float(event["epoch"]), 0.0
         metric, loss = ranking_metric(event), float(event["val_loss"])
         return (-loss, 0.0) if metric == "val_loss" else (float(event[metric]), -loss)
 
