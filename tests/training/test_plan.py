@@ -219,6 +219,11 @@ def test_long_images_are_noted():
     assert not notes_of(make_plan(plan.facts, {"resize": "squash"}))
 
 
+def test_only_a_training_with_labels_is_told_of_pretrained_weights():
+    assert "--weights auto" in notes_of(make_plan(PHOTOS, {}))[0]
+    assert not notes_of(make_plan(PHOTOS, {"task": "mae"}))
+
+
 @pytest.mark.parametrize("facts", [PHOTOS, TINY, dataclasses.replace(PHOTOS, side=3000)])
 def test_more_time_never_plans_a_smaller_network(facts):
     times = [60.0 * 2**n for n in range(14)]
