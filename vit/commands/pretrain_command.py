@@ -25,7 +25,7 @@ from vit.memory_allocator import keep_freed_memory
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports
 
-USUAL = "lejepa"
+USUAL = "mae"
 """The method where none is chosen."""
 LEFT_OUT = ("task", "method")
 """Settings of `vit train` without a flag here; --method is the task."""
