@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vit.config.parser import make_config
-from vit.config.pretraining_config import METHODS
+from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.data.image_objects import to_rgb_image
 from vit.training.train import train
 
@@ -54,7 +54,7 @@ def tiny_pretraining_data(tmp_path_factory):
 def pretrained(config_of, tmp_path_factory):
     """The run folder of each method."""
     root = tmp_path_factory.mktemp("pretrained")
-    return {name: train(config_of(name), root / name).folder for name in METHODS}
+    return {name: train(config_of(name), root / name).folder for name in PRETRAINING_TASKS}
 
 
 @pytest.fixture(scope="session")

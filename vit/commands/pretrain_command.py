@@ -10,6 +10,7 @@ from pathlib import Path
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.commands.train_command import (
+    add_run_flags,
     add_settings,
     check_show_batch,
     chosen_settings,
@@ -19,7 +20,7 @@ from vit.commands.train_command import (
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import collect_settings, names_of_chosen
 from vit.config.parser import default_run_folder, make_config
-from vit.config.pretraining_config import METHODS
+from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.errors import ConfigError
 from vit.memory_allocator import keep_freed_memory
 from vit.output.output_file import resolve_link
@@ -40,7 +41,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.examples = (
         "vit pretrain photos/ --time 60m --out runs/pretrained",
-        "vit pretrain photos/ --method mae --time 60m --out runs/pretrained",
+        "vit pretrain photos/ --method lejepa --time 60m --out runs/pretrained",
         "vit train labelled/ --weights runs/pretrained",
     )
     parser.usage = "vit pretrain IMAGES [--method mae|lejepa] [--out RUN] [--resume] [settings...]"
@@ -53,29 +54,11 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=METHODS,
+        choices=PRETRAINING_TASKS,
         help="predict hidden patches (mae, arXiv:2111.06377), or views from each other (lejepa, "
         f"arXiv:2511.08544) (default: {USUAL})",
     )
-    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
-    parser.add_argument(
-        "--out",
-        "--output",
-        metavar="RUN",
-        help="the run folder (default: runs/<name of IMAGES>-pretrained)",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --out from its last checkpoint"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="delete the run that is in --out first"
-    )
-    parser.add_argument(
-        "--show-batch",
-        metavar="FILE",
-        help="draw the first batch as the network will see it (.png, .jpg, .webp), and train "
-        "nothing; --overwrite replaces FILE alone",
-    )
+    add_run_flags(parser, default="runs/<name of IMAGES>-pretrained")
     add_settings(parser, leave_out=LEFT_OUT)
 
 
@@ -133,7 +116,7 @@ def chosen_method(stored: str | None, given: str | None) -> str:
     """
     if stored is None:
         return given or USUAL
-    if stored not in METHODS or given not in (None, stored):
+    if stored not in PRETRAINING_TASKS or given not in (None, stored):
         raise ConfigError(
             f"--method {given or USUAL}: the settings have task={stored}; give other settings, or "
             "another --out"

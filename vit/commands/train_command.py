@@ -66,9 +66,15 @@ def add_arguments(parser: CommandParser) -> None:
         help="a folder of images, a list of them or of captions (.csv, .jsonl), tar shards, "
         "hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
     )
+    add_run_flags(parser, default="runs/<name of DATA>")
+    add_settings(parser)
+
+
+def add_run_flags(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Add --config, and the flags of the run folder, which is `default` without --out."""
     parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument(
-        "--out", "--output", metavar="RUN", help="the run folder (default: runs/<name of DATA>)"
+        "--out", "--output", metavar="RUN", help=f"the run folder (default: {default})"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue the run in --out from its last checkpoint"
@@ -82,7 +88,6 @@ def add_arguments(parser: CommandParser) -> None:
         help="draw the first batch as the network will see it (.png, .jpg, .webp), and train "
         "nothing; --overwrite replaces FILE alone",
     )
-    add_settings(parser)
 
 
 def add_settings(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:

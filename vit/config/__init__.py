@@ -12,7 +12,7 @@ from vit.config.data_config import AugmentConfig, DataConfig
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
-from vit.config.pretraining_config import METHODS, SETTINGS_OF, PretrainingConfig
+from vit.config.pretraining_config import PRETRAINING_TASKS, SETTINGS_OF, PretrainingConfig
 from vit.config.run_config import RunConfig
 from vit.config.training_config import TrainingConfig
 from vit.errors import ConfigError
@@ -104,7 +104,7 @@ class Config:
                     raise ConfigError(
                         f"{name}={chosen!r}: it only applies to vit pretrain --method {method}"
                     )
-        if task not in METHODS:
+        if task not in PRETRAINING_TASKS:
             return
         for section, others in NOT_PRETRAINING.items():
             for name, why in others.items():

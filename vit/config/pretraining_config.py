@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from vit.config.config_section import Section
 
-METHODS = ("mae", "lejepa")
+PRETRAINING_TASKS = ("mae", "lejepa")
 """Tasks that learn without labels."""
 SETTINGS_OF: dict[str, tuple[str, ...]] = {
     "mae": ("mask_ratio", "mae_decoder_dim", "mae_decoder_depth", "normalise_pixels"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from vit.config.config_section import Section, setting
-from vit.config.pretraining_config import METHODS
+from vit.config.pretraining_config import PRETRAINING_TASKS
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -166,7 +166,7 @@ class TrainingConfig(Section):
     @property
     def pretrains(self) -> bool:
         """Whether the network learns without labels."""
-        return self.task in METHODS
+        return self.task in PRETRAINING_TASKS
 
     @property
     def seconds(self) -> float | None:

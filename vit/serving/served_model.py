@@ -12,7 +12,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -153,19 +153,29 @@ class TorchAdapter:
         )
 
 
-class ExportedClassifierAdapter:
-    """An exported classifier, in onnxruntime or OpenVINO. Arguments as for TorchAdapter."""
+class ExportedAdapter:
+    """What exported classifiers and captioners share.
+
+    Args:
+        predictor: The predictor.
+        max_pixels: Images of more pixels are refused.
+        prepare: As for `decode_image`.
+    """
 
     compute_threads = 1
     """A session uses all cores for one batch."""
-    keeps_pixels = True
 
-    def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
-        self.predictor = predictor
+    def __init__(
+        self,
+        predictor: ExportedClassifier | ExportedCaptioner,
+        max_pixels: int,
+        prepare: Callable[[Any], object],
+    ) -> None:
+        self.preprocessing = predictor.preprocessing
         self._decode = partial(
             decode_image,
-            prepare=np.asarray,
-            intensity_range=predictor.preprocessing.intensity_range,
+            prepare=prepare,
+            intensity_range=self.preprocessing.intensity_range,
             note=DarkImageNote(predictor.notify),
             max_pixels=max_pixels,
         )
@@ -180,8 +190,18 @@ class ExportedClassifierAdapter:
         return tuple(pixels.shape)
 
     def probe(self, number: int) -> Any:
-        shape = (*self.predictor.preprocessing.image_size, 3)
+        shape = (*self.preprocessing.image_size, 3)
         return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+
+
+class ExportedClassifierAdapter(ExportedAdapter):
+    """An exported classifier, in onnxruntime or OpenVINO. Arguments as for TorchAdapter."""
+
+    keeps_pixels = True
+
+    def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
+        super().__init__(predictor, max_pixels, np.asarray)
+        self.predictor = predictor
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
         named = list(zip(names, images, strict=True))
@@ -204,34 +224,14 @@ class ExportedClassifierAdapter:
         )
 
 
-class ExportedCaptionerAdapter:
+class ExportedCaptionerAdapter(ExportedAdapter):
     """An exported captioner, in onnxruntime. Arguments as for TorchAdapter."""
 
-    compute_threads = 1
     keeps_pixels = False
 
     def __init__(self, predictor: ExportedCaptioner, max_pixels: int) -> None:
+        super().__init__(predictor, max_pixels, predictor.preprocessing.resize_and_crop)
         self.predictor = predictor
-        self._decode = partial(
-            decode_image,
-            prepare=predictor.preprocessing.resize_and_crop,
-            intensity_range=predictor.preprocessing.intensity_range,
-            note=DarkImageNote(predictor.notify),
-            max_pixels=max_pixels,
-        )
-
-    def decode(self, name: str, upload: Upload) -> Any:
-        pixels = self._decode(NamedImage(name, upload))
-        if isinstance(pixels, BadImage):
-            raise pixels
-        return pixels
-
-    def group(self, pixels: Any) -> Hashable:
-        return tuple(pixels.shape)
-
-    def probe(self, number: int) -> Any:
-        shape = (*self.predictor.preprocessing.image_size, 3)
-        return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
         assert rows == len(names) == 1, "captioners take one image a batch"

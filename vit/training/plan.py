@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, flatten, make_config
-from vit.config.pretraining_config import METHODS
+from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.training_config import TASKS
 from vit.data.dataset_types import Sample, Splits
 from vit.data.free_space import free_bytes
@@ -363,7 +363,7 @@ def notes_of(plan: Plan) -> list[str]:
 
 def from_scratch_note(plan: Plan) -> list[str]:
     """What is better than training photographs from scratch: the weights of `--weights auto`."""
-    if plan.facts.side <= TINY_SIDE or plan.given.get("task") in METHODS:
+    if plan.facts.side <= TINY_SIDE or plan.given.get("task") in PRETRAINING_TASKS:
         return []
     given = {name: plan.given[name] for name in ("time", "image_size") if name in plan.given}
 

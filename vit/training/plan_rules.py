@@ -356,8 +356,9 @@ def decide_optimisation(plan: Plan) -> None:
 
 def decide_augmentation(plan: Plan) -> None:
     """How training images vary, and how all of them are resized."""
-    facts, tiny = plan.facts, plan.facts.side <= TINY_SIDE
-    if tiny and facts.grey:
+    tiny = plan.facts.side <= TINY_SIDE
+    characters = tiny and plan.facts.grey
+    if characters:
         why = "small and grey: characters, which are neither mirrored nor cut"
         plan.decide("hflip", 0.0, why)
         if plan.given.get("random_crop") != "simple":
@@ -371,7 +372,6 @@ def decide_augmentation(plan: Plan) -> None:
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
-    characters = tiny and facts.grey
     if plan.passes >= MANY_PASSES and not characters and plan.given.get("color_jitter") != 0:
         why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
         plan.decide("auto_augment", "three", why)

@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.config.merge_settings import call_settings
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
-from vit.config.pretraining_config import METHODS
+from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import BadImage, ConfigError, RunError, VitError
 from vit.evaluation.tune_report import (
@@ -236,7 +236,7 @@ def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
             "tuning begins with a plan, which chooses the network of a classifier: leave out "
             "--model, --weights and --method; captions have no plan"
         )
-    if (task := values.get("task")) in METHODS:
+    if (task := values.get("task")) in PRETRAINING_TASKS:
         raise ConfigError(
             f"task={task}: a search needs the score of classes; tune the training with labels that "
             "follows"
