@@ -29,7 +29,7 @@ from vit.data.image_objects import Array
 from vit.errors import BadImage
 from vit.exported.onnx_classifier import top_k_classes
 from vit.output.prediction_results import to_json
-from vit.serving.request_body import RequestError
+from vit.serving.request_body import RequestError, SizeLimit, check_count
 from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import ServerConfig
 from vit.text import printable
@@ -205,10 +205,7 @@ def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) ->
         shape = shape[:1]
     if name == ENCODED and len(shape) != 1:
         raise RequestError(400, f"{name}: its shape is [batch]")
-    if shape[0] > config.max_images:
-        raise RequestError(
-            413, f"a request has at most {config.max_images} images here (--max-images)"
-        )
+    check_count(shape[0], config)
     size = _parameters(record).get("binary_data_size")
     if size is not None:
         if type(size) is not int or size != len(binary):
@@ -222,10 +219,9 @@ def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) ->
     data = _split_strings(binary) if size is not None else _json_strings(record.get("data"))
     if len(data) != shape[0]:
         raise RequestError(400, f"{name}: {len(data)} images, and the shape says {shape[0]}")
-    if any(len(one) > config.max_image_mb * 1e6 for one in data):
-        raise RequestError(
-            413, f"an image is larger than {config.max_image_mb:g} MB (--max-image-mb)"
-        )
+    limit = SizeLimit("image", config.max_image_mb)
+    for one in data:
+        limit.check(len(one))
     return [EncodedImage(str(index), one) for index, one in enumerate(data)]
 
 

@@ -261,12 +261,7 @@ class MultipartImages:
 
     def _begin(self) -> None:
         self._headers, self._data, self._chunks = {}, 0, []
-        if len(self.images) == self.config.max_images:
-            raise RequestError(
-                413,
-                f"a request has at most {self.config.max_images} images here (--max-images); "
-                "send the others in another one",
-            )
+        check_count(len(self.images) + 1, self.config)
 
     def _end_header(self) -> None:
         self._headers[bytes(self._field).lower()] = bytes(self._value)
@@ -294,6 +289,20 @@ class MultipartImages:
     def _end(self) -> None:
         self.images.append(EncodedImage(self._name, b"".join(self._chunks)))
         self._chunks = []
+
+
+def check_count(images: int, config: ServerConfig) -> None:
+    """Refuse a request of so many images if they are too many.
+
+    Raises:
+        RequestError: They are, with status 413.
+    """
+    if images > config.max_images:
+        raise RequestError(
+            413,
+            f"a request has at most {config.max_images} images here (--max-images); "
+            "send the others in another one",
+        )
 
 
 def check_name(name: str) -> str:
