@@ -1,24 +1,44 @@
 """Policies against timm's and torchvision's: which operations, how often, and of what strength."""
 
+import itertools
 import random
 from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from timm.data.auto_augment import auto_augment_transform
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
 
 from vit.config import AugmentConfig
 from vit.config.parser import make_config
-from vit.data.auto_augment import THREE_JITTER, build_operations, three_augment
+from vit.data import auto_augment
+from vit.data.auto_augment import (
+    THREE_JITTER,
+    ColorJitter,
+    adjust_colours,
+    blur,
+    build_operations,
+    solarize,
+    three_augment,
+)
 from vit.data.preprocessing import Preprocessing
 from vit.data.transforms import TrainingTransform, simple_random_crop
 from vit.errors import ConfigError
 
 GREY = (128, 128, 128)
 DRAWS = 300
+
+
+@pytest.fixture(scope="module")
+def photo() -> Image.Image:
+    """A photograph whose colours stay within a byte when they are jittered"""
+    from sklearn import datasets  # which takes a second
+
+    pixels = np.asarray(Image.fromarray(datasets.load_sample_image("china.jpg")).resize((96, 64)))
+    return Image.fromarray((60 + pixels * 0.4).astype(np.uint8))
 
 
 def kinds(image: Image.Image, augment) -> tuple[dict[str, int], list[float]]:
@@ -59,11 +79,56 @@ def test_three_augment_jitters_colours_by_the_paper_s_default_or_the_setting():
     for chosen, expected in ((0.0, THREE_JITTER), (0.1, 0.1)):
         config = AugmentConfig(auto_augment="three", color_jitter=chosen)
         *_, jitter = build_operations(config, GREY)
-        theirs = v2.ColorJitter(expected, expected, expected)
-        for name in ("brightness", "contrast", "saturation", "hue"):
-            assert getattr(jitter, name) == getattr(theirs, name)
+        assert isinstance(jitter, ColorJitter)
+        assert jitter.factors == (1 - expected, 1 + expected)
     assert THREE_JITTER == 0.3
     assert build_operations(AugmentConfig(), GREY) == []
+
+
+def test_colours_are_adjusted_like_torchvision_s_one_after_another(photo):
+    apply = {
+        "brightness": functional.adjust_brightness,
+        "contrast": functional.adjust_contrast,
+        "saturation": functional.adjust_saturation,
+    }
+    pixels = functional.to_dtype(functional.to_image(photo), torch.float32, scale=True)
+    for order in itertools.permutations(apply):
+        for factors in itertools.product((0.7, 1.0, 1.3), repeat=3):
+            adjustments = list(zip(order, factors, strict=True))
+            theirs = pixels
+            for name, factor in adjustments:
+                theirs = apply[name](theirs, factor)
+            ours = functional.to_image(adjust_colours(photo, adjustments))
+            assert (ours - 255 * theirs).abs().max() < 1.5  # rounded, and so is the mean colour
+
+
+def test_jitter_draws_every_factor_uniformly_and_every_order(photo, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(auto_augment, "adjust_colours", lambda _, each: drawn.append(each))
+    torch.manual_seed(0)
+    jitter = ColorJitter(0.4)
+    for _ in range(DRAWS):
+        jitter(photo)
+    assert {tuple(name for name, _ in each) for each in drawn} == set(
+        itertools.permutations(("brightness", "contrast", "saturation"))
+    )
+    factors = np.array([[dict(each)[name] for name in dict(drawn[0])] for each in drawn])
+    assert factors.min() >= 0.6
+    assert factors.max() <= 1.4
+    np.testing.assert_allclose(factors.mean(0), 1.0, atol=0.04)  # a deviation of 0.013
+    np.testing.assert_allclose(factors.std(0), 0.8 / np.sqrt(12), rtol=0.1)
+
+
+def test_solarisation_equals_pillow_s(pil_image):
+    image = pil_image(40, 30)
+    assert solarize(image).tobytes() == ImageOps.solarize(image, 128).tobytes()
+
+
+@pytest.mark.parametrize("sigma", [0.8, 1.2, 2.0])
+def test_a_blur_is_close_to_a_gaussian(photo, sigma):
+    gaussian = np.asarray(photo.filter(ImageFilter.GaussianBlur(sigma))).astype(float)
+    changed = np.abs(gaussian - np.asarray(photo)).mean()
+    assert np.abs(np.asarray(blur(photo, sigma)) - gaussian).mean() < 0.35 * changed
 
 
 def test_augmix_equals_torchvision_with_the_paper_s_operations(pil_image):
