@@ -333,6 +333,7 @@ def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, nam
     assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
     """Those of OpenVINO 2026.4 alone are wrong for such networks."""
     stem = {"stem": "conv", "stem_depth": 3, "stem_width": 16}

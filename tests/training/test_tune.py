@@ -147,6 +147,7 @@ def cut(monkeypatch):
     return contextlib.contextmanager(arrange)
 
 
+@pytest.mark.slow
 def test_a_killed_search_resumes_to_the_same_result(quick, cut, tmp_path, capsys):
     whole = tune(quick, tmp_path / "whole", trials=4)
     said = capsys.readouterr().err

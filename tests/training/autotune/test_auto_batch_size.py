@@ -262,6 +262,7 @@ def agree(settings: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_two_processes_choose_the_same_size_and_number_of_epochs(tiny_config, tmp_path):
     write_settings(tmp_path / "settings.yaml", tiny_config(num_classes=3))
     said = complete(agree, tmp_path / "settings.yaml", log=tmp_path / "log", processes=2)

@@ -76,6 +76,7 @@ def assert_same(config, tmp_path) -> None:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_sharded_and_whole_runs_resume_each_other(tiny_config, tmp_path):
     config = tiny_config(**PLAIN)
     train(config, tmp_path / "whole")
