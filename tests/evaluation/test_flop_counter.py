@@ -4,10 +4,30 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import ModelConfig
 from vit.evaluation.flop_counter import FlopCounter, MemoryMeter, record_calls, shape_of
 from vit.model.build import build_classifier
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: torch.zeros(5, 7) @ torch.zeros(7, 3),
+        lambda: F.linear(torch.zeros(2, 5, 7), torch.zeros(3, 7), torch.zeros(3)),
+        lambda: torch.zeros(4, 5, 7) @ torch.zeros(4, 7, 3),
+        lambda: torch.einsum("bhnd,bhmd->bhnm", torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 6, 5)),
+        lambda: torch.baddbmm(torch.zeros(4, 5, 3), torch.zeros(4, 5, 7), torch.zeros(4, 7, 3)),
+        lambda: F.conv2d(torch.zeros(2, 6, 9, 8), torch.zeros(4, 3, 3, 2), stride=2, groups=2),
+    ],
+)
+def test_flops_are_those_of_torch(compute):
+    with torch.no_grad(), FlopCounterMode(display=False) as theirs:
+        compute()
+    with torch.no_grad(), FlopCounter() as ours:
+        compute()
+    assert ours.total == theirs.get_total_flops() > 0
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="a newer torch has it")

@@ -1,7 +1,8 @@
 """FLOP and memory counter: FLOPs and shapes of the modules of a network, bytes of its tensors."""
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,21 +55,36 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= size
 
 
-def attention_flops(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
-) -> int:
+def product_flops(*operands: Any, out: Tensor, **_: Any) -> int:
+    """The last two operands multiplied, (..., n, k) and (..., k, m), with or without a bias."""
+    return 2 * out.numel() * int(operands[-2].shape[-1])
+
+
+def convolution_flops(_input: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> int:
+    """Each number of `out`, not transposed, from (in / groups, height, width) others."""
+    return 2 * out.numel() * math.prod(weight.shape[1:])
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Q Kᵀ and the weighted sum of the values; shapes are (batch, heads, tokens, head_dim)."""
-    batch, heads, tokens, head_dim = query
-    return 2 * batch * heads * tokens * key[-2] * (head_dim + value[-1])
+    batch, heads, tokens, head_dim = query.shape
+    return 2 * batch * heads * tokens * key.shape[-2] * (head_dim + value.shape[-1])
 
 
-def grouped_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+def grouped_flops(rows: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     """Each row of (rows, in) times one of the matrices (groups, out, in)."""
-    return 2 * rows[0] * weight[-2] * weight[-1]
+    return 2 * rows.shape[0] * weight.shape[-2] * weight.shape[-1]
 
 
-# operators that some supported version of torch does not count
+# Those of torch.utils.flop_counter for what these networks use, and operators that some supported
+# version of torch does not count; importing that module imports triton, which costs 0.3 s, and a
+# second when the process ends.
 FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
+    ("aten", "mm"): product_flops,
+    ("aten", "addmm"): product_flops,
+    ("aten", "bmm"): product_flops,
+    ("aten", "baddbmm"): product_flops,
+    ("aten", "convolution"): convolution_flops,
     ("aten", "_scaled_dot_product_flash_attention_for_cpu"): attention_flops,
     ("aten", "_scaled_dot_product_flash_attention"): attention_flops,
     ("aten", "_scaled_dot_product_efficient_attention"): attention_flops,
@@ -79,22 +95,19 @@ FORMULAS: dict[tuple[str, str], Callable[..., int]] = {
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products and attention in every fused form, by the formulas of torch.
+    """Counts convolutions, matrix products, and attention in every fused form.
 
     Unlike torch's FlopCounterMode it does not import the compiler, which takes a second. It does
     not see what torch composes of other operators in inference mode: use `torch.no_grad`.
     """
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry, shape_wrapper  # imports triton
-
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        self.formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
+        self.formulas: dict[Any, Callable[..., int]] = {}
         for (space, name), formula in FORMULAS.items():
             if hasattr(getattr(torch.ops, space), name):
-                operator = getattr(getattr(torch.ops, space), name)
-                self.formulas[operator] = shape_wrapper(formula)  # type: ignore[no-untyped-call]
+                self.formulas[getattr(getattr(torch.ops, space), name)] = formula
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,7 +120,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if (formula := self.formulas.get(func._overloadpacket)) is not None:
-            self.total += formula(*args, **kwargs, out_val=made)
+            self.total += formula(*args, **kwargs, out=made)
         return made
 
 
