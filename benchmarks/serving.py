@@ -1,11 +1,14 @@
 """Requests a second of `vit serve`, beside a plain handler and LitServe with the same network.
 
-    python benchmarks/serving.py RUN PICTURES [--clients 1 8] [--seconds 10] [--rounds 3]
+    python benchmarks/serving.py RUN IMAGES [--clients 1 8] [--seconds 10] [--rounds 3]
 
 Each server is a process of its own and the clients are threads of this one, on the same machine;
 each client sends one image after another. The servers take turns within each round, and only one of
-them has requests at a time. `plain` answers with vit.Predictor, one image a pass, behind Starlette;
-`litserve` with vit.Predictor in LitServe's batches, if it is installed. Needs the extra `serve`.
+them has requests at a time. `predictor` is no server: vit.Predictor in a process of its own, one
+image after another, for the overhead of one request. `fastapi` answers with vit.Predictor, one
+image a pass, behind FastAPI, or behind Starlette, on which FastAPI is built, where that is not
+installed; `litserve` with vit.Predictor in LitServe's batches, if it is installed. Needs the extra
+`serve`.
 """
 
 import argparse
@@ -22,23 +25,42 @@ from pathlib import Path
 
 from vit.data.sources.image_inputs import list_images
 
+PREDICTOR = """
+import io, sys, time
+import vit
+from PIL import Image
+predictor = vit.Predictor(sys.argv[1], precision="fp32", device="cpu")
+images = [open(path, "rb").read() for path in sys.argv[3:]]
+end, number = time.perf_counter() + float(sys.argv[2]), 0
+predictor([Image.open(io.BytesIO(images[0])).convert("RGB")])
+while (began := time.perf_counter()) < end:
+    predictor([Image.open(io.BytesIO(images[number % len(images)])).convert("RGB")])
+    print(time.perf_counter() - began)
+    number += 1
+"""
 PLAIN = """
-import asyncio, io, sys, threading
+import io, sys, threading
 import uvicorn, vit
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 predictor, lock = vit.Predictor(sys.argv[1], precision="fp32", device="cpu"), threading.Lock()
 def answer(data):
     image = Image.open(io.BytesIO(data)).convert("RGB")
     with lock:
         (found,) = predictor([image])
     return [[label, score] for label, score in found.predictions]
-async def predict(request):
+async def predict(request: Request):
     return JSONResponse(await run_in_threadpool(answer, await request.body()))
-app = Starlette(routes=[Route("/predict", predict, methods=["POST"])])
+try:
+    from fastapi import FastAPI
+    app = FastAPI()
+    app.post("/predict")(predict)
+except ImportError:
+    app = Starlette()
+    app.add_route("/predict", predict, methods=["POST"])
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
 """
 LITSERVE = """
@@ -71,7 +93,7 @@ def commands(run: str, folder: Path) -> dict[str, list[str]]:
     found = {
         "vit serve": [sys.executable, "-m", "vit", "serve", run, "--precision", "fp32", "--port"]
     }
-    for name, code in {"plain": PLAIN, "litserve": LITSERVE}.items():
+    for name, code in {"fastapi": PLAIN, "litserve": LITSERVE}.items():
         if name == "litserve" and find_spec(name) is None:
             print("litserve is not installed")
             continue
@@ -92,6 +114,13 @@ def send(port: int, data: bytes) -> None:
             raise SystemExit(f"port {port} answered {answer.status}")
     finally:
         connection.close()
+
+
+def measure_predictor(run: str, images: Sequence[str], seconds: float) -> list[float]:
+    """Seconds of each image in a process of its own."""
+    words = [sys.executable, "-c", PREDICTOR, run, str(seconds), *images]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return [float(line) for line in done.stdout.split()]
 
 
 def wait_until_it_answers(port: int, process: subprocess.Popen[bytes], data: bytes) -> float:
@@ -133,7 +162,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8500, help="the first of a few")
     parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for scripts of servers")
     args = parser.parse_args()
-    images = [Path(path).read_bytes() for path in list_images([args.images])[:200]]
+    paths = list_images([args.images])[:200]
+    images = [Path(path).read_bytes() for path in paths]
     found = commands(args.run, args.folder)
     ports = {name: args.port + place for place, name in enumerate(found)}
     processes = {
@@ -147,7 +177,11 @@ def main() -> None:
         print("| clients | server | requests/s | median ms | p99 ms |\n|---|---|---|---|---|")
         for clients in args.clients:
             took: dict[str, list[list[float]]] = {name: [] for name in found}
+            if clients == 1:
+                took["predictor"] = []
             for _ in range(args.rounds):
+                if clients == 1:
+                    took["predictor"].append(measure_predictor(args.run, paths, args.seconds))
                 for name in found:
                     took[name].append(measure(ports[name], images, clients, args.seconds))
             for name, rounds in took.items():

@@ -114,7 +114,7 @@ ALLOWED = {
         *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.inference",
     },
     "vit.serving": {
-        *NUMERIC, "starlette", "uvicorn", "python_multipart", "prometheus_client",
+        *NUMERIC, "starlette", "uvicorn", "python_multipart", "prometheus_client", "ray",
         *LEVEL_0, "vit.data", "vit.exported", "vit.generation", "vit.output", "vit.inference",
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
@@ -140,7 +140,7 @@ ONLY = {
     },
     "prometheus_client": {"vit/serving/server_metrics.py"},
     "python_multipart": {"vit/serving/request_body.py"},
-    "ray": {"vit/inference/ray_inference.py"},
+    "ray": {"vit/inference/ray_inference.py", "vit/serving/ray_deployment.py"},
     "starlette": {"vit/serving/application.py"},
     "uvicorn": {"vit/serving/http_server.py"},
     "openvino": {"vit/export/export_openvino.py", "vit/exported/openvino_session.py"},

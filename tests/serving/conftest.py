@@ -121,7 +121,8 @@ def running(models: Sequence[object], **limits: Any) -> Iterator[Client]:
         found[0].stop()
         thread.join(60)
     assert not thread.is_alive()
-    assert not errors, errors
+    if errors:
+        raise errors[0]
 
 
 @pytest.fixture(scope="session")

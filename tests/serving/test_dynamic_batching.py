@@ -1,8 +1,14 @@
-"""The gate of large images, and batches without their clients."""
+"""The gate of large images, and networks that fail or never answer."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from vit.serving.dynamic_batching import PixelGate
+import pytest
+
+from vit.serving import dynamic_batching
+from vit.serving.dynamic_batching import BatchScheduler, ComputeFailed, PixelGate, ServerFailed
+from vit.serving.server_metrics import ServerMetrics
 
 
 def test_images_wait_in_order_until_there_is_room_for_their_pixels():
@@ -30,3 +36,97 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
         "c in with 1",
         "c out",
     ]
+
+
+class Network:
+    """A model whose outputs are its images in capitals; `wrong` ones make it raise."""
+
+    keeps_pixels, name, batch_sizes = False, "network", (1, 4)
+
+    def __init__(self, wrong="", ends=None):
+        self.adapter, self.wrong, self.ends, self.batches = self, wrong, ends, []
+
+    def decode(self, _name, upload):
+        return upload
+
+    def group(self, _pixels):
+        return 0
+
+    def probe(self, _number):
+        return "probe"
+
+    def run(self, _names, images, rows):
+        self.batches.append((tuple(images), rows))
+        if self.ends is not None:
+            self.ends.wait(20)
+        if set(images) & set(self.wrong):
+            raise RuntimeError("an error of a GPU")
+        return [image.upper() for image in images]
+
+
+def predict(network, images, compute_timeout=20.0):
+    """Outputs or errors of `images`, each a request; the scheduler; and calls of on_failure."""
+    failures = []
+
+    async def main():
+        pool = ThreadPoolExecutor(1)
+        scheduler = BatchScheduler(pool, 1, 100, compute_timeout, ServerMetrics())
+        scheduler.on_failure = lambda: failures.append(scheduler.failure)
+        scheduler.idle = 0  # the images share a batch
+        requests = [
+            asyncio.ensure_future(scheduler.predict(network, [image], [image])) for image in images
+        ]
+        while sum(map(len, scheduler._groups.values())) < len(images):
+            await asyncio.sleep(0.001)
+        scheduler.idle = 1
+        scheduler._start_batches()
+        found = await asyncio.gather(*requests, return_exceptions=True)
+        return [one if isinstance(one, Exception) else one[0] for one in found], scheduler
+
+    return *asyncio.run(main()), failures
+
+
+def test_an_image_on_which_the_network_fails_fails_alone(capsys):
+    network = Network(wrong=["b"])
+    (a, b, c), scheduler, failures = predict(network, "abc")
+    assert (a, c, failures) == ("A", "C", [])
+    assert type(b) is ComputeFailed
+    assert network.batches == [(("a", "b", "c"), 4), (("a",), 1), (("b",), 1), (("c",), 1)]
+    assert capsys.readouterr().err.count("RuntimeError: an error of a GPU") == 1
+    assert not scheduler.close()
+
+
+def test_a_single_image_that_fails_does_not_end_the_server(capsys):
+    network = Network(wrong=["a"])
+    (a,), scheduler, failures = predict(network, "a")
+    assert (type(a), failures) == (ComputeFailed, [])
+    assert network.batches == [(("a",), 1), (("probe",), 1)]
+    scheduler.check_room()
+
+
+def test_a_network_that_fails_on_random_pixels_too_ends_the_server(capsys):
+    (a, b), scheduler, failures = predict(Network(wrong=["a", "b", "probe"]), "ab")
+    assert {type(a), type(b)} == {ServerFailed}
+    assert failures == ["the network fails on random pixels too: an error of a GPU"]
+    with pytest.raises(ServerFailed, match="random pixels"):
+        scheduler.check_room()
+
+
+def test_a_network_that_never_ends_is_not_waited_for():
+    ends = threading.Event()
+    try:
+        found, scheduler, failures = predict(Network(ends=ends), "abcdef", compute_timeout=0.05)
+        assert {type(one) for one in found} == {ServerFailed}, "two of them have waited"
+        assert failures == ["the network has not answered in 0.05 s (--compute-timeout)"]
+        assert scheduler.close(), "it says that a thread still computes"
+    finally:
+        ends.set()
+
+
+def test_a_call_is_given_time_from_its_begin_or_from_the_last_end_of_another(monkeypatch):
+    scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, 100, 60.0, ServerMetrics())
+    monkeypatch.setattr(dynamic_batching.time, "monotonic", lambda: 130.0)
+    assert scheduler._seconds_left(10.0, [20.0]) == -50
+    assert scheduler._seconds_left(10.0, []) == -60
+    scheduler._progress = 100.0
+    assert scheduler._seconds_left(10.0, []) == 30

@@ -21,7 +21,7 @@ import vit
 from tests.serving.conftest import multipart, running
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
-from vit.serving.http_server import bind, serve
+from vit.serving.http_server import ServerError, bind, serve
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -255,3 +255,89 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         bind("127.0.0.1", port)
     taken.close()
     assert Path(tiny_run).exists()
+
+
+def test_a_network_that_never_ends_makes_the_server_end_with_an_error(exported, files, monkeypatch):
+    ends = threading.Event()
+    with (
+        pytest.raises(ServerError, match=r"has not answered in 0.1 s .*; start the server again"),
+        running([exported], compute_timeout=0.1) as client,
+    ):
+        model = client.server.application.registry.get(None)
+        monkeypatch.setattr(model.adapter, "run", lambda *_: ends.wait(30))
+        answer = client.post(files[0][1])
+        assert (answer.status, "has not answered" in answer.json["error"]) == (503, True)
+    ends.set()
+
+
+def test_probes_are_answered_under_any_name_and_a_failed_network_fails_them(exported):
+    with running([exported], allowed_hosts=("photos.example",)) as client:
+        assert client.get("/models", Host="10.0.0.7:8000").status == 421
+        for path in ("/health", "/ready", "/v2/health/live", "/v2/health/ready"):
+            assert client.get(path, Host="10.0.0.7:8000").status == 200
+        client.server.application.scheduler.failure = "it failed"
+        for path in ("/health", "/ready", "/v2/health/live", "/v2/health/ready"):
+            assert client.get(path).status == 503
+        assert client.post(b"x").json == {"error": "it failed"}
+        client.server.application.scheduler.failure = ""
+
+
+@pytest.mark.slow
+def test_reload_and_stop_under_load_lose_no_request_and_a_full_disk_of_the_log_stops_nothing(
+    exported, files
+):
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", "vit", "serve", str(exported), "--port", str(port)]
+    answers: list[tuple[int, bytes]] = []
+    stopping = threading.Event()
+
+    def keep_asking(seed: int) -> str:
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            try:
+                connection.request("POST", "/predict", files[seed][1])
+                answer = connection.getresponse()
+                answers.append((answer.status, answer.read()))
+            except (ConnectionError, http.client.RemoteDisconnected) as error:
+                if not stopping.is_set():
+                    raise
+                return type(error).__name__
+            finally:
+                connection.close()
+
+    with open("/dev/full", "w") as full, subprocess.Popen(words, stderr=full) as server:
+        try:
+            wait_for(lambda: ready(port), bool)
+            with ThreadPoolExecutor(4) as pool:
+                clients = [pool.submit(keep_asking, seed) for seed in range(4)]
+                for reloads in (1, 2, 3):
+                    server.send_signal(signal.SIGHUP)
+                    text = f'vit_reloads_total{{model="fruit",outcome="done"}} {reloads}.0'
+                    wait_for(lambda: metrics(port), lambda found, text=text: text in found)
+                stopping.set()
+                server.send_signal(signal.SIGTERM)
+                ends = [client.result(20) for client in clients]
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
+    assert len(answers) > 20
+    assert {status for status, _ in answers} == {200}
+    assert len({body for _, body in answers}) == 4
+    assert set(ends) <= {"ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected"}
+
+
+def ready(port: int) -> bool:
+    try:
+        return "status" in metrics(port, "/ready")
+    except ConnectionRefusedError:
+        return False
+
+
+def metrics(port: int, path: str = "/metrics") -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()

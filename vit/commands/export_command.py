@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="NAME.onnx|.xml|.pt2",
         help="the file to write; with a captioner NAME.decoder.onnx, the text decoder, is "
-        "written beside it",
+        "written beside it; with --to triton the folder REPOSITORY/NAME",
     )
     add(
         "--to",
-        choices=["onnx", "openvino", "torch"],
+        choices=["onnx", "openvino", "torch", "triton"],
         default=argparse.SUPPRESS,
-        help="format: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: "
-        "by the ending of --out)",
+        help="format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a "
+        "repository of Triton (default: by the ending of --out)",
     )
     add(
         "--precision",

@@ -1,7 +1,10 @@
 """`vit serve`: trained models behind an HTTP interface and a web page."""
 
 import argparse
+import contextlib
+import io
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
@@ -23,6 +26,7 @@ from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
 from vit.text import printable
 
+EXIT_FAILED, STDERR = 1, 2
 LIBRARIES = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
 DEFAULTS = ServerConfig()
 LIMITS = {
@@ -35,6 +39,7 @@ LIMITS = {
     "max_connections": ("N", "most connections at the same time"),
     "header_timeout": ("S", "seconds in which the header of a request must arrive"),
     "body_timeout": ("S", "seconds in which the body of a request must arrive"),
+    "compute_timeout": ("S", "seconds after which a batch never ends: the server exits with 1"),
     "stop_timeout": ("S", "seconds that accepted requests have after SIGTERM"),
 }
 """Limit -> its metavar and description; fields of ServerConfig."""
@@ -48,6 +53,7 @@ def add_arguments(parser: CommandParser) -> None:
         "vit serve runs/photos",
         "vit serve photos.onnx --host 0.0.0.0 --token-file token.txt",
         "vit serve cats=runs/cats dogs=runs/dogs --port 8080",
+        "vit serve runs/photos --engine ray --replicas 1-4",
         "curl -F file=@cat.jpg http://127.0.0.1:8000/predict",
     )
     parser.usage = "vit serve MODEL [NAME=MODEL ...] [--host H] [--port P] [options]"
@@ -136,35 +142,70 @@ def _add_network(parser: CommandParser) -> None:
     )
     group.add_argument(
         "--engine",
-        choices=["torch", "onnx", "openvino"],
-        help="inference engine (default: torch; onnx for an .onnx, openvino for an .xml)",
+        choices=["torch", "onnx", "openvino", "ray"],
+        help="inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray "
+        "serves with Ray Serve, on one machine or a cluster",
+    )
+    group.add_argument(
+        "--replicas",
+        metavar="N|LEAST-MOST",
+        help="processes of --engine ray, each with its own models (default: 1); a range lets Ray "
+        "choose by the load",
     )
     group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = StandardError()
     network = {name: getattr(args, name) for name in NETWORK}
     if any(flag in args for flag in SEARCH_FIELDS):
         network["search"] = search_from_args(args)
-    serve(
-        args.models,
-        host=args.host,
-        port=args.port,
-        token=read_token(args.token, args.token_file),
-        allowed_hosts=tuple(args.allow_host),
-        engine=args.engine,
-        notify=lambda line: notify(f"vit serve: {line}"),
-        **{name: getattr(args, name) for name in LIMITS},
-        **network,
-    )
+    try:
+        serve(
+            args.models,
+            host=args.host,
+            port=args.port,
+            token=read_token(args.token, args.token_file),
+            allowed_hosts=tuple(args.allow_host),
+            engine=args.engine,
+            replicas=args.replicas,
+            notify=lambda line: notify(f"vit serve: {line}"),
+            **{name: getattr(args, name) for name in LIMITS},
+            **network,
+        )
+    except VitError as error:
+        if error.exit_code != EXIT_FAILED:
+            raise
+        notify(f"vit serve: {error}")
+        os._exit(EXIT_FAILED)  # Python would wait for a thread that may never end
     return 0
+
+
+class StandardError(io.TextIOBase):
+    """Standard error of a server, which goes on where nobody reads it or its disk is full."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            os.write(STDERR, text.encode("utf-8", "backslashreplace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return STDERR
+
+    def isatty(self) -> bool:
+        return os.isatty(STDERR)
 
 
 def serve(
     models: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     engine: str | None = None,
+    replicas: int | str | None = None,
     notify: Callable[[str], object] = notify,
     **settings: Any,
 ) -> None:
@@ -173,7 +214,9 @@ def serve(
     Args:
         models: One model or several: run folders, other weights or exported files, each of them
             alone or as `NAME=MODEL`; the first one is the default.
-        engine: torch, onnx or openvino; by default the suffix of each model decides.
+        engine: torch, onnx or openvino; by default the suffix of each model decides. With ray the
+            server runs in Ray Serve.
+        replicas: Processes of Ray Serve, such as 2, or "1-8" by load; 1 by default.
         notify: Called with notes.
         settings: Fields of ServerConfig (vit/serving/server_config.py), and as for vit.Predictor
             `batch_size`, `device`, `precision`, `workers`, `no_calibration` and `search`.
@@ -192,6 +235,14 @@ def serve(
     config = ServerConfig(**{name: settings.pop(name) for name in access if name in settings})
     several = [models] if isinstance(models, str | os.PathLike) else models
     words = [path_argument("models", one, "a run folder, weights, or a file") for one in several]
+    if engine == "ray":
+        from vit.serving.ray_deployment import Replicas, serve_with_ray
+
+        number = Replicas.parse(str(1 if replicas is None else replicas))
+        serve_with_ray(words, config, number, notify=notify, **settings)
+        return
+    if replicas is not None:
+        raise ConfigError(f"replicas={replicas}: one process serves here; choose engine ray")
     from vit.serving.http_server import serve
 
     serve(words, config, engine=engine, notify=notify, **settings)

@@ -1,4 +1,4 @@
-"""Export formats: ONNX, OpenVINO and torch.export, verified after they are written."""
+"""Export formats: ONNX, OpenVINO, torch.export and Triton, verified after they are written."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from vit.export.export_onnx import (
 )
 from vit.export.export_openvino import export_openvino
 from vit.export.export_options import Options
+from vit.export.export_triton import export_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
@@ -89,8 +90,8 @@ def export_model(
 
     Args:
         run, notify, options: As for `export_onnx`.
-        out: The file to write.
-        to: onnx, openvino or torch; by the suffix of `out` by default.
+        out: The file to write; for triton the folder REPOSITORY/NAME.
+        to: onnx, openvino, torch or triton; by the suffix of `out` by default.
         on_written: Called when the files are complete and in place, before they are verified.
 
     Raises:
@@ -107,7 +108,7 @@ def export_model(
         to=to,
         precision=options.get("precision", "fp32"),
         exported=exported,
-        verification=None if to == "torch" else verify(out, run=run),
+        verification=None if to == "torch" else verify(exported.files[0][0], run=run),
     )
 
 
@@ -166,8 +167,10 @@ def export_torch(
 export = export_model
 """Its name before it was public."""
 
-FORMATS: dict[str, tuple[str, Callable[..., Exported]]] = {
+FORMATS: dict[str, tuple[str | None, Callable[..., Exported]]] = {
     "onnx": (".onnx", export_onnx),
     "openvino": (".xml", export_openvino),
     "torch": (".pt2", export_torch),
+    "triton": (None, export_triton),
 }
+"""Name -> suffix of the file, if it has one, and function; the graph is the first file."""

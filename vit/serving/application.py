@@ -31,7 +31,12 @@ from vit.config.parser import nearest
 from vit.errors import BadImage, ConfigError, VitError
 from vit.output.prediction_results import to_json
 from vit.serving import kserve_protocol
-from vit.serving.dynamic_batching import BatchScheduler, QueueFull
+from vit.serving.dynamic_batching import (
+    BatchScheduler,
+    ComputeFailed,
+    QueueFull,
+    ServerFailed,
+)
 from vit.serving.model_registry import ModelRegistry, UnknownModel
 from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
 from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, RequestError, check_name
@@ -46,7 +51,9 @@ ASSETS = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-OPEN_PATHS = {*ASSETS, "/health", "/ready", "/v2/health/live", "/v2/health/ready"}
+PROBES = {"/health", "/ready", "/v2/health/live", "/v2/health/ready"}
+"""Paths without secrets; Kubernetes asks for them by an address."""
+OPEN_PATHS = {*ASSETS, *PROBES}
 """Paths that need no token."""
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
@@ -82,11 +89,15 @@ class Application:
     ) -> None:
         self.registry, self.config, self.metrics = registry, config, metrics
         self.scheduler = BatchScheduler(
-            registry.compute, registry.compute_threads, config.max_queue, metrics
+            registry.compute,
+            registry.compute_threads,
+            config.max_queue,
+            config.compute_timeout,
+            metrics,
         )
         self.budget = MemoryBudget(config.max_memory_bytes, metrics)
         self.stopping = False
-        self.document = openapi_document(config)
+        self.document = openapi_document(config, [*registry.models], OPEN_PATHS)
         gets: dict[str, Handler] = {
             "/models": self.models,
             "/health": self.health,
@@ -130,12 +141,19 @@ class Application:
         limits = {name: getattr(self.config, name) for name in names}
         return json_response({"models": models, "limits": limits})
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are wanted."""
+        return not (self.stopping or self.scheduler.failure)
+
     async def health(self, _request: Request) -> Response:
+        if failure := self.scheduler.failure:
+            return json_response({"status": "failed", "error": failure}, 503)
         return json_response({"status": "alive"})
 
     async def ready(self, _request: Request) -> Response:
-        status = "stopping" if self.stopping else "ready"
-        return json_response({"status": status}, 503 if self.stopping else 200)
+        status, code = ("ready", 200) if self.is_ready else ("stopping", 503)
+        return json_response({"status": status}, code)
 
     async def show_metrics(self, _request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -184,10 +202,11 @@ class Application:
         return json_response(kserve_protocol.server_metadata())
 
     async def kserve_live(self, _request: Request) -> Response:
-        return json_response({"live": True})
+        live = not self.scheduler.failure
+        return json_response({"live": live}, 200 if live else 503)
 
     async def kserve_ready(self, _request: Request) -> Response:
-        return json_response({"ready": not self.stopping}, 503 if self.stopping else 200)
+        return json_response({"ready": self.is_ready}, 200 if self.is_ready else 503)
 
     async def kserve_model(self, request: Request) -> Response:
         return json_response(kserve_protocol.model_metadata(self._kserve_model(request)))
@@ -243,6 +262,9 @@ class Application:
             except ClientGone:
                 self.metrics.refused.labels("client gone").inc()
                 return Response(status_code=400)  # nobody reads it
+            except ComputeFailed as error:
+                status, reason = 503 if isinstance(error, ServerFailed) else 500, str(error)
+                headers = {}
             except VitError as error:
                 status, reason, headers = 400, str(error), {}
             self.metrics.refused.labels(str(status)).inc()
@@ -335,7 +357,7 @@ class AccessControl:
     def refuse(self, scope: Scope) -> Refusal | None:
         """The refusal of a request, or None."""
         headers = dict(scope["headers"])
-        if self.config.loopback or self.config.allowed_hosts:
+        if (self.config.loopback or self.config.allowed_hosts) and scope["path"] not in PROBES:
             # a page of another site may lead its own name to this address (DNS rebinding)
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host_name(host) not in self.names:

@@ -5,10 +5,21 @@
 A batch begins as soon as a thread is free, with what is waiting by then: under load batches grow by
 themselves, and a single image never waits for others. All methods but the two that run in threads
 belong to the event loop's thread, so nothing is locked.
+
+A batch that raises is computed again image by image, so that an image fails alone. A thread cannot
+be ended: if one never returns, or if the network fails on random pixels too, as after an error of a
+GPU, the scheduler calls `on_failure`, and the server ends for a supervisor to start it again. The
+threads share the process of the server: a process of their own would survive a crash of a library,
+at the price of a copy of each image and a second copy of the weights while models are reloaded; the
+kernels see tensors of known shapes only, and several replicas (Ray, Kubernetes) go on meanwhile.
 """
 
 import asyncio
+import contextlib
 import math
+import sys
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -43,6 +54,14 @@ class QueueFull(Exception):
     def __init__(self, retry_after: int) -> None:
         super().__init__(retry_after)
         self.retry_after = retry_after
+
+
+class ComputeFailed(Exception):
+    """The network gives no output for an image that was read; not the client's fault."""
+
+
+class ServerFailed(ComputeFailed):
+    """The network will not give outputs in this process any more."""
 
 
 class PixelGate:
@@ -88,12 +107,24 @@ class BatchScheduler:
         compute: Threads that compute.
         compute_threads: Their number.
         max_queue: Most images that are accepted and not answered.
+        compute_timeout: Seconds after which a call in a thread that computes never returns.
         metrics: Counts batches and waiting images.
+
+    Attributes:
+        failure: Why the server must end, or "".
+        on_failure: Called when `failure` is set.
     """
 
     def __init__(
-        self, compute: Executor, compute_threads: int, max_queue: int, metrics: ServerMetrics
+        self,
+        compute: Executor,
+        compute_threads: int,
+        max_queue: int,
+        compute_timeout: float,
+        metrics: ServerMetrics,
     ) -> None:
+        self.failure, self.compute_timeout = "", compute_timeout
+        self.on_failure: Callable[[], object] = lambda: None
         self.compute, self.idle = compute, compute_threads
         self.compute_threads, self.max_queue, self.metrics = compute_threads, max_queue, metrics
         decoders = min(8, usable_cores())
@@ -104,13 +135,17 @@ class BatchScheduler:
         """Of the last batches; a moving average."""
         self._groups: dict[tuple[ServedModel, Hashable], deque[WaitingImage]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._calls, self._progress = 0, 0.0
 
     def check_room(self, images: int = 1) -> None:
         """Refuse images that the queue has no room for.
 
         Raises:
             QueueFull: It has none.
+            ServerFailed: No image is computed any more.
         """
+        if self.failure:
+            raise ServerFailed(self.failure)
         if self.accepted + images > self.max_queue:
             seconds = self.accepted * self.seconds_per_image / self.compute_threads
             raise QueueFull(min(max(math.ceil(seconds), 1), 60))
@@ -143,6 +178,8 @@ class BatchScheduler:
             decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
             del upload
             pixels = await decoding
+            if self.failure:
+                raise ServerFailed(self.failure)
             output: asyncio.Future[Any] = loop.create_future()
             key = model, model.adapter.group(pixels)
             self._groups.setdefault(key, deque()).append(WaitingImage(name, pixels, output))
@@ -181,13 +218,10 @@ class BatchScheduler:
         names, pixels = [one.name for one in batch], [one.pixels for one in batch]
         began = loop.time()
         try:
-            outputs = await loop.run_in_executor(
-                self.compute, model.adapter.run, names, pixels, rows
-            )
+            outputs = await self._compute(model.adapter.run, names, pixels, rows)
         except Exception as error:  # each waiting request must have its answer
-            outputs = [error] * len(batch)
-        finally:
-            self.idle += 1
+            outputs = await self._recover(model, batch, error)
+        self.idle += 1
         seconds = loop.time() - began
         self.seconds_per_image += 0.1 * (seconds / len(batch) - self.seconds_per_image)
         self.metrics.batch_images.labels(model.name).observe(len(batch))
@@ -195,13 +229,90 @@ class BatchScheduler:
         for one, output in zip(batch, outputs, strict=True):
             if one.output.done():
                 continue
-            if isinstance(output, Exception) and not isinstance(output, BadImage):
+            if isinstance(output, ComputeFailed):
                 one.output.set_exception(output)
                 continue
             kind = "failed" if isinstance(output, BadImage) else "answered"
             self.metrics.images.labels(model.name, kind).inc()
             one.output.set_result(output)
         self._start_batches()
+
+    async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in a thread that computes.
+
+        Raises:
+            ServerFailed: It has not returned, or no thread has become free, in `compute_timeout`.
+        """
+        loop, began = asyncio.get_running_loop(), list[float]()
+
+        def call() -> T:
+            began.append(time.monotonic())
+            return function(*arguments)
+
+        def end(future: "asyncio.Future[T]") -> None:
+            self._calls -= 1
+            self._progress = time.monotonic()
+            if not future.cancelled():
+                future.exception()  # of a call that was given up, nobody else asks
+
+        submitted, left = time.monotonic(), self.compute_timeout
+        future = loop.run_in_executor(self.compute, call)
+        self._calls += 1
+        future.add_done_callback(end)
+        try:
+            while not (await asyncio.wait({future}, timeout=left))[0]:
+                left = self._seconds_left(submitted, began)
+                if left <= 0:
+                    seconds = f"{self.compute_timeout:g} s (--compute-timeout)"
+                    self.fail(f"the network has not answered in {seconds}")
+                    raise ServerFailed(self.failure)
+        except asyncio.CancelledError:
+            future.cancel()  # if it has not begun
+            raise
+        return future.result()
+
+    def _seconds_left(self, submitted: float, began: Sequence[float]) -> float:
+        """Seconds until a call is given up; one that waits has time while others end."""
+        since = began[0] if began else max(submitted, self._progress)
+        return since + self.compute_timeout - time.monotonic()
+
+    async def _recover(
+        self, model: ServedModel, batch: list[WaitingImage], error: Exception
+    ) -> list[Any]:
+        """Outputs of a batch that raised `error`, computed image by image."""
+        if isinstance(error, ServerFailed):
+            return [error] * len(batch)
+        traceback.print_exception(error, file=sys.stderr)
+        failed = ComputeFailed("the network failed on this image; the server's log has the reason")
+        outputs: list[Any] = [failed] * len(batch)
+        try:
+            for place, one in enumerate(batch if len(batch) > 1 else ()):
+                with contextlib.suppress(Exception):
+                    outputs[place] = await self._compute_one(model, one.name, one.pixels)
+            if self.failure:
+                return [ServerFailed(self.failure)] * len(batch)
+            if all(output is failed for output in outputs):
+                await self._compute_one(model, "", model.adapter.probe(0))
+        except Exception as reason:
+            self.fail(f"the network fails on random pixels too: {reason}")
+            return [ServerFailed(self.failure)] * len(batch)
+        return outputs
+
+    async def _compute_one(self, model: ServedModel, name: str, pixels: Any) -> Any:
+        run, rows = model.adapter.run, model.batch_sizes[0]
+        (output,) = await self._compute(run, [name], [pixels], rows)
+        return output
+
+    def fail(self, reason: str) -> None:
+        """Refuse all images from now on, and those that wait."""
+        if not self.failure:
+            self.failure = reason
+            for waiting in self._groups.values():
+                for one in waiting:
+                    if not one.output.done():
+                        one.output.set_exception(ServerFailed(reason))
+            self._groups.clear()
+            self.on_failure()
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread that computes; it waits for its turn like a batch.
@@ -212,12 +323,13 @@ class BatchScheduler:
         self.check_room()
         self.accepted += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.compute, function, *arguments)
+            return await self._compute(function, *arguments)
         finally:
             self.accepted -= 1
 
-    def close(self) -> None:
-        """End the threads."""
-        self.decoders.shutdown(cancel_futures=True)
-        self.compute.shutdown(cancel_futures=True)
+    def close(self) -> bool:
+        """End the threads; returns whether one still computes, which nobody waits for."""
+        computing = self._calls > 0
+        self.decoders.shutdown(wait=not computing, cancel_futures=True)
+        self.compute.shutdown(wait=not computing, cancel_futures=True)
+        return computing

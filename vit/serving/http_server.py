@@ -2,6 +2,7 @@
 
     SIGTERM, SIGINT   stop listening, answer what was accepted, exit with 0; again: exit at once
     SIGHUP            load the models again
+    network failed    stop likewise, and exit with 1, for a supervisor to start it again
 
 uvicorn's HTTP protocol on h11 gets what it lacks: a limit of time for the header of a request, a
 limit of connections, and errors as JSON.
@@ -32,6 +33,9 @@ from vit.text import plural, printable
 MAX_HEADER_BYTES = 16384
 KEEP_ALIVE_SECONDS = 20
 BACKLOG = 1024
+"""Connections that the system keeps until they are accepted."""
+ACCEPTS = 16
+"""Connections that are accepted at a time: a flood of them does not stall the others."""
 SPARE_FILES = 64
 """Open files besides the connections."""
 
@@ -118,6 +122,12 @@ class LimitedProtocol(H11Protocol):
             self.refuse(408, f"no request was complete after {seconds:g} seconds")
 
 
+class ServerError(VitError):
+    """The server ended before it had answered what it accepted; a thread may still compute."""
+
+    exit_code = 1
+
+
 class SignalServer(uvicorn.Server):
     """A uvicorn server whose signals are handled by `serve`."""
 
@@ -163,6 +173,7 @@ def serve(
 
     Raises:
         VitError: A model, a setting or the address cannot be used.
+        ServerError: The network failed, or did not end what was accepted in time.
     """
     config = config or ServerConfig()
     raise_file_limit(config.max_connections + SPARE_FILES)
@@ -180,8 +191,12 @@ def serve(
         try:
             asyncio.run(_serve(application, listener, notify, on_ready))
         finally:
-            application.scheduler.close()
+            computing = application.scheduler.close()
             registry.close()
+        if application.scheduler.failure:
+            raise ServerError(f"{application.scheduler.failure}; start the server again")
+        if computing:
+            raise ServerError("stopped before the network had ended what was accepted")
     finally:
         listener.close()
 
@@ -210,7 +225,7 @@ async def _serve(
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(config.stop_timeout),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            backlog=BACKLOG,
+            backlog=ACCEPTS,
         )
     )
     loop = asyncio.get_running_loop()
@@ -220,11 +235,21 @@ async def _serve(
         server.force_exit = server.should_exit
         server.should_exit = application.stopping = True
 
+    def stop_from_thread() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            loop.call_soon_threadsafe(stop)
+
     def reload() -> None:
         task = loop.create_task(registry.reload(application.metrics))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
+    def fail() -> None:
+        if not server.should_exit:
+            notify(f"stopping: {application.scheduler.failure}")
+            stop()
+
+    application.scheduler.on_failure = fail
     actions = {"SIGTERM": stop, "SIGINT": stop, "SIGHUP": reload}
     for name, action in actions.items():
         with contextlib.suppress(NotImplementedError, AttributeError, ValueError, RuntimeError):
@@ -234,11 +259,12 @@ async def _serve(
     try:
         while not server.started and not serving.done():
             await asyncio.sleep(0.002)
+        listener.listen(BACKLOG)
         url = url_of(listener)
         for model in registry.models.values():
             notify(describe(model.name, model.describe()))
         notify(f"listening at {url}{'' if config.token else ' without a token'}")
-        on_ready(RunningServer(url, application, lambda: loop.call_soon_threadsafe(stop)))
+        on_ready(RunningServer(url, application, stop_from_thread))
         await serving
         notify("stopped")
     finally:

@@ -1,5 +1,6 @@
 """The OpenAPI 3.1 document of the server, GET /openapi.json."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vit.serving.server_config import ServerConfig
@@ -24,8 +25,10 @@ RANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def openapi_document(config: ServerConfig) -> dict[str, Any]:
-    """The document; it names the limits."""
+def openapi_document(
+    config: ServerConfig, models: Sequence[str], open_paths: Collection[str]
+) -> dict[str, Any]:
+    """The document; it names the limits, the `models`, and paths that need no token."""
     score = {"type": "number", "description": "Probability, or log probability of a caption."}
     row = {
         "type": "object",
@@ -58,7 +61,7 @@ def openapi_document(config: ServerConfig) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "vit serve", "version": __version__},
         "paths": {
-            "/predict": {"post": _predict(config)},
+            "/predict": {"post": _predict(config, models)},
             "/models": _get("The models, the default one first.", _object()),
             "/health": _get("Whether the server is alive.", _object()),
             "/ready": _get("Whether it answers predictions.", _object(), **{"503": "It stops."}),
@@ -66,18 +69,9 @@ def openapi_document(config: ServerConfig) -> dict[str, Any]:
             "/v2": _get("The server, for clients of KServe.", _object()),
             "/v2/health/live": _get("As /health.", _object()),
             "/v2/health/ready": _get("As /ready.", _object(), **{"503": "It stops."}),
-            "/v2/models/{name}": _of_model(_get("Tensors of a model.", _object())),
-            "/v2/models/{name}/ready": _of_model(_get("Whether it is served.", _object())),
-            "/v2/models/{name}/infer": _of_model(
-                {
-                    "post": {
-                        "summary": "Inference with tensors.",
-                        "operationId": "infer",
-                        "requestBody": {"required": True, "content": _object()},
-                        "responses": _responses(_object()),
-                    }
-                }
-            ),
+            "/v2/models/{name}": _of_model(models, _get("Tensors of a model.", _object())),
+            "/v2/models/{name}/ready": _of_model(models, _get("Whether it is served.", _object())),
+            "/v2/models/{name}/infer": _of_model(models, {"post": _infer(config)}),
         },
         "components": {"schemas": {"Row": row, "Error": error}},
     }
@@ -85,10 +79,62 @@ def openapi_document(config: ServerConfig) -> dict[str, Any]:
         scheme = {"type": "http", "scheme": "bearer"}
         document["components"]["securitySchemes"] = {"token": scheme}
         document["security"] = [{"token": []}]
+        for path in open_paths & document["paths"].keys():
+            document["paths"][path]["get"]["security"] = []
     return document
 
 
-def _predict(config: ServerConfig) -> dict[str, Any]:
+def _infer(config: ServerConfig) -> dict[str, Any]:
+    batch = {"type": "integer", "minimum": 1, "maximum": config.max_images}
+    side = {"type": "integer", "minimum": 1}
+
+    def tensor(name: str, datatype: str, *sides: dict[str, Any]) -> dict[str, Any]:
+        shape = {"type": "array", "prefixItems": [*sides], "items": False, "minItems": len(sides)}
+        return {
+            "type": "object",
+            "required": ["name", "shape", "datatype"],
+            "properties": {
+                "name": {"const": name},
+                "datatype": {"const": datatype},
+                "shape": shape,
+                "parameters": {"type": "object"},
+                "data": {"type": "array"},
+            },
+        }
+
+    either = [
+        tensor("images", "UINT8", batch, side, side, {"const": 3}),
+        tensor("encoded", "BYTES", batch),
+    ]
+    output = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+    }
+    request = {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string", "maxLength": 999},
+            "parameters": {"type": "object"},
+            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"oneOf": either}},
+            "outputs": {"type": "array", "items": output},
+        },
+    }
+    return {
+        "summary": "Inference with tensors.",
+        "description": (
+            "`images` is UINT8 [batch, height, width, 3], `encoded` BYTES [batch], image files in "
+            "base64; binary tensors may follow the JSON, whose length is then in the header "
+            f"Inference-Header-Content-Length. A batch has at most {config.max_images} images."
+        ),
+        "operationId": "infer",
+        "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
+        "responses": _responses(_object()),
+    }
+
+
+def _predict(config: ServerConfig, models: Sequence[str]) -> dict[str, Any]:
     rows = {"type": "array", "items": {"$ref": "#/components/schemas/Row"}}
     answer = {
         "type": "object",
@@ -102,8 +148,11 @@ def _predict(config: ServerConfig) -> dict[str, Any]:
     form = {
         "type": "object",
         "required": ["file"],
-        "properties": {"file": {"type": "array", "items": file, "maxItems": config.max_images}},
+        "properties": {
+            "file": {"type": "array", "items": file, "minItems": 1, "maxItems": config.max_images}
+        },
     }
+    ranges = {**RANGES, "model": {"enum": [*models]}}
     return {
         "summary": "Predictions of images, in their order.",
         "description": (
@@ -116,7 +165,7 @@ def _predict(config: ServerConfig) -> dict[str, Any]:
                 "name": name,
                 "in": "query",
                 "description": text,
-                "schema": {"type": kind, **RANGES.get(name, {})},
+                "schema": {"type": kind, **ranges.get(name, {})},
             }
             for name, (kind, text) in PREDICT_PARAMETERS.items()
         ],
@@ -162,8 +211,8 @@ def _get(summary: str, content: dict[str, Any], **others: str) -> dict[str, Any]
     return {"get": {"summary": summary, "responses": responses}}
 
 
-def _of_model(path: dict[str, Any]) -> dict[str, Any]:
+def _of_model(models: Sequence[str], path: dict[str, Any]) -> dict[str, Any]:
     for method in path.values():
         method["responses"].setdefault("404", {"description": "There is no such model."})
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"enum": [*models]}}
     return {"parameters": [name], **path}

@@ -41,6 +41,8 @@ class ServerConfig:
     """Seconds in which the header of a request must arrive."""
     body_timeout: float = 30.0
     """Seconds in which the body of a request must arrive."""
+    compute_timeout: float = 300.0
+    """Seconds after which a batch never ends; the server then ends itself, with an error."""
     stop_timeout: float = 30.0
     """Seconds that accepted requests have after a signal to stop."""
 

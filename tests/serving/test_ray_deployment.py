@@ -1,0 +1,146 @@
+"""Replicas of Ray Serve; with Ray itself (slow), two of them, one of which is killed."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import vit
+from vit.errors import ConfigError, VitError
+from vit.serving.http_server import bind
+from vit.serving.ray_deployment import Replicas, shared_path
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
+
+
+def test_the_number_of_replicas_may_be_a_range():
+    assert Replicas.parse("2").settings(8) == {"num_replicas": 2}
+    scaled = Replicas.parse("1-4").settings(8)["autoscaling_config"]
+    assert scaled == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
+    for text in ("0", "", "-2", "2-", "4-1", "two", "1-2-3", "²"):
+        with pytest.raises(ConfigError, match="1-8"):
+            Replicas.parse(text)
+
+
+def test_replicas_need_ray(exported):
+    with pytest.raises(ConfigError, match=r"replicas=2: .*engine ray"):
+        vit.serve(exported, replicas=2)
+    if find_spec("ray") is None:
+        with pytest.raises(VitError, match=r"ray is not installed: pip install .*\[ray\]"):
+            vit.serve(exported, engine="ray", port=0)
+
+
+def test_paths_are_the_same_for_all_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    assert shared_path("run") == str(tmp_path / "run")
+    assert shared_path("none.onnx") == str(tmp_path / "none.onnx")
+    assert shared_path("timm/vit_tiny_patch16_224") == "timm/vit_tiny_patch16_224"
+
+
+def replicas_of(process: int) -> set[int]:
+    """Processes of replicas that a server has started."""
+    parents, names = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(stat[1])
+            names[int(folder.name)] = (folder / "cmdline").read_bytes()
+
+    def is_child(one: int) -> bool:
+        while one and one != process:
+            one = parents.get(one, 0)
+        return one == process
+
+    return {
+        one
+        for one, name in names.items()
+        if name.startswith(b"ray::ServeReplica") and is_child(one)
+    }
+
+
+def wait_for(read, condition, seconds=60):
+    """The first value for which the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition(value := read()):
+        assert time.monotonic() < deadline, value
+        time.sleep(0.1)
+    return value
+
+
+@needs_ray
+@pytest.mark.slow
+def test_rows_stay_right_while_a_replica_is_killed(sources, files, predicted, tmp_path):
+    expected, log = predicted("tiny"), tmp_path / "log"
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", "vit", "serve", f"tiny={sources['tiny']}", "--precision", "fp32"]
+    words += ["--device", "cpu", "--engine", "ray", "--replicas", "2", "--port", str(port)]
+    stop, answers = threading.Event(), list[tuple[int, bool]]()
+
+    def keep_asking(place: int) -> None:
+        while not stop.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            name, content = files[place]
+            try:
+                connection.request("POST", f"/predict?name={name}", content)
+                answer = connection.getresponse()
+                text = answer.read().decode()
+            finally:
+                connection.close()
+            answers.append((answer.status, text == f'{{"results": [{expected[place]}]}}'))
+
+    with open(log, "w") as file, subprocess.Popen(words, stderr=file, stdout=file) as server:
+        try:
+            wait_for(
+                log.read_text, lambda text: "listening at" in text or server.poll() is not None
+            )
+            assert server.poll() is None, log.read_text()
+            first = wait_for(lambda: replicas_of(server.pid), lambda found: len(found) == 2)
+            with ThreadPoolExecutor(4) as pool:
+                clients = [pool.submit(keep_asking, place) for place in range(4)]
+                try:
+                    wait_for(lambda: len(answers), lambda number: number > 20)
+                    os.kill(min(first), signal.SIGKILL)
+                    killed = len(answers)
+                    now = wait_for(
+                        lambda: replicas_of(server.pid),
+                        lambda found: len(found) == 2 and min(first) not in found,
+                    )
+                    wait_for(lambda: len(answers), lambda number: number > killed + 40)
+                finally:
+                    stop.set()
+                for client in clients:
+                    client.result()
+            assert now - first, "Ray has replaced the one that was killed"
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(40) == 0, log.read_text()
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(40)
+    assert all(right for status, right in answers if status == 200)
+    lost = [status for status, _ in answers if status != 200]
+    assert set(lost) <= {500, 503}, "a lost request is told so"
+    assert len(lost) <= 8, "only those that the killed replica had"
+    assert [json.loads(row)["image"] for row in expected] == [name for name, _ in files]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_what_ray_cannot_serve_is_one_line(tmp_path):
+    words = ["serve", str(tmp_path / "none.onnx"), "--engine", "ray", "--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vit", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "none.onnx is missing" in done.stderr.splitlines()[-1]
