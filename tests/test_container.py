@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from fnmatch import fnmatch
 from pathlib import Path
@@ -139,7 +138,8 @@ def test_the_steps_of_the_dockerfile_lead_to_a_server_that_answers(tiny_data, tm
     run([sys.executable, "-m", "venv", environment], tmp_path)
     python = environment / "bin" / "python"
     (packages,) = (environment / "lib").glob("python*/site-packages")
-    (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    libraries = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "base.pth").write_text("\n".join(libraries) + "\n")
     pip = [python, "-m", "pip", "install", "-q", "--no-index"]
     run([*pip, "--no-deps", "--ignore-installed", built], tmp_path)
     assert '.whl)[serve,onnx]"' in DOCKERFILE

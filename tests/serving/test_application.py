@@ -107,6 +107,7 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"explain": "jpg"}, 400, "json or png"),
         ({"explain": "json", "model": "fruit"}, 400, "serve the run folder"),
         ({"name": "x" * 1001}, 400, "1000 characters"),
+        ({"name": ""}, 400, "empty"),
     ],
 )
 def test_wrong_queries_are_refused_with_a_sentence(client, files, query, status, words):

@@ -315,13 +315,13 @@ def test_reload_and_stop_under_load_lose_no_request_and_a_full_disk_of_the_log_s
                     server.send_signal(signal.SIGHUP)
                     text = f'vit_reloads_total{{model="fruit",outcome="done"}} {reloads}.0'
                     wait_for(lambda: metrics(port), lambda found, text=text: text in found)
+                    wait_for(lambda: len(answers), lambda count, least=10 * reloads: count > least)
                 stopping.set()
                 server.send_signal(signal.SIGTERM)
                 ends = [client.result(20) for client in clients]
             assert server.wait(20) == 0
         finally:
             server.kill()
-    assert len(answers) > 20
     assert {status for status, _ in answers} == {200}
     assert len({body for _, body in answers}) == 4
     assert set(ends) <= {"ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected"}

@@ -414,7 +414,8 @@ def parse_query(request: Request) -> dict[str, str]:
         if name in query:
             raise RequestError(400, f"{name}: it is there twice")
         query[name] = value
-    check_name(query.get("name", ""))
+    if not check_name(query.get("name", "image")):
+        raise RequestError(400, "name: it is empty; leave it out, or give the name of the image")
     return query
 
 

@@ -85,8 +85,7 @@ def openapi_document(
 
 
 def _infer(config: ServerConfig) -> dict[str, Any]:
-    batch = {"type": "integer", "minimum": 1, "maximum": config.max_images}
-    side = {"type": "integer", "minimum": 1}
+    size = {"type": "integer", "minimum": 1}
 
     def tensor(name: str, datatype: str, *sides: dict[str, Any]) -> dict[str, Any]:
         shape = {"type": "array", "prefixItems": [*sides], "items": False, "minItems": len(sides)}
@@ -103,8 +102,8 @@ def _infer(config: ServerConfig) -> dict[str, Any]:
         }
 
     either = [
-        tensor("images", "UINT8", batch, side, side, {"const": 3}),
-        tensor("encoded", "BYTES", batch),
+        tensor("images", "UINT8", size, size, size, {"const": 3}),
+        tensor("encoded", "BYTES", size),
     ]
     output = {
         "type": "object",
