@@ -217,7 +217,7 @@ def _obey_signals(
         hangups += 1
         wake.set()
 
-    before = {}
+    before: dict[str, Any] = {}
     for name, action in {"SIGTERM": stop, "SIGINT": stop, "SIGHUP": hang_up}.items():
         with contextlib.suppress(AttributeError, ValueError):  # of this system; a main thread only
             before[name] = signal.signal(getattr(signal, name), action)
@@ -231,8 +231,8 @@ def _obey_signals(
                 done = hangups
                 reload(done)
     finally:
-        for name, action in before.items():
-            signal.signal(getattr(signal, name), action)
+        for name, previous in before.items():
+            signal.signal(getattr(signal, name), previous)
 
 
 def shared_path(source: str) -> str:
