@@ -29,7 +29,13 @@ from vit.config.parser import make_config, read_settings
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.bootstrap_intervals import class_intervals, multilabel_intervals
-from vit.evaluation.classification_metrics import Outcomes, calibration_error, summarize
+from vit.evaluation.classification_metrics import (
+    Outcomes,
+    calibration_error,
+    chance_calibration_error,
+    debiased_error,
+    summarize,
+)
 from vit.evaluation.conformal_sets import class_set_levels, set_levels, set_scores
 from vit.evaluation.fit_calibration import fit_calibration
 from vit.evaluation.multilabel_metrics import summarize_multilabel
@@ -373,37 +379,39 @@ def calibration(options: argparse.Namespace) -> Iterator[str]:
     rows = []
     for run in read_all(options):
         errors: dict[str, list[float]] = defaultdict(list)
+        chances: dict[str, list[float]] = defaultdict(list)
         losses: dict[str, list[float]] = defaultdict(list)
         changed: dict[str, list[float]] = defaultdict(list)
         logits, labels = run.logits["clean"], run.labels
-        for number, (seen, rest) in enumerate(halves(len(labels), SPLITS)):
-            generator = torch.Generator().manual_seed(number)
+        for seen, rest in halves(len(labels), SPLITS):
             for name, fit in ways.items():
                 scaled = fit(logits[seen], labels[seen])(logits[rest])
                 found = scaled.softmax(dim=1)
                 confidences, answers = found.max(dim=1)
                 errors[name].append(calibration_error(confidences, answers == labels[rest]))
+                chances[name].append(chance_calibration_error(confidences))
                 own = found.gather(1, labels[rest, None]).clamp(min=1e-300)
                 losses[name].append(float(-own.log().mean()))
                 same = answers == logits[rest].argmax(dim=1)
                 changed[name].append(float((~same).double().mean()))
-                if name.endswith("(vit)"):
-                    drawn = torch.bernoulli(confidences, generator=generator)
-                    errors["perfect, by chance"].append(calibration_error(confidences, drawn))
-        halved = np.array(errors["raw"]) / 2
+        pure = {name: [*map(debiased_error, errors[name], chances[name])] for name in ways}
         for name, values in errors.items():
             low, high = np.quantile(values, [0.025, 0.975])
+            halved = sum(2 * now <= raw for now, raw in zip(pure[name], pure["raw"], strict=True))
             rows.append(
                 [
                     *(run.name, len(labels) - len(labels) // 2, name),
                     f"{np.mean(values):.4f} ({low:.4f} to {high:.4f})",
-                    f"{(np.array(values) <= halved).sum()} of {SPLITS}" if name != "raw" else "",
-                    f"{np.mean(losses[name]):.4f}" if name in losses else "",
-                    f"{np.mean(changed[name]):.2%}" if name in losses else "",
+                    f"{np.mean(chances[name]):.4f}",
+                    f"{np.mean(pure[name]):.4f}",
+                    f"{halved} of {SPLITS}" if name != "raw" else "",
+                    f"{np.mean(losses[name]):.4f}",
+                    f"{np.mean(changed[name]):.2%}",
                 ]
             )
-    head = ["run", "images of a half", "scores", "ECE (95 % of halves)", "halved in"]
-    yield markdown("Calibration error", [*head, "log loss", "other answers"], rows)
+    head = ["run", "images of a half", "scores", "ECE (95 % of halves)", "by chance", "without it"]
+    head += ["halved in", "log loss", "other answers"]
+    yield markdown("Calibration error", head, rows)
 
 
 def one_temperature(logits: Tensor, labels: Tensor):

@@ -12,6 +12,8 @@ from vit.evaluation.classification_metrics import (
     Outcomes,
     adaptive_calibration_error,
     calibration_error,
+    chance_calibration_error,
+    debiased_error,
     ranking,
     reliability,
     summarize,
@@ -122,6 +124,28 @@ def test_calibration_error_equals_the_formula():
             expected += float(inside.double().mean() * (accuracy - confidence).abs())
     assert calibration_error(confidences, right) == pytest.approx(expected, abs=1e-12)
     assert scores_of(probabilities, truth, CLASSES)["ece"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("images", "gap"), [(100, 0.0), (400, 0.0), (400, 0.05), (400, 0.1)])
+def test_the_calibration_error_without_chance_is_the_true_one_on_average(images, gap):
+    """Labels are drawn, so that the true error is known: 0, or `gap`."""
+    generator = torch.Generator().manual_seed(0)
+    errors, chances = [], []
+    for _ in range(200):
+        confidences = 0.3 + 0.6 * torch.rand(images, generator=generator, dtype=torch.float64)
+        right = torch.bernoulli(confidences - gap, generator=generator)
+        errors.append(calibration_error(confidences, right))
+        chances.append(chance_calibration_error(confidences))
+    error, chance = np.mean(errors), np.mean(chances)
+    assert error > chance + gap / 4 if gap else error == pytest.approx(chance, rel=0.04)
+    assert debiased_error(float(error), float(chance)) == pytest.approx(gap, abs=0.02)
+    assert error > gap + 0.015  # the plain one is too high
+
+
+def test_the_calibration_error_without_chance_is_not_negative():
+    assert debiased_error(0.01, 0.02) == 0
+    assert chance_calibration_error(torch.tensor([1.0, 0.0])) == 0
+    assert chance_calibration_error(torch.tensor([0.5])) == pytest.approx((2 / np.pi) ** 0.5 / 2)
 
 
 def test_calibration_error_by_hand():

@@ -77,6 +77,7 @@ def test_numbers_are_the_metrics(write, parse):
         f"{scores['macro_f1']:.2%}",
         f"{scores['balanced_accuracy']:.2%}",
         f"expected calibration error {scores['ece']:.4f}",
+        f"as many images have {scores['ece_chance']:.4f} by chance",
         f"{int((outcomes.ranks > 0).sum())} of {IMAGES} answers are wrong",
     ]
     for row in scores["per_class"]:
@@ -129,7 +130,8 @@ def test_scores_of_a_calibration_are_those_of_held_out_images(write, parse):
     assert f"expected calibration error {other['ece']:.4f}" in text
     for title, row in (("temperature 0.500, exponent 1.250", other), ("raw", raw)):
         cells = "\n".join(
-            f"{row[name]:.4f}" for name in ("ece", "ece_adaptive", "ece_classwise", "brier", "nll")
+            f"{row[name]:.4f}"
+            for name in ("ece", "ece_debiased", "ece_adaptive", "ece_classwise", "brier", "nll")
         )
         assert f"{title}\n{cells}" in page.lines
 

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sklearn import metrics
 from torch.nn import functional as F
 
@@ -16,6 +17,7 @@ from vit.evaluation.multilabel_metrics import (
     f1_scores,
     map_interval,
     nanmean,
+    student_quantile,
     summarize_multilabel,
 )
 
@@ -166,6 +168,28 @@ def test_an_interval_is_the_same_every_time_and_none_where_it_takes_long(drawn, 
     assert map_interval(*drawn) == map_interval(*drawn)
     monkeypatch.setattr(multilabel_metrics, "MAX_WORK", 200 * 200 * 5 - 1)
     assert map_interval(*drawn) is None
+
+
+def test_students_quantile_is_scipys():
+    for degrees in (3, 4, 10, 30, 1000):
+        assert student_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=0.004)
+    assert student_quantile(1) == student_quantile(3)
+
+
+def test_an_interval_lies_within_0_and_1_and_is_wider_with_few_images_of_a_class(drawn):
+    scores, labels = drawn
+    low, high = map_interval(scores[:, :2], labels[:, :2])
+    rare = labels[:, :2].clone()
+    rare[rare[:, 1].nonzero().squeeze()[3:], 1] = 0  # three images are left
+    wide = map_interval(scores[:, :2], rare)
+    assert 0 < wide[0] < wide[1] < 1
+    assert wide[1] - wide[0] > 1.5 * (high - low)
+    assert map_interval(labels.double(), labels) is None  # nothing varies
+    nearly = labels.double()
+    nearly[labels[:, 0].nonzero()[0], 0] = 0.0
+    value = nanmean(average_precisions(nearly, labels))
+    low, high = map_interval(nearly, labels)
+    assert 0.5 < low < value < high <= 1
 
 
 def test_an_interval_holds_what_the_scores_are_worth():

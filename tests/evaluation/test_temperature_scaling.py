@@ -8,6 +8,7 @@ from scipy.special import log_expit, log_softmax
 
 from vit.evaluation.classification_metrics import Outcomes, ranking, summarize
 from vit.evaluation.temperature_scaling import (
+    PRIOR_WIDTH,
     best_scaling,
     best_temperature,
     fit_temperature,
@@ -72,7 +73,8 @@ def test_temperature_and_exponent_equal_scipys(exponent):
 
     def loss(powers):
         scaled = -((gaps / np.exp(powers[0])) ** np.exp(powers[1]))
-        return -(targets * log_softmax(scaled, axis=1)).sum(1).mean()
+        prior = powers[1] ** 2 / (2 * PRIOR_WIDTH**2 * 300)
+        return -(targets * log_softmax(scaled, axis=1)).sum(1).mean() + prior
 
     expected = np.exp(minimize(loss, (0, 0), method="Nelder-Mead", options={"xatol": 1e-6}).x)
     found = best_scaling(logits, labels)
@@ -96,6 +98,19 @@ def test_the_calibration_error_of_other_images_falls_by_more_than_half(temperatu
     assert calibrated["ece_classwise"] < raw["ece_classwise"]
     assert calibrated["top1"] == raw["top1"]
     assert calibrated["per_class"] == raw["per_class"]
+
+
+def test_few_images_leave_the_exponent_near_1(monkeypatch):
+    """Without the prior it varies more, and so does the loss of other images."""
+    spread, loss = [], []
+    other, truth = draw(2000, 1.0, seed=99)
+    for width in (PRIOR_WIDTH, 100.0):
+        monkeypatch.setattr("vit.evaluation.temperature_scaling.PRIOR_WIDTH", width)
+        found = [best_scaling(*draw(60, 1.0, seed=seed)) for seed in range(20)]
+        spread.append(np.std([np.log(one.exponent) for one in found]))
+        loss.append(np.mean([mean_loss(scale_logits(other, *one), truth) for one in found]))
+    assert spread[0] < 0.8 * spread[1]
+    assert loss[0] < loss[1]
 
 
 def test_the_order_of_the_classes_stays():

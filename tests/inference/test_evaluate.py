@@ -22,7 +22,17 @@ pytestmark = pytest.mark.auto_precision
 
 KEYS = {
     *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
-    *("nll", "brier", "ece_adaptive", "ece_classwise", "per_class", "slices", "failed"),
+    *(
+        "nll",
+        "brier",
+        "ece_adaptive",
+        "ece_classwise",
+        "ece_chance",
+        "ece_debiased",
+        "per_class",
+        "slices",
+        "failed",
+    ),
     *("nll_interval", "brier_interval", "balanced_accuracy_interval", "macro_f1_interval"),
 }
 

@@ -16,6 +16,7 @@ from vit.text import printable
 
 ROWS = {
     "ece": "calibration error",
+    "ece_debiased": "without chance",
     "ece_adaptive": "adaptive",
     "ece_classwise": "classwise",
     "brier": "Brier score",

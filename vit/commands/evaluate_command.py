@@ -186,7 +186,8 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
         f"all classes right  {scores['subset_accuracy']:.2%}",
         f"wrong decisions    {scores['hamming']:.2%}",
         f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.2%}  (mean gap between probability and share of yes)",
+        f"calibration error  {scores['ece']:.2%}  (mean gap between probability and share of yes; "
+        f"{scores['ece_chance']:.2%} by chance)",
         f"Brier score        {scores['brier']:.4f}",
     ]
     columns = {"AP": "average_precision", **COLUMNS}
@@ -203,7 +204,8 @@ def class_summary(scores: dict[str, Any]) -> str:
         f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
         f"macro F1           {scores['macro_f1']:.2%}",
         f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.2%}  (mean gap between confidence and accuracy)",
+        f"calibration error  {scores['ece']:.2%}  (mean gap between confidence and accuracy; "
+        f"{scores['ece_chance']:.2%} by chance)",
         f"Brier score        {scores['brier']:.4f}",
     ]
     return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])

@@ -4,8 +4,9 @@ Everything is computed in float64 from six numbers an image and sums over bins (
 dataset needs no table of images x classes.
 
 Source: classwise calibration error: Kull et al., section 2, arXiv:1910.12656; adaptive: Nguyen and
-O'Connor, section 3, arXiv:1508.05154; Brier, "Verification of Forecasts Expressed in Terms of
-Probability", Monthly Weather Review 78, 1950.
+O'Connor, section 3, arXiv:1508.05154; the error of calibrated scores by chance: Vaicenavicius et
+al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by simulation; Brier,
+"Verification of Forecasts Expressed in Terms of Probability", Monthly Weather Review 78, 1950.
 """
 
 import math
@@ -137,6 +138,8 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     recalls = [row["recall"] for row in per_class if row["count"]]
     loss = float(-outcomes.likelihoods.clamp(min=LEAST).log().mean())
     hit = outcomes.ranks == 0
+    error = calibration_error(outcomes.confidences, hit)
+    by_chance = chance_calibration_error(outcomes.confidences)
     return {
         "count": count,
         "top1": right / count,
@@ -147,7 +150,9 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "brier": float((outcomes.squares - 2 * outcomes.likelihoods).mean()) + 1,
         "macro_f1": math.fsum(row["f1"] for row in seen) / len(seen),
         "balanced_accuracy": math.fsum(recalls) / len(recalls),
-        "ece": calibration_error(outcomes.confidences, hit),
+        "ece": error,
+        "ece_chance": by_chance,
+        "ece_debiased": debiased_error(error, by_chance),
         "ece_adaptive": adaptive_calibration_error(outcomes.confidences, hit),
         "ece_classwise": float(outcomes.class_gaps.abs().sum()) / (count * len(classes)),
         "per_class": per_class,
@@ -185,6 +190,29 @@ def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
     return _mean_gap(confidences, right, bin_of(confidences, bins), bins)
+
+
+def chance_calibration_error(probabilities: Tensor, *, bins: int = BINS) -> float:
+    """`calibration_error` that scores have by chance on average if they are perfectly calibrated.
+
+        sum over bins of sqrt(2/pi v) / images          v: sum of p (1 - p) in the bin
+
+    The sum of right minus p over a bin then is nearly normal with variance v, and sqrt(2/pi v) the
+    mean of its absolute value. Arguments as for `calibration_error`.
+    """
+    p = probabilities.double()
+    variances = torch.zeros(bins, dtype=torch.float64)
+    variances.index_add_(0, bin_of(p, bins), p * (1 - p))
+    return float((2 / math.pi * variances).clamp(min=0).sqrt().sum()) / len(p)
+
+
+def debiased_error(error: float, by_chance: float) -> float:
+    """A calibration error without its part by chance, at least 0.
+
+    The mean of |N(g, v)| is nearly sqrt(g² + 2/pi v), so that the true error is about
+    sqrt(error² - chance²). docs/trust.md has its bias in simulations.
+    """
+    return math.sqrt(max(0.0, error**2 - by_chance**2))
 
 
 def adaptive_calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:

@@ -1,15 +1,18 @@
 """Temperature scaling of logits, with an exponent, by maximum likelihood on validation images.
 
     p = softmax(-((max z - z) / T)^b)                z: logits;  b = 1 is temperature scaling
-    min over T, b    mean over images of  - sum_k t_k log p_k
+    min over T, b    mean over images of  - sum_k t_k log p_k  +  (log b)² / (2 w² images)
                      t: the label, of which 1/(images + 2) is spread over all classes
+                     w: PRIOR_WIDTH
 
 Both keep the order of the classes. Label smoothing bounds the gap between the best logit and the
 others, so that the scores of sure answers are all too low while those of unsure ones are right,
-which no temperature mends; b > 1 does. At each exponent the loss is convex in T^-b, so the best T
-is the root of its slope. The spread share keeps T above 0 where every answer is right (Platt,
-"Probabilistic Outputs for Support Vector Machines", section 2.2, 1999). The error on other images
-is measured by cross-fitting: each fifth of the images is scaled by a fit to the other four.
+which no temperature mends; b > 1 does. The second term is the prior that log b is normal around 0,
+without which few images give exponents that other images contradict. At each exponent the loss is
+convex in T^-b, so the best T is the root of its slope. The spread share keeps T above 0 where every
+answer is right (Platt, "Probabilistic Outputs for Support Vector Machines", section 2.2, 1999). The
+error on other images is measured by cross-fitting: each fifth of the images is scaled by a fit to
+the other four.
 
 Source: temperature: Guo et al., section 4.2, arXiv:1706.04599; functions that keep the order:
 Rahimi et al., arXiv:2003.06820.
@@ -28,6 +31,8 @@ MIN_IMAGES = 50
 """Images from which on a calibration is fitted."""
 LARGEST_SCALE = 100.0
 EXPONENTS = (0.5, 3.0)
+PRIOR_WIDTH = 0.5
+"""Standard deviation of the logarithm of the exponent before any image is seen."""
 EXPONENT_STEPS = 14
 """Steps of the search between EXPONENTS, each of which shrinks the interval to 0.62."""
 STEPS = 100
@@ -84,18 +89,16 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None
         return None
     folds = fold_numbers(images)
     before = mean_loss(logits, targets)
-    best = FittedTemperature(Scaling(), logits.double(), before, before)
-    fits = [best_temperature] if targets.ndim == 2 else [best_temperature, best_scaling]
-    for fit in fits:
-        held_out = torch.empty_like(logits, dtype=torch.float64)
-        for fold in range(FOLDS):
-            rest = folds != fold
-            found = fit(logits[rest], targets[rest])
-            held_out[~rest] = scale_logits(logits[~rest].double(), *found)
-        after = mean_loss(held_out, targets)
-        if after < best.loss_after:
-            best = FittedTemperature(fit(logits, targets), held_out, before, after)
-    return best
+    fit = best_temperature if targets.ndim == 2 else best_scaling
+    held_out = torch.empty_like(logits, dtype=torch.float64)
+    for fold in range(FOLDS):
+        rest = folds != fold
+        found = fit(logits[rest], targets[rest])
+        held_out[~rest] = scale_logits(logits[~rest].double(), *found)
+    after = mean_loss(held_out, targets)
+    if after < before:
+        return FittedTemperature(fit(logits, targets), held_out, before, after)
+    return FittedTemperature(Scaling(), logits.double(), before, before)
 
 
 def fold_numbers(images: int) -> Tensor:
@@ -111,15 +114,19 @@ def best_temperature(logits: Tensor, targets: Tensor) -> Scaling:
 
 
 def best_scaling(logits: Tensor, labels: Tensor) -> Scaling:
-    """Temperature and exponent of the smallest loss, by a golden-section search for the latter."""
+    """Temperature and exponent of the smallest loss, by a golden-section search for the latter.
+
+    The loss includes the prior of the exponent.
+    """
     logits, labels = _subset(logits, labels)
+    weight = 1 / (2 * PRIOR_WIDTH**2 * len(labels))
     scale = 1.0
 
     def loss(power: float) -> float:
         nonlocal scale
         scaled = scale_logits(logits.double(), 1.0, math.exp(power))
         scale = _root(lambda at: _softmax_slope(scaled, labels, at)[:2], start=scale)
-        return _softmax_slope(scaled, labels, scale)[2]
+        return _softmax_slope(scaled, labels, scale)[2] + weight * power**2
 
     ratio = (math.sqrt(5) - 1) / 2
     low, high = (math.log(end) for end in EXPONENTS)

@@ -37,6 +37,11 @@ from vit.weights.saved_model import (
     update_run,
 )
 
+CALIBRATION_SCORES = (
+    *("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased"),
+    *("ece_adaptive", "ece_classwise"),
+)
+
 
 def calibrate(
     run: PathLike,
@@ -177,6 +182,5 @@ def _scores(
             found[name] = calibration_scores(values.sigmoid(), truth)
         else:
             scores = summarize(Outcomes.of(values.softmax(dim=1), truth), classes)
-            names = ("top1", "nll", "brier", "ece", "ece_adaptive", "ece_classwise")
-            found[name] = {key: scores[key] for key in names}
+            found[name] = {key: scores[key] for key in CALIBRATION_SCORES}
     return found
