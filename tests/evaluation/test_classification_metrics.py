@@ -139,7 +139,7 @@ def test_the_calibration_error_without_chance_is_the_true_one_on_average(images,
     error, chance = np.mean(errors), np.mean(chances)
     assert error > chance + gap / 4 if gap else error == pytest.approx(chance, rel=0.04)
     assert debiased_error(float(error), float(chance)) == pytest.approx(gap, abs=0.02)
-    assert error > gap + 0.015  # the plain one is too high
+    assert error > gap + 0.005  # the plain one is too high
 
 
 def test_the_calibration_error_without_chance_is_not_negative():
