@@ -154,9 +154,9 @@ def declared_names():
 @pytest.mark.auto_precision
 def test_the_documented_training_loop_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = (text for page, text in blocks("python") if page == "training-loop.md")
+    loop, *parts = (text for page, text in blocks("python") if page == "training-loop.md")
     names: dict = {}
-    exec(code, names)
+    exec(loop, names)
     epochs = capsys.readouterr().out.splitlines()
     assert epochs[0].startswith("epoch 1  top-1 ")
     assert names["right"] > 0.2 * len(names["splits"].val)  # of ten classes
@@ -164,3 +164,13 @@ def test_the_documented_training_loop_runs(tmp_path, monkeypatch, capsys):
     routers = [name for name in names["model"].state_dict() if "router" in name]
     assert routers
     assert vit.from_pretrained("runs/own", notify=lambda _: None).num_classes == 10
+    before = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
+    for code in parts:
+        exec(code, names)
+    torch.testing.assert_close(names["model"].state_dict(), before, rtol=0, atol=0)
+    assert (names["first_epoch"], names["done"]) == (4, 0)
+    network, images = names["network"], torch.rand(1, 3, 32, 32)
+    plain = vit.create_model("vit_tiny_patch16_224", image_size=32, patch_size=8, depth=2)
+    plain.load_state_dict(network.state_dict())  # the names of parameters are the same
+    found, expected = network.eval().features(images), plain.eval().features(images)
+    assert not torch.allclose(found, expected)

@@ -289,9 +289,11 @@ def check_selection(
         )
     if reject and not calibration.rejects:
         raise ConfigError(
-            f"reject: no score is proven to be right {calibration.target_precision:.4g} of the "
-            f"time by the {calibration.images} images of the calibration; vit calibrate RUN DATA "
-            "with more images, or with a lower --target-precision"
+            "reject: no score is proven to be right for "
+            f"{100 * (calibration.target_precision or 0):.4g}% of the answers by the "
+            f"{calibration.images} images of the calibration; vit calibrate RUN DATA with more "
+            "images, or with a lower --target-precision; without --reject, --threshold P hides "
+            "unsure answers"
         )
 
 

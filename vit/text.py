@@ -1,11 +1,18 @@
 """Text formatting: safe names, plurals, lists of names, byte sizes, durations, large numbers."""
 
 import os
+import re
 import shlex
 import unicodedata
 from collections.abc import Iterable
 
 JOINERS = "\u200c\u200d"
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""The last four are the full-width forms of the first."""
+FORMULA_INSIDE = re.compile('([,;\t]"?)(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])')
+"""Where a formula begins if a spreadsheet takes another character for the separator."""
+BOM = "\ufeff"
+"""Before a CSV file that is not ASCII, which Excel reads as the machine's old code page without."""
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
@@ -81,6 +88,19 @@ def printable(name: object) -> str:
 def quoted(path: object) -> str:
     """`path` quoted for a shell, for commands that users copy."""
     return shlex.quote(printable(path))
+
+
+def csv_mark(texts: Iterable[str]) -> str:
+    """BOM where a CSV file has one of `texts` that is not ASCII, else ""."""
+    return "" if all(map(str.isascii, texts)) else BOM
+
+
+def csv_text(text: str) -> str:
+    """`text` as a cell that a spreadsheet does not run: control characters as escapes, and an
+    apostrophe before what would begin a formula (OWASP, "CSV Injection"), also behind a comma or
+    semicolon: which of them separates cells, the spreadsheet decides by its country."""
+    safe = FORMULA_INSIDE.sub(r"\1'", printable(text))
+    return ("'" if text.startswith(FORMULA_STARTS) else "") + safe
 
 
 def _escape(character: str) -> str:

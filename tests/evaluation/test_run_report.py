@@ -49,6 +49,12 @@ def test_commands_are_quoted_for_a_shell(write, parse, tmp_path):
     assert f"\nimport vit; vit.Predictor({folder!r})(['image.jpg'])" in code
 
 
+def test_notes_about_the_data_are_in_the_report(write, parse):
+    note = "2 images in training and in validation (leak): a<b>.png = c.png"
+    assert note in parse(write(notes=(note,))).prose
+    assert "Notes about the data" not in parse(write(folder="none")).prose
+
+
 def test_unreadable_images_are_listed_up_to_50(write, parse):
     page = parse(write(unreadable={f"/x/{number}.png": "damaged" for number in range(60)}))
     assert "60 images could not be read and took no part. The first 50:" in page.prose

@@ -1,8 +1,16 @@
 """Suspected labels: planted ones are found, and are the first of the list."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from vit.inference.label_errors import neighbours, similar_pairs, suspects
+from vit.data.checks.check_listing import DatasetListing
+from vit.data.checks.dataset_check import CheckReport
+from vit.data.checks.problems import Problem
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.image_list import read_list
+from vit.inference.label_errors import neighbours, similar_pairs, suspects, write_suspects
 
 
 def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,3 +48,23 @@ def test_nearest_neighbours_equal_those_of_the_full_cosine_matrix():
 def test_each_pair_of_similar_features_is_listed_once():
     features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [1.0, 1.0]])
     assert [pair[:2] for pair in similar_pairs(neighbours(features))] == [(0, 2)]
+
+
+@pytest.mark.parametrize("name", ["list.csv", "list.jsonl", "list.xlsx"])
+def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, name):
+    if name.endswith("x"):
+        pytest.importorskip("openpyxl")
+    problems = [
+        Problem("suspected_label", "", (f"/data/{one}",), labels=(one.split("/")[0], "Hüte"))
+        for one in ("=a/1.png", "hat/-2.png")
+    ]
+    report = CheckReport(DatasetListing(Path("/data")), {}, problems)
+    path = tmp_path / name
+    assert write_suspects(report, str(path)) == 2
+    entries = read_list(str(path), DatasetSpec(str(path)), []).entries
+    guard = "'" if name.endswith(".csv") else ""
+    assert {image: entry.labels for image, entry in entries.items()} == {
+        f"{guard}=a/1.png": (f"{guard}=a",),
+        "hat/-2.png": ("hat",),
+    }
+    assert path.read_bytes().startswith("\ufeff".encode()) == name.endswith(".csv")

@@ -61,6 +61,14 @@ def interrupt_at(monkeypatch):
     return arrange
 
 
+def test_an_existing_run_is_refused_before_a_plan_measures_anything(
+    undisturbed, tiny_data, monkeypatch
+):
+    monkeypatch.setattr("vit.training.train.resolve_plan", lambda *_: pytest.fail("planned"))
+    with pytest.raises(RunError, match="exists: --resume continues it, --overwrite starts anew"):
+        train(str(tiny_data), undisturbed, time="1m")
+
+
 def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
@@ -196,6 +204,10 @@ def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_d
     changed = r"the data set changed .*num_classes=3 then, 4 now.* --weights .*run --out"
     with pytest.raises(DataError, match=changed):
         train(config, tmp_path / "run", resume=True)
+    more = tmp_path / "more"
+    shutil.copytree(copy, more)
+    with pytest.raises(DataError, match=rf"num_classes=3 then.* vit train {more} --weights "):
+        train(tiny_config(epochs=1, warmup_epochs=0, data=str(more)), tmp_path / "run", resume=True)
     # config.yaml has the number of classes, and nobody gave it
     assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
     assert re.search(changed, capsys.readouterr().err)

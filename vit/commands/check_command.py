@@ -13,8 +13,10 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import Progress, notify, write_json
 from vit.config.parser import all_settings
+from vit.data.workbook import check_size, is_workbook
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, open_output, standard_output
+from vit.text import plural, printable
 
 MAX_ERROR_LINES = 10
 
@@ -54,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write-list",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="suspected labels as a list (.csv, .jsonl) of image, label and likely class, to "
-        "review: vit train --exclude FILE leaves its images out, --corrections FILE takes its "
+        help="suspected labels as a list (.csv, .jsonl, .xlsx) of image, label and likely class, "
+        "to review: vit train --exclude FILE leaves its images out, --corrections FILE takes its "
         "labels; an older file is replaced",
     )
     parser.add_argument(
@@ -88,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         )
     for path in (args.json, args.html, args.write_list):
         check_output(path, overwrite=True)
+    if args.write_list is not None and is_workbook(args.write_list):
+        check_size(0, 3, what="--write-list")
 
     from vit.inference.label_errors import check
 
@@ -109,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
         with open_output(args.html) as out:
             out.write(check_page(report))
     if args.write_list is not None:
-        from vit.inference.label_errors import suspect_lines
+        from vit.inference.label_errors import write_suspects
 
-        with open_output(args.write_list) as out:
-            out.writelines(suspect_lines(report, jsonl=args.write_list.endswith(".jsonl")))
+        number = plural(write_suspects(report, args.write_list), "suspected label")
+        notify(f"vit check: {number} written to {printable(args.write_list)}")
     print("\n".join(report.lines(MAX_ERROR_LINES)), file=standard_output(), flush=True)
     return int(report.failed)

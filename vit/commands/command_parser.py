@@ -8,6 +8,7 @@ A command without a list of essential flags shows every flag with `--help`.
 """
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -55,6 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.essential: Sequence[str] = ()
         self.examples: Sequence[str] = ()
+        self.words: Sequence[str] = ()
         self.add_argument(
             "-h",
             "--help",
@@ -76,6 +78,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse `words`; unknown arguments exit with code 2."""
+        self.words = words
         # argparse ends an optional list of words at the first flag, even if it is still empty
         has_list = any(one.nargs == "*" and not one.option_strings for one in self._actions)
         parse = self.parse_known_intermixed_args if has_list else self.parse_known_args
@@ -100,6 +103,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(printable(message).split())
+        names = (word for word in self.words if word.startswith("-") and os.path.lexists(word))
+        if name := next(names, ""):
+            line += f"; for the file or folder of this name, write ./{printable(name)}"
         self.exit(EXIT_USAGE, f"{self.prog}: {line} (see {self.prog} --help)\n")
 
     def topics(self) -> dict[str, Any]:

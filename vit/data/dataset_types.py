@@ -78,6 +78,8 @@ class DatasetIndex:
     """Whether the records have the groups of `DatasetSpec.group`."""
     split_kind: str = "folder"
     """What the images of a split are in, for messages: folder, list or split."""
+    columns: tuple[str, ...] = ()
+    """Columns of its lists that are not read, for messages."""
 
 
 @dataclass(frozen=True)

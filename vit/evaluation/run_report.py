@@ -37,6 +37,7 @@ class RunFacts:
         unreadable: Images that could not be read, with the reason.
         flops: Of one image, forward; None if they were not counted.
         environment: Lines of environment.jsonl; runs of older versions have none.
+        notes: About the data, such as images that are in training and in validation.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class RunFacts:
     unreadable: Mapping[str, str]
     flops: int | None = None
     environment: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
 
     @property
     def fast(self) -> bool:

@@ -19,8 +19,8 @@ from vit.evaluation.confident_learning import (
 )
 from vit.inference.evaluate import evaluate_held_out
 from vit.output.output_file import atomic_file
-from vit.output.prediction_results import csv_row, csv_text, to_json
-from vit.text import plural, printable, quoted
+from vit.output.prediction_results import csv_row, to_json
+from vit.text import csv_mark, csv_text, plural, printable, quoted
 
 ROWS_FILE = "rows.jsonl"
 LABEL_ERRORS_FILE = "label_errors.csv"
@@ -73,9 +73,10 @@ def join_folds(folder: Path, folds: int, data: str) -> list[str]:
 
 
 def write_label_errors(path: Path, suspects: Sequence[SuspectRow]) -> None:
-    """Write suspected labels as CSV."""
+    """Write suspected labels as CSV, with a byte order mark where Excel needs it."""
+    names = (text for one in suspects for text in (one.row.image, one.row.label, one.likely))
     with atomic_file(path, "w", encoding="utf-8", newline="") as out:
-        out.write(csv_row(COLUMNS))
+        out.write(csv_mark(names) + csv_row(COLUMNS))
         for one in suspects:
             texts = [csv_text(one.row.image), csv_text(one.row.label)]
             likely = [csv_text(one.likely), repr(one.likely_score), repr(one.margin)]

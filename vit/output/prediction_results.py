@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from vit.data.workbook import check_size, read_sheet, write_sheet
 from vit.errors import ConfigError, DataError, RunError
-from vit.text import plural, printable
+from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
 UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""The last four are the full-width forms of the first."""
-FORMULA_INSIDE = re.compile('([,;\t]"?)(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])')
-"""Where a formula begins if a spreadsheet takes another character for the separator."""
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t"}
 CSV_DIGITS = 4
-BOM = "\ufeff"
 WIDEST_CELL = 60
 NO_CLASS = "-"
 BETWEEN = "|"
@@ -178,8 +173,7 @@ def byte_order_mark(layout: Layout, *, local: bool) -> str:
         local: Whether the user chose the separator.
     """
     free_text = layout.n_best > 0 or "references" in layout.truth
-    names = (*layout.classes, *layout.images)
-    return BOM if local or free_text or not all(map(str.isascii, names)) else ""
+    return BOM if local or free_text else csv_mark((*layout.classes, *layout.images))
 
 
 Line = Callable[[Prediction], str]
@@ -379,14 +373,6 @@ def write_workbook(file: BinaryIO, lines: Iterable[bytes], *, shares: bool = Tru
 def unended_note(unended: int, captions: int) -> str:
     """How many captions were cut off."""
     return f"{unended} of {plural(captions, 'caption')} stopped at the longest, before their end"
-
-
-def csv_text(text: str) -> str:
-    """`text` as a cell that a spreadsheet does not run: control characters as escapes, and an
-    apostrophe before what would begin a formula (OWASP, "CSV Injection"), also behind a comma or
-    semicolon: which of them separates cells, the spreadsheet decides by its country."""
-    safe = FORMULA_INSIDE.sub(r"\1'", printable(text))
-    return ("'" if text.startswith(FORMULA_STARTS) else "") + safe
 
 
 def csv_row(cells: Sequence[str], separator: str = ",") -> str:

@@ -113,6 +113,7 @@ class BestWeights:
             unreadable={**self.run.failed, **failed},
             flops=forward_flops(self.loaded.model, self.config.model),
             environment=read_environment(self.folder),
+            notes=self.splits.notes,
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

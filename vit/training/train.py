@@ -106,6 +106,11 @@ def train(
     if stored and not isinstance(config, Config):
         given = [*config] if given is None else given
         config = make_config(config)
+    data = config.data.data if isinstance(config, Config) else config.get("data")
+    if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
+        # a first time, before the plan measures anything
+        place = Path(out or default_run_folder(data))
+        check_run_folder(place, resume=resume, overwrite=overwrite)
     config, given, listing = resolve_plan(config, given)
     require_tracker(config.run.track)
     check_channels(config.model.channels)

@@ -16,6 +16,7 @@ from tests.data.checks.test_near_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import image_stats
 from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.duplicates import exact_duplicate_problems, near_duplicate_problem
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.problems import KINDS, problem_kind
 from vit.data.sources.dataset_warnings import equal_files
@@ -334,3 +335,13 @@ def test_dark_flat_and_over_exposed_images_are_named(folder, tmp_path):
     }
     (deep,) = [one for one in reports[0].problems if one.kind == "deep"]
     assert "values from about 1000 to 3999" in deep.detail
+
+
+def test_images_of_several_classes_differ_in_their_labels():
+    where = {"a": ("all", ("hat",)), "b": ("all", ("hat", "warm")), "c": ("all", ("shoe",))}
+    several = near_duplicate_problem([("a", "b")], where, "correlation 1.000")
+    assert several.detail == "nearly the same image with different labels (correlation 1.000)"
+    (several,) = exact_duplicate_problems(["a", "b"], where)
+    assert (several.kind, several.detail) == ("two_labels", "the same file with different labels")
+    single = near_duplicate_problem([("a", "c")], where, "correlation 1.000")
+    assert single.detail == "nearly the same image in two classes (correlation 1.000)"

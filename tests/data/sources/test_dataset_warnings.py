@@ -36,6 +36,15 @@ def test_identical_files_in_two_classes_get_a_note(make_tree):
     )
 
 
+def test_identical_files_in_two_splits_and_classes_get_both_notes(make_tree):
+    root = make_tree(SPLIT)
+    (root / "train/b/twin.png").write_bytes((root / "val/a/0.png").read_bytes())
+    splits = open_data(root)
+    pair = "train/b/twin.png = val/a/0.png"
+    assert has_note(splits, f"1 image in training and in validation (leak): {pair}; the scores")
+    assert has_note(splits, f"1 image in more than one class: {pair}; keep the right one")
+
+
 def test_identical_files_in_one_class_get_no_note(make_tree):
     root = make_tree(SPLIT)
     (root / "train/a/twin.png").write_bytes((root / "train/a/0.png").read_bytes())

@@ -6,6 +6,8 @@ from PIL import Image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import ConfigError, DataError
+from vit.output.prediction_results import csv_row
+from vit.text import csv_text
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def test_excluded_images_are_left_out_and_counted(data, tmp_path, absolute):
     before, _ = labels(DatasetSpec(str(data)))
     after, notes = labels(DatasetSpec(str(data), exclude=str(tmp_path / "list.csv")))
     assert before.keys() - after.keys() == {("train", "cat/1.png"), ("val", "dog/0.png")}
-    assert notes[-1].endswith("list.csv: 2 images (1 others are not in the data) left out")
+    assert notes[-1].endswith("list.csv: 2 images (1 other not in the data) left out")
 
 
 def test_corrected_labels_replace_those_of_the_data(data, tmp_path):
@@ -53,6 +55,26 @@ def test_corrected_labels_replace_those_of_the_data(data, tmp_path):
     found = {one.path[-15:]: splits.classes[one.label] for one in splits.train}
     assert found["train/cat/1.png"] == "dog"
     assert len(splits.val) == 6
+
+
+def test_a_review_written_for_spreadsheets_has_the_names_of_the_data(data, tmp_path):
+    odd = data / "train" / "=cmd()|a"
+    (data / "train" / "cat").rename(odd)
+    (data / "val" / "cat").rename(data / "val" / "=cmd()|a")
+    (odd / "0.png").rename(odd / "-0\t.png")
+    names = [f"train/=cmd()|a/{name}" for name in ("-0\t.png", "1.png")]
+    root = str(data / "train")
+    rows = [[csv_text(name.removeprefix("train/")), csv_text("=cmd()|a")] for name in names] + [
+        ["dog/0.png", csv_text("=cmd()|a")]
+    ]
+    path = tmp_path / "list.csv"
+    path.write_text("image,label\n" + "".join(map(csv_row, rows)), encoding="utf-8")
+    assert path.read_text().count("'=cmd()") == 5
+    after, notes = labels(DatasetSpec(root, corrections=str(path)))
+    assert notes[-1].endswith("list.csv: 3 images read, 1 label corrected")
+    assert [*after.values()].count("=cmd()|a") == 4
+    after, notes = labels(DatasetSpec(root, exclude=str(path)))
+    assert notes[-1].endswith("list.csv: 3 images left out")
 
 
 @pytest.mark.parametrize(

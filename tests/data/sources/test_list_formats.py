@@ -74,7 +74,7 @@ def captions_of(path):
 @pytest.mark.parametrize("name", ["list", "list.txt", "list.csv", "list.json"])
 def test_the_content_tells_the_format(write, content, kind, name):
     path = write(content, name)
-    assert list_format(path, captions=True) == kind
+    assert list_format(path, DatasetSpec(path, captions=True)) == kind
     assert has_captions(path)
     assert [(n.strip(), tuple(c.strip() for c in cs)) for n, cs in captions_of(path)] == [
         ("a.jpg", ("one",))
@@ -119,6 +119,21 @@ def test_a_caption_after_the_name_of_its_image_needs_no_quotes(write):
     assert notes == [f"{path}: no header, so all after the first comma is the caption"]
     assert [row.line for row in rows(path)] == [1, 2, 3, 4, 7]
     assert captions_of(write("\n".join(["image,caption", *lines]))) == expected
+
+
+def test_columns_of_captions_may_have_any_name_that_is_given(write):
+    path = write("bild,beschreibung\n画像.png,左に赤い円、右に, 青い四角\n")
+    with pytest.raises(DataError, match=r"'bild,beschreibung'; .* --image-column and --caption-"):
+        read(path)
+    spec = DatasetSpec(
+        path, captions=True, image_column="Bild", caption_column="beschreibung", labels=False
+    )
+    found = read_list(path, spec, []).entries
+    assert [(name, entry.captions) for name, entry in found.items()] == [
+        ("画像.png", ("左に赤い円、右に, 青い四角",))
+    ]
+    assert has_captions(path, spec)
+    assert not has_captions(path)
 
 
 def test_all_bad_lines_are_named_at_once(write):

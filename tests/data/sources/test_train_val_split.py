@@ -122,6 +122,10 @@ def test_groups_from_a_regular_expression():
         find_groups(names, "(")
     with pytest.raises(DataError, match=r"matches none of 4 paths such as a/p1_x\.png"):
         find_groups(names, "patient")
+    with pytest.raises(
+        DataError, match=r"\(columns that are not read: object_id, taken\).*did you "
+    ):
+        find_groups(names, "object", ["object_id", "taken"])
 
 
 def test_a_regular_expression_groups_an_image_folder(make_tree):

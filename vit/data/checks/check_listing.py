@@ -60,6 +60,7 @@ class DatasetListing:
         problems: Problems of paths and names.
         spec: How a source other than a folder is read.
         grouped: Whether the source provides the groups of its images.
+        columns: Columns of its lists that are not read.
     """
 
     root: Path
@@ -69,6 +70,7 @@ class DatasetListing:
     problems: list[Problem] = field(default_factory=list)
     spec: DatasetSpec | None = None
     grouped: bool = False
+    columns: tuple[str, ...] = ()
 
     def report(self, kind: str, detail: str, *images: str) -> None:
         """Add a problem."""
@@ -136,7 +138,7 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
     spec = dataclasses.replace(spec, all_splits=True, row_errors=errors)
     opened = read_source(spec)
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
-    listing.grouped = opened.has_groups
+    listing.grouped, listing.columns = opened.has_groups, opened.columns
     for note in opened.notes:
         listing.report("source", note)
     for row in errors:

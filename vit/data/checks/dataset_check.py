@@ -19,7 +19,7 @@ from vit.data.checks.image_stats import (
     StatsOrReason,
     compute_all_stats,
 )
-from vit.data.checks.problems import KINDS, Problem, problem_kind, shared_property
+from vit.data.checks.problems import KINDS, SKIPPABLE, Problem, problem_kind, shared_property
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -105,7 +105,10 @@ class CheckReport:
             )
         shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)
-        lines += ["", "training stops over:"] if shown else []
+        skippable = any(problem.kind in SKIPPABLE for problem in shown)
+        advice = "; --on-bad-image skip leaves out unreadable images and empty classes"
+        head = f"vit train stops at these errors{advice if skippable else ''}:"
+        lines += ["", head] if shown else []
         lines += [f"  {problem.terminal_line(listing.root)}" for problem in shown]
         return lines + ([f"  and {rest:,} more (--json FILE has all)"] if rest else [])
 

@@ -69,7 +69,8 @@ def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -
         splits = " and ".join(dict.fromkeys(locations[path][0] for path in group))
         problems.append(Problem("leak", f"the same file in {splits}", paths, labels=labels))
     if "class" in kinds:
-        problems.append(Problem("two_labels", "the same file in two classes", paths, labels=labels))
+        where = _differing_labels(paths, locations)
+        problems.append(Problem("two_labels", f"the same file {where}", paths, labels=labels))
     return problems or [Problem("duplicate", "the same file", paths, labels=labels)]
 
 
@@ -95,8 +96,14 @@ def near_duplicate_problem(
         where = f" in {splits}" + (", under two labels" if "class" in kinds else "")
         kind = "near_leak"
     elif "class" in kinds:
-        kind, where = "near_two_labels", " in two classes"
+        kind, where = "near_two_labels", f" {_differing_labels(worst, locations)}"
     return Problem(kind, f"nearly the same image{where} ({how})", worst, labels=labels)
+
+
+def _differing_labels(paths: Sequence[str], locations: SplitAndClasses) -> str:
+    """How images that are the same differ; where each may have several classes, in their labels."""
+    single = all(len(locations[path][1]) == 1 for path in paths)
+    return "in two classes" if single else "with different labels"
 
 
 def class_names(paths: Sequence[str], locations: SplitAndClasses) -> tuple[str, ...]:

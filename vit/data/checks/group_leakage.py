@@ -27,7 +27,9 @@ def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Probl
     groups = (
         [one.group for one in images]
         if listing.grouped
-        else find_groups([relative(one.path, listing.root) for one in images], group)
+        else find_groups(
+            [relative(one.path, listing.root) for one in images], group, listing.columns
+        )
     )
     found: dict[str, dict[str, list[ListedImage]]] = {
         split: defaultdict(list) for split in listing.splits

@@ -83,6 +83,8 @@ KINDS: dict[str, Severity] = {
     "greyscale": "note",
 }
 """Severity of each kind."""
+SKIPPABLE = ("unreadable", "empty_file", "truncated", "too_large", "decoder_failed", "empty_class")
+"""Errors that `--on-bad-image skip` leaves out."""
 LOCATED = (
     *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
     *("bad_shard", "bad_label", "lone_label"),

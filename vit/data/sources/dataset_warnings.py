@@ -97,14 +97,23 @@ def equal_notes(train: ImagesByClass, val: ImagesByClass, root: str) -> list[str
         if not kinds:
             continue
         pair = " = ".join(printable(relative(path, Path(root))) for path in (first, other))
-        (leaks if "split" in kinds else class_conflicts).append(pair)
+        if "split" in kinds:
+            leaks.append(pair)
+        if "class" in kinds:
+            class_conflicts.append(pair)
     notes = []
     if leaks:
         images = plural(len(leaks), "image")
-        notes.append(f"{images} in training and in validation (leak): {join_names(leaks, 3)}")
+        notes.append(
+            f"{images} in training and in validation (leak): {join_names(leaks, 3)}; the scores "
+            "are too good: delete one of each pair (vit check lists all)"
+        )
     if class_conflicts:
         images = plural(len(class_conflicts), "image")
-        notes.append(f"{images} in more than one class: {join_names(class_conflicts, 3)}")
+        notes.append(
+            f"{images} in more than one class: {join_names(class_conflicts, 3)}; keep the right "
+            "one (vit check lists all)"
+        )
     return notes
 
 

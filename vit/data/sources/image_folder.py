@@ -14,7 +14,9 @@ from vit.data.sources.file_walk import FolderWalker
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
-EMPTY_CLASS = "has no images; add some, remove the folder, or leave it out with --on-bad-image skip"
+EMPTY_CLASS = (
+    "has no images; add some, or remove the folder (vit train --on-bad-image skip leaves it out)"
+)
 
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:

@@ -345,7 +345,10 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
                 for split, images in records.items()
             }
     kind = "list" if len(placed) > 1 or spec.captions else "split"
-    return DatasetIndex(root, records, locations, notes, bool(multilabel), all(grouped), kind)
+    columns = dict.fromkeys(name for one in lists if one.columns for name in one.columns.unused)
+    return DatasetIndex(
+        root, records, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
+    )
 
 
 def _split_by_folders(

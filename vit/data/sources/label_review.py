@@ -4,7 +4,9 @@
     corrections    a list of images and classes, each of which gets that class
 
 The lists are those of `vit check --write-list`, or any other list (vit/data/sources/image_list.py).
-Names are relative to the folder of the data, or paths.
+Names are relative to the folder of the data, or paths. CSV files for spreadsheets have an
+apostrophe before names that would be formulas, and escapes for control characters: `'=a/1.jpg` is
+`=a/1.jpg`.
 """
 
 import dataclasses
@@ -16,8 +18,9 @@ from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, read_list
+from vit.data.sources.list_columns import SEPARATORS
 from vit.errors import ConfigError, DataError
-from vit.text import plural, printable
+from vit.text import csv_text, plural, printable
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
@@ -41,7 +44,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         if not spec.labels:
             raise ConfigError("corrections: these data have no labels; leave it out")
         fixed, note = _matched(spec.corrections, spec, find, "corrections", labels=True)
-        _check_labels(fixed, index, spec.corrections)
+        fixed = _checked_labels(fixed, index, spec.corrections)
         changed = 0
 
         def correct(record: ImageRecord) -> ImageRecord:
@@ -76,7 +79,7 @@ def _matched(
             f"{setting}={printable(path)}: none of its {plural(len(entries), 'image')}, such as "
             f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
         )
-    more = f" ({len(lacking):,} others are not in the data)" if lacking else ""
+    more = f" ({plural(len(lacking), 'other')} not in the data)" if lacking else ""
     return found, f"{printable(path)}: {plural(len(found), 'image')}{more}"
 
 
@@ -84,6 +87,9 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
     """The path of the image that a name in a list means."""
     paths = [record.path for records in index.splits.values() for record in records]
     by_name = {relative(path, index.root): path for path in paths}
+    # a list is read with slashes for backslashes, those of escapes too
+    named = [*by_name.items(), *zip(paths, paths, strict=True)]
+    by_cell = {csv_text(name).replace("\\", "/"): path for name, path in named}
     real: dict[str, str] = {}
 
     def find(name: str) -> str | None:
@@ -91,22 +97,36 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             return by_name[name]
         if not real:
             real.update((os.path.realpath(path), path) for path in paths)
-        return real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
+        found = real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
+        return found or by_cell.get(name)
 
     return find
 
 
-def _check_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> None:
-    """Raise DataError if a correction has a class that is not in the data, or several."""
+def _checked_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> dict[str, Entry]:
+    """The corrections with names of classes as the data have them.
+
+    Raises:
+        DataError: A correction has a class that is not in the data, or several.
+    """
     records = (record for records in index.splits.values() for record in records)
     known = sorted({label for record in records for label in record.labels})
-    for entry in fixed.values():
+    by_cell = {csv_text(label): label for label in known} | {label: label for label in known}
+    checked = {}
+    for image, entry in fixed.items():
         where = f"{printable(path)}, line {entry.line}"
-        if len(entry.labels) != 1 and not index.multilabel:
-            raise DataError(f"{where}: {len(entry.labels)} classes; an image has one here")
-        for label in entry.labels:
-            if label not in known:
+        labels = entry.labels
+        if len(labels) != 1 and not index.multilabel:
+            # a class whose name has the separator of several
+            whole = [mark.join(labels) for mark in SEPARATORS if mark.join(labels) in by_cell]
+            if not whole:
+                raise DataError(f"{where}: {len(labels)} classes; an image has one here")
+            labels = (whole[0],)
+        for label in labels:
+            if label not in by_cell:
                 raise DataError(
                     f"{where}: no image of the data is labelled {printable(label)}"
                     f"{nearest(label, known)}"
                 )
+        checked[image] = entry._replace(labels=tuple(by_cell[label] for label in labels))
+    return checked

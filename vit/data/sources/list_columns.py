@@ -107,7 +107,8 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         captions = (named("caption_column", spec.caption_column),)
     elif spec.captions and not (captions := caption_columns(others)):
         expected = "caption, captions, text, or caption_0, caption_1"
-        raise wrong(path, f"no column of captions among {has}; expected {expected}", line)
+        advice = f"expected {expected}, or say which with --caption-column"
+        raise wrong(path, f"no column of captions among {has}; {advice}", line)
     if spec.label_column:
         label = named("label_column", spec.label_column)
     else:

@@ -13,6 +13,7 @@ Lists of captions:
     DATA/captions.txt, or that file itself                 one list
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -132,11 +133,11 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
         return ListFiles({"": [str(Path(data))]}, [], images or Path(data).parent)
     root, notes = resolve_folder(data)
     folders = FolderWalker(str(root)).subfolders(str(root))
-    files = {name: _split_lists(root / name) for name in SPLIT_NAMES if name in folders}
+    files = {name: _split_lists(root / name, spec) for name in SPLIT_NAMES if name in folders}
     files = {name: found for name, found in files.items() if found}
-    here = _candidates(root)
+    here = _candidates(root, spec)
     if not files:
-        files = _lists_by_name(root, here)
+        files = _lists_by_name(root, here, spec)
     elif here:
         raise _ambiguous([*here, *(path for found in files.values() for path in found)])
     elif "train" not in files:
@@ -151,14 +152,14 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     return ListFiles(files, notes, images or root)
 
 
-def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
+def _lists_by_name(root: Path, here: list[str], spec: DatasetSpec) -> dict[str, list[str]]:
     """The lists of captions by the split in their name, if there are no split folders."""
     metadata = [path for path in here if os.path.basename(path) in METADATA]
     if len(here) == len(metadata) < 2:
         here = _metadata_under(root)
         if here:
             return {"": here}
-        raise _no_list(root)
+        raise _no_list(root, spec)
     if len(here) == 1:
         return {"": here}
     named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
@@ -168,16 +169,16 @@ def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
     return files
 
 
-def _split_lists(folder: Path) -> list[str]:
+def _split_lists(folder: Path, spec: DatasetSpec) -> list[str]:
     """The lists of captions in the folder of one split."""
-    here = _candidates(folder)
+    here = _candidates(folder, spec)
     metadata = [path for path in here if os.path.basename(path) in METADATA]
     if len(here) > 1:
         raise _ambiguous(here)
     return here if len(here) > len(metadata) else _metadata_under(folder)
 
 
-def _candidates(folder: Path) -> list[str]:
+def _candidates(folder: Path, spec: DatasetSpec | None = None) -> list[str]:
     """Lists of captions directly in `folder`, or in its annotations/, sorted.
 
     A file named as metadata is included whatever its content, so that its reader reports the error.
@@ -197,7 +198,7 @@ def _candidates(folder: Path) -> list[str]:
         for path in paths
         if os.path.basename(path) in METADATA
         # Beside captions, COCO has files of boxes and outlines, which begin alike.
-        or ((not coco or path in coco or not path.endswith(".json")) and has_captions(path))
+        or ((not coco or path in coco or not path.endswith(".json")) and has_captions(path, spec))
     ]
 
 
@@ -223,11 +224,11 @@ def _ambiguous(paths: Sequence[str]) -> DataError:
     return DataError(f"several lists of captions, give one of them as DATA: {names}")
 
 
-def _no_list(root: Path) -> DataError:
+def _no_list(root: Path, spec: DatasetSpec) -> DataError:
     tables = [name for name in _visible(root) if os.path.splitext(name)[1] in CAPTION_SUFFIXES]
     if len(tables) == 1:
         path = str(root / tables[0])
-        spec = DatasetSpec(path, captions=True)
+        spec = dataclasses.replace(spec, data=path)
         for row in read_rows(path, spec, []):
             choose_columns(row.names, path, row.header, spec)  # raises what is wrong with it
             break
@@ -267,12 +268,12 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
             folders = join_names(found)
             raise DataError(
                 f"{printable(path)}: its images are in several folders: {folders}; say which with "
-                f"images"
+                f"--images"
             )
         if sample and not found:
             notes.append(
                 f"{printable(path)}: its images, such as {printable(sample[0])}, are neither "
-                f"beside it nor in a folder beside it; say where with images"
+                f"beside it nor in a folder beside it; say where with --images"
             )
     if found and found[0] != own:
         notes.append(f"{printable(path)}: its images are taken from {printable(found[0])}")

@@ -26,6 +26,7 @@ from vit.data.sources.list_columns import (
     check_header,
     choose_columns,
     image_column,
+    match_name,
 )
 from vit.data.sources.table_reader import (
     OnError,
@@ -89,28 +90,28 @@ def read_rows(
     Raises:
         DataError: It is no list, or damaged.
     """
-    return READERS[list_format(path, captions=spec.captions)](path, spec, notes, on_error)
+    return READERS[list_format(path, spec)](path, spec, notes, on_error)
 
 
-def list_format(path: str, *, captions: bool) -> str:
+def list_format(path: str, spec: DatasetSpec) -> str:
     """A key of `READERS`.
 
     Args:
         path: The list.
-        captions: Whether it is a list of captions, which has more formats.
+        spec: Whether it is a list of captions, which has more formats, and columns by name.
 
     Raises:
         DataError: It starts like none of them.
     """
-    if captions:
-        return _caption_format(path)
+    if spec.captions:
+        return _caption_format(path, spec)
     start = beginning(path).lstrip()[:1]
     if start == "[":
         raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
     return "JSON lines" if start == "{" else "table"
 
 
-def _caption_format(path: str) -> str:
+def _caption_format(path: str, spec: DatasetSpec) -> str:
     separator, start = below_separator(beginning(path).lstrip())
     if separator is not None:
         return "table"
@@ -123,9 +124,13 @@ def _caption_format(path: str) -> str:
         return "pairs"
     delimiter = find_delimiter(first, captions=True)
     names = fields(first, delimiter)
-    if not image_column(names) and not caption_columns(names):
+    named = [name for name in (spec.image_column, spec.caption_column) if name]
+    if not (named or image_column(names) or caption_columns(names)):
         start = first.strip()[:60] or "nothing"
-        raise wrong(path, f"no list of captions, it begins with {start!r}; {EXPECTED}")
+        others = ""
+        if len(names) > 1:
+            others = "; if these are names of columns, give --image-column and --caption-column"
+        raise wrong(path, f"no list of captions, it begins with {start!r}; {EXPECTED}{others}")
     return "bars" if delimiter == "|" else "table"
 
 
@@ -163,7 +168,7 @@ def has_classes(path: str) -> bool:
     """Whether the file starts like a list of images and classes."""
     spec = DatasetSpec(path)
     try:
-        if list_format(path, captions=False) == "JSON lines":
+        if list_format(path, spec) == "JSON lines":
             _, record = next(json_records(path))
             names = [*record]
         else:
@@ -174,10 +179,12 @@ def has_classes(path: str) -> bool:
     return True
 
 
-def has_captions(path: str) -> bool:
-    """Whether the file starts like a list of captions."""
+def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
+    """Whether the file starts like a list of captions, with the columns that `spec` names."""
+    spec = DatasetSpec(path) if spec is None else spec
     try:
-        kind, (separator, start) = _caption_format(path), below_separator(beginning(path).lstrip())
+        kind = _caption_format(path, spec)
+        separator, start = below_separator(beginning(path).lstrip())
     except DataError:
         return False
     first = start.lstrip().split("\n", 1)[0]
@@ -189,7 +196,22 @@ def has_captions(path: str) -> bool:
         headers = [_keys(first)]
     else:
         headers = [fields(first, mark) for mark in separator or DELIMITERS]
-    return any(image_column(names) and caption_columns(names) for names in headers)
+    return any(_image_among(names, spec) and _captions_among(names, spec) for names in headers)
+
+
+def _image_among(names: Sequence[str], spec: DatasetSpec) -> str:
+    """The image column, that of `spec` if it names one; empty if there is none."""
+    column = spec.image_column
+    return match_name(names, (column.strip().lower(),)) if column else image_column(names)
+
+
+def _captions_among(names: Sequence[str], spec: DatasetSpec) -> tuple[str, ...]:
+    """The caption columns, that of `spec` if it names one."""
+    column = spec.caption_column
+    if not column:
+        return caption_columns(names)
+    found = match_name(names, (column.strip().lower(),))
+    return (found,) if found else ()
 
 
 def _keys(line: str) -> list[str]:
@@ -206,7 +228,7 @@ def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnErro
         path,
         lambda line: find_delimiter(line, captions=spec.captions),
         on_error,
-        is_text_last=lambda names: spec.captions and bool(caption_columns(names[1:])),
+        is_text_last=lambda names: spec.captions and bool(_captions_among(names[1:], spec)),
     )
     check_header(table, path, spec)
     counts = Counter(name for name in table.names if name.strip())

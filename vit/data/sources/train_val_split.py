@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.random_seed import random_seed
@@ -190,10 +191,15 @@ def stratify(units: Sequence[SplitUnit], shares: Sequence[float], *, seed: int) 
     return parts
 
 
-def find_groups(names: Sequence[str], pattern: str) -> list[str]:
+def find_groups(names: Sequence[str], pattern: str, columns: Sequence[str] = ()) -> list[str]:
     """The group of each name: the match of the first bracket of `pattern`, or of all of it.
 
     Names that do not match have the empty group.
+
+    Args:
+        names: Of the images.
+        pattern: A regular expression.
+        columns: Columns that the user may have meant, for the message.
 
     Raises:
         ConfigError: `pattern` is not a regular expression.
@@ -207,9 +213,11 @@ def find_groups(names: Sequence[str], pattern: str) -> list[str]:
         ) from None
     found = [expression.search(name) for name in names]
     if names and not any(found):
+        others = f" (columns that are not read: {join_names(columns, 8)})" if columns else ""
         raise DataError(
-            f"group={printable(pattern)}: no column of that name, and as a regular expression it "
-            f"matches none of {plural(len(names), 'path')} such as {printable(names[0])}"
+            f"group={printable(pattern)}: no column of that name{others}, and as a regular "
+            f"expression it matches none of {plural(len(names), 'path')} such as "
+            f"{printable(names[0])}{nearest(pattern, columns)}"
         )
     bracket = 1 if expression.groups else 0
     return [(match[bracket] or "") if match else "" for match in found]
@@ -247,7 +255,8 @@ def _groups(records: Sequence[ImageRecord], index: DatasetIndex, group: str) -> 
     """The group of each image, from the source or its name; empty if it has none."""
     if index.has_groups:
         return [record.group for record in records]
-    return find_groups([relative(record.path, index.root) for record in records], group)
+    names = [relative(record.path, index.root) for record in records]
+    return find_groups(names, group, index.columns)
 
 
 def _split_share(

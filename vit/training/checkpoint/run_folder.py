@@ -165,13 +165,13 @@ def require_same_settings(config: Config, folder: Path) -> None:
             was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
             raise DataError(
                 f"the data set changed since this run began ({was}): restore it to resume, or "
-                f"{train_on(folder)}"
+                f"{train_on(folder, config.data.data)}"
             )
         remedy = "leave the flag out, or start a new run with another --out"
         if name in FROM_DATA:
             remedy = (
-                f"if nobody gave it, the data set changed: restore it, or {train_on(folder)}; or "
-                f"{remedy}"
+                "if nobody gave it, the data set changed: restore it, or "
+                f"{train_on(folder, config.data.data)}; or {remedy}"
             )
         raise ConfigError(
             f"{name}={ours[name]!r} differs from {theirs[name]!r} in {where}: a run resumes with "
@@ -179,12 +179,17 @@ def require_same_settings(config: Config, folder: Path) -> None:
         )
 
 
-def train_on(folder: Path) -> str:
-    """The remedy for a changed data set: more images or classes are learned by a new run."""
-    data = quoted(stored_config(folder).data.data)
+def train_on(folder: Path, data: str | None = None) -> str:
+    """The remedy for a changed data set: more images or classes are learned by a new run.
+
+    Args:
+        folder: The run folder.
+        data: The changed data; those of the run, in their place, if omitted.
+    """
+    data = stored_config(folder).data.data if data is None else data
     return (
         "train a new run from these weights: "
-        f"vit train {data} --weights {quoted(folder)} --out ANOTHER_FOLDER"
+        f"vit train {quoted(data)} --weights {quoted(folder)} --out ANOTHER_FOLDER"
     )
 
 
