@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.memory_allocator"),
     *("vit.paths", "vit.quick_imports", "vit.score_calibration", "vit.stop_signals"),
-    *("vit.text", "vit.version"),
+    *("vit.supported_versions", "vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -46,6 +46,7 @@ ALLOWED = {
     "vit.score_calibration": {"vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
+    "vit.supported_versions": {"vit.errors"},
     "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},

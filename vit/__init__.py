@@ -38,6 +38,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by pip
+    running = ".".join(map(str, sys.version_info[:2]))
+    raise ImportError(f"vit needs Python 3.10 or newer; this is Python {running}")
+
+from vit.supported_versions import require_supported_versions
 from vit.version import __version__
 from vit.weights.library_registration import register
 
@@ -134,6 +139,9 @@ _HOMES = {
     "verify": "vit.export.verification",
 }
 
+_checked = False
+"""Whether the versions of the libraries were checked."""
+
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
@@ -144,6 +152,9 @@ def __getattr__(name: str) -> Any:
         return __dir__()
     if name not in _HOMES:
         raise AttributeError(f"module 'vit' has no attribute {name!r}")
+    if not _checked:
+        require_supported_versions()
+        globals()["_checked"] = True
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

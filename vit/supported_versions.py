@@ -1,0 +1,56 @@
+"""Refuses versions of the required libraries that are older than those the package is tested with.
+
+The lower bounds are those of pyproject.toml, as the installed package states them. pip respects
+them; a later `pip install` of something else may not.
+"""
+
+import re
+
+from vit.errors import VitError
+
+DISTRIBUTION = "vit-toolkit"
+BOUND = re.compile(r"([\w.-]+)>=([\d.]+)$")
+
+
+class VersionError(VitError, ImportError):
+    """An installed library is too old."""
+
+
+def lower_bounds() -> dict[str, str]:
+    """Name of each required library -> its lowest version; empty if `vit` is not installed."""
+    from importlib import metadata  # which takes longer to import than `vit --help` to print
+
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # on PYTHONPATH, say
+        return {}
+    return {found[1]: found[2] for found in map(BOUND.match, lines) if found}
+
+
+def require_supported_versions() -> None:
+    """Check the versions of all required libraries; takes milliseconds and imports none of them.
+
+    Raises:
+        VersionError: A library is older than its lower bound.
+    """
+    from importlib import metadata
+
+    for name, lowest in lower_bounds().items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # its import says so
+        if release(version) < release(lowest):
+            raise VersionError(
+                f"{name} {version} is too old: vit needs {lowest} or newer; "
+                f"pip install --upgrade '{name}>={lowest}'"
+            )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version without trailing zeros: (2, 8) of 2.8.0+cu128 and of 2.8.0rc1."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in found[0].split(".")] if found else [0]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
