@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.errors import VitError
+from vit.supported_versions import require_supported_versions
 from vit.text import printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {
+    "demo": "train on the handwritten digits that come with the package, and label some",
     "train": "train a Vision Transformer on a folder of images, or a list of captions",
     "plan": "show the settings that vit train would choose for a data set, each with its reason",
     "tune": "search the settings that matter, from the plan on, and train the best of them",
@@ -82,7 +84,9 @@ def run_command(name: str, words: list[str]) -> int:
     parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
-        code: int = command.run(parser.parse(words))
+        args = parser.parse(words)
+        require_supported_versions()
+        code: int = command.run(args)
     except SystemExit as stop:
         return int(stop.code or 0)
     except VitError as error:
