@@ -1,4 +1,4 @@
-.PHONY: bench check format gpu lint slow test
+.PHONY: bench check docs format gpu lint lowest lowest-lock release slow test
 
 check: test slow lint    ## everything that must pass before a commit
 
@@ -23,3 +23,19 @@ gpu:                ## every test that needs a GPU, then the network beside timm
 format:             ## mend what ruff can mend
 	ruff check --fix .
 	ruff format .
+
+release:            ## sdist and wheel in dist/, built twice and compared (pip install '.[release]')
+	python packaging/build_release.py
+
+lowest:             ## the default tests with the oldest supported versions, in a virtual environment of their own
+	python -m venv --clear .venv-lowest
+	.venv-lowest/bin/pip install --quiet -r packaging/lowest.txt
+	.venv-lowest/bin/pip install --quiet --no-deps -e .
+	.venv-lowest/bin/python -m pytest -n auto --auto-precision fp32
+
+lowest-lock:        ## packaging/lowest.txt again, after a change of the lower bounds in pyproject.toml
+	uv pip compile --quiet --python-version 3.11 --resolution lowest-direct --extra test --no-emit-package vit-toolkit \
+		--custom-compile-command "make lowest-lock" pyproject.toml --output-file packaging/lowest.txt
+
+docs:               ## the documentation site in site/, which needs no server (pip install '.[docs]')
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

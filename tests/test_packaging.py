@@ -1,0 +1,144 @@
+"""What a release says about itself in several files agrees, and a build has all files."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from vit.version import __version__
+
+ROOT = Path(__file__).parents[1]
+CONDA_NAMES = {"torch": "pytorch", "huggingface-hub": "huggingface_hub"}
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """Requirements of pyproject.toml by extra, the required ones by ""; without our own extras."""
+    text = read("pyproject.toml")
+    required = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    extras = text.split("[project.optional-dependencies]")[1].split("\n\n[")[0]
+    starts = re.split(r"^([\w-]+) = ", extras, flags=re.MULTILINE)[1:]
+    found = {"": required, **dict(zip(starts[::2], starts[1::2], strict=True))}
+    return {
+        extra: [
+            requirement
+            for requirement in map(Requirement, re.findall(r'"([^"]+)"', block))
+            if requirement.name != "vit-toolkit"
+        ]
+        for extra, block in found.items()
+    }
+
+
+DECLARED = declared()
+
+
+def table(title: str) -> list[list[str]]:
+    """Cells of the table in docs/dependencies.md below a heading."""
+    section = read("docs/dependencies.md").split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!---)(.+) \|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows][1:]
+
+
+def test_the_page_of_dependencies_names_every_required_library():
+    assert len(DECLARED[""]) > 10
+    assert [row[0] for row in table("Required")] == sorted(one.name for one in DECLARED[""])
+
+
+def test_the_page_of_dependencies_names_every_extra_with_its_libraries():
+    extras = {name: sorted(one.name for one in of) for name, of in DECLARED.items() if name}
+    assert {"onnx", "serve", "docs"} <= extras.keys()
+    stated = {row[0].strip("`"): row[1].split(", ") for row in table("Extras")}
+    assert {name: sorted(of, key=str.lower) for name, of in stated.items()} == {
+        name: sorted(of, key=str.lower) for name, of in extras.items()
+    }
+
+
+def test_the_recipe_of_conda_has_the_same_version_and_bounds():
+    recipe = yaml.safe_load(read("packaging/recipe.yaml"))
+    assert recipe["context"]["version"] == __version__
+    python, *rest = recipe["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert f'requires-python = ">={recipe["context"]["python_min"]}"' in read("pyproject.toml")
+    expected = [f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}" for one in DECLARED[""]]
+    assert rest == expected
+
+
+def test_the_citation_and_the_changelog_have_the_version():
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
+    assert read("CHANGELOG.md").split("\n## ")[1].startswith(f"{__version__} (")
+
+
+def test_the_lock_of_the_lowest_versions_has_the_lower_bounds():
+    locked = dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", read("packaging/lowest.txt"), re.MULTILINE))
+    for requirement in DECLARED[""]:
+        (bound,) = requirement.specifier
+        version = locked[requirement.name]
+        assert version.removesuffix(".0") == bound.version.removesuffix(".0"), requirement
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_pin_actions_by_commit_and_use_no_secret(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.+)", text)
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+    assert "secrets." not in text
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    targets = set(re.findall(r"run: make ([\w-]+)", text))
+    assert targets <= set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
+
+
+def test_the_workflow_of_tests_runs_every_python_that_is_declared():
+    jobs = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]
+    stated = re.findall(r"Python :: (3\.\d+)", read("pyproject.toml"))
+    assert (
+        jobs["default"]["strategy"]["matrix"]["python"]
+        == stated
+        == ["3.10", "3.11", "3.12", "3.13"]
+    )
+
+
+@pytest.mark.slow
+def test_two_builds_are_equal_and_have_every_file_of_the_package(tmp_path, monkeypatch):
+    pytest.importorskip("hatchling")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for folder in ("one", "other"):
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path / folder)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    built = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert sorted(built) == [
+        f"vit_toolkit-{__version__}-py3-none-any.whl", f"vit_toolkit-{__version__}.tar.gz",
+    ]  # fmt: skip
+    assert built == {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not tracked:
+        pytest.skip("no git repository: the files cannot be listed")
+    with zipfile.ZipFile(next((tmp_path / "one").glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        metadata = wheel.read(f"vit_toolkit-{__version__}.dist-info/METADATA").decode()
+    assert {name for name in tracked if name.startswith("vit/")} <= names
+    assert not {name for name in names if name.startswith(("tests", "docs", "benchmarks"))}
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    with tarfile.open(next((tmp_path / "one").glob("*.tar.gz"))) as sdist:
+        inside = {name.partition("/")[2] for name in sdist.getnames()}
+    assert set(tracked) <= inside
+
+
+def test_the_bill_of_materials_is_part_of_a_release():
+    text = read("packaging/build_release.py")
+    assert "cyclonedx-py" in text
+    assert json.dumps("--output-reproducible") in text
