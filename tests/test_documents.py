@@ -16,9 +16,10 @@ from PIL import Image
 
 import vit
 from vit.commands.command_parser import CommandParser
-from vit.commands.main import COMMANDS
+from vit.commands.main import COMMANDS, main
 from vit.config.merge_settings import call_settings
 from vit.config.parser import make_config
+from vit.data.sources.builtin_datasets import digits_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -174,3 +175,40 @@ def test_the_documented_training_loop_runs(tmp_path, monkeypatch, capsys):
     plain.load_state_dict(network.state_dict())  # the names of parameters are the same
     found, expected = network.eval().features(images), plain.eval().features(images)
     assert not torch.allclose(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.auto_precision
+def test_what_the_first_page_says_to_type_leads_to_a_model(tmp_path, monkeypatch, capfd):
+    """Its commands, with images of the digits, and one epoch of a tiny network for the time."""
+    monkeypatch.chdir(tmp_path)
+    tiny = "--image-size 16 --patch-size 8 --dim 32 --depth 2 --num-heads 2 --epochs 1"
+    for folder in (digits_folder() / "train").iterdir():
+        for file in sorted(folder.iterdir())[:12]:
+            image = Image.open(file).resize((64, 64))
+            for target in (f"photos/{folder.name}", "new-images"):
+                (tmp_path / target).mkdir(parents=True, exist_ok=True)
+                image.save(tmp_path / target / f"{folder.name}{file.stem}.png")
+            image.save(tmp_path / "cat.jpg")
+            image.save(tmp_path / "dog.jpg")
+    typed = [words for page, words in commands() if page == "start.md"]
+    assert [words[0] for words in typed] == [
+        "demo",
+        "check",
+        "train",
+        "train",
+        "predict",
+        "predict",
+    ]
+    for words in typed:
+        if words[0] == "demo" or "auto" in words:  # tested elsewhere; needs a network connection
+            continue
+        at = words.index("--time") if "--time" in words else len(words)
+        code = main([*words[:at], *(tiny.split() if at < len(words) else [])])
+        assert code == 0, capfd.readouterr().err
+    assert (tmp_path / "runs/photos/report.html").is_file()
+    assert len((tmp_path / "labels.csv").read_text().splitlines()) == 1 + 120
+    (code,) = (text for page, text in blocks("python") if page == "start.md")
+    capfd.readouterr()
+    exec(code, {})
+    assert capfd.readouterr().out.startswith("cat.jpg ")
