@@ -33,6 +33,33 @@ PROJECT = {
     "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
 }
 """File of the repository -> page of the site."""
+KEYWORDS = {
+    "augmentation.md": ["augmentation", "mixup", "cutmix"],
+    "captioning.md": ["captions", "CIDEr", "BLEU"],
+    "check.md": ["duplicates", "mislabelled"],
+    "cluster.md": ["GPU", "slurm", "distributed", "FSDP", "torchrun"],
+    "convert.md": ["timm", "transformers", "safetensors"],
+    "cpu.md": ["int8", "quantization"],
+    "data.md": ["csv", "excel", "split", "groups"],
+    "evaluate.md": ["accuracy", "metrics", "confidence interval", "slices"],
+    "explain.md": ["attribution", "relevance map", "attention"],
+    "export.md": ["onnx", "openvino", "deploy"],
+    "fine-tuning.md": ["transfer learning", "lora", "probe", "freeze"],
+    "imbalance.md": ["imbalance", "rare"],
+    "loading.md": ["dataloader", "workers", "cache"],
+    "multilabel.md": ["multi-label"],
+    "predict.md": ["inference", "embeddings"],
+    "pretrain.md": ["self-supervised", "unlabelled", "mae"],
+    "resume.md": ["resume", "checkpoint", "interrupted"],
+    "serve.md": ["server", "http", "kubernetes", "prometheus"],
+    "shards.md": ["webdataset", "tar", "parquet", "s3", "hub"],
+    "training.md": ["batch size", "learning rate", "optimizer", "hyperparameter search"],
+    "trust.md": ["calibration", "temperature", "conformal", "unknown", "out of distribution"],
+    "weights.md": ["pretrained", "download"],
+}
+"""Page -> words that people search for, some of which its title does not have."""
+FEWER = ("glossary.md", "lab-notebook.md", "recipes.md", "project/")
+"""Pages that contain almost every word, and rank lower in the search."""
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown", ".jsonl": "json"}
 TITLES = {"positional arguments": "Arguments", "options": "Flags"}
@@ -59,6 +86,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     def add(uri: str, text: str) -> None:
         files.append(File.generated(config, uri, content=text))
 
+    gone = KEYWORDS.keys() - {file.src_uri for file in files}
+    if gone:
+        raise PluginError(f"KEYWORDS of tools/documentation_site.py: {sorted(gone)} are no pages")
     rows = "\n".join(
         f"| [vit {name}](vit-{name}.md) | {sentence(COMMANDS[name])} |" for name in COMMANDS
     )
@@ -78,8 +108,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Let links to files outside of docs/ lead to the pages made of them."""
+    """Give the search its words, and lead links to files outside of docs/ to the pages of them."""
     uri = page.file.src_uri
+    page.meta["tags"] = KEYWORDS.get(uri, [])
+    if uri.startswith(FEWER):
+        page.meta["search"] = {"boost": 0.3}
     origins = {made: ROOT / name for name, made in PROJECT.items()}
     origin = origins.get(uri, ROOT / "docs" / uri)
     if not origin.is_file():  # made from the code
