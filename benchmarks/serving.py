@@ -97,7 +97,7 @@ def commands(run: str, folder: Path) -> dict[str, list[str]]:
         if name == "litserve" and find_spec(name) is None:
             print("litserve is not installed")
             continue
-        script = folder / f"{name}.py"
+        script = folder / f"benchmark_{name}.py"  # no name of a module
         script.write_text(code, encoding="utf-8")
         found[name] = [sys.executable, str(script), run]
     return found

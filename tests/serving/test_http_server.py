@@ -1,5 +1,6 @@
 """Limits of time and size on real connections, reload, and the end of a server."""
 
+import gc
 import http.client
 import json
 import os
@@ -21,7 +22,7 @@ import vit
 from tests.serving.conftest import multipart, running
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
-from vit.serving.http_server import ServerError, bind, serve
+from vit.serving.http_server import LimitedProtocol, ServerError, bind, serve
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -31,9 +32,13 @@ def raw(client, data: bytes, wait: float = 10) -> bytes:
     """What the server writes until its answer is complete, or it closes."""
     with socket.create_connection(("127.0.0.1", client.port), timeout=wait) as connection:
         connection.sendall(data)
-        answer = b""
-        while not is_complete(answer) and (part := connection.recv(65536)):
-            answer += part
+        return read_answer(connection)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    answer = b""
+    while not is_complete(answer) and (part := connection.recv(65536)):
+        answer += part
     return answer
 
 
@@ -134,7 +139,7 @@ def test_clients_that_go_away_leave_nothing_behind(strict, files):
 
 
 def test_a_full_queue_says_when_to_ask_again(exported, files):
-    with running([exported], max_queue=2, max_images=2, max_connections=8) as client:
+    with running([exported], max_queue=2, max_images=2) as client:
         application = client.server.application
         application.scheduler.accepted = 2
         answer = client.post(files[0][1])
@@ -144,12 +149,32 @@ def test_a_full_queue_says_when_to_ask_again(exported, files):
         application.budget.held = application.budget.limit
         assert client.post(files[0][1]).status == 429
         application.budget.held = 0
-        many = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(8)]
+
+
+def test_connections_that_are_only_held_open_make_room_for_requests(exported, files):
+    with running([exported], max_connections=8) as client:
+        many = [socket.create_connection(("127.0.0.1", client.port), timeout=10) for _ in range(8)]
         try:
-            assert status_of(raw(client, b"")) == 429
+            many[0].sendall(HEAD + b"Content-Length: 9\r\n\r\nabc")  # a request has begun
+            many[1].sendall(HEAD)
+            wait_for(lambda: len(waiting(client)), lambda number: number == 7)
+            assert client.post(files[0][1]).status == 200
+            assert status_of(read_answer(many[1])) == 429
+            assert client.post(files[0][1]).status == 200
+            many[0].sendall(b"abcdef")
+            assert status_of(read_answer(many[0])) == 422
         finally:
             for one in many:
                 one.close()
+
+
+def waiting(client):
+    """Connections of the server that have no whole request."""
+    return next(
+        one.waiting
+        for one in gc.get_objects()
+        if isinstance(one, LimitedProtocol) and one.limits is client.server.application.config
+    )
 
 
 def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_path, monkeypatch):

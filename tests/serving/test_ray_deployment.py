@@ -69,7 +69,7 @@ def replicas_of(process: int) -> set[int]:
     }
 
 
-def wait_for(read, condition, seconds=100):
+def wait_for(read, condition, seconds=200):
     """The first value for which the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition(value := read()):

@@ -41,18 +41,24 @@ SPARE_FILES = 64
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol of one connection, with the limits of `limits` (set by `serve`)."""
+    """uvicorn's protocol of one connection, with limits; `serve` sets these attributes."""
 
     limits: ServerConfig
     metrics: ServerMetrics
+    waiting: "dict[LimitedProtocol, None]"
+    """Connections without a whole request, the one that waits longest first."""
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
-            self.refuse(429, "too many connections; try again in a second", b"retry-after: 1\r\n")
-        else:
+            # connections that are only held open make room for those that have requests
+            oldest = next(iter(self.waiting), self)
+            self.waiting.pop(oldest, None)
+            reason = "too many connections; try again in a second"
+            oldest.refuse(429, reason, b"retry-after: 1\r\n")
+        if not transport.is_closing():
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -68,6 +74,11 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._answering or self.transport.is_closing()):
+            self.waiting[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -104,9 +115,11 @@ class LimitedProtocol(H11Protocol):
 
     def _start_timer(self) -> None:
         if self._timer is None:
+            self.waiting.setdefault(self)
             self._timer = self.loop.call_later(self.limits.header_timeout, self._too_slow)
 
     def _stop_timer(self) -> None:
+        self.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -208,9 +221,8 @@ async def _serve(
     on_ready: Callable[[RunningServer], object],
 ) -> None:
     config, registry = application.config, application.registry
-    protocol = type(
-        "Protocol", (LimitedProtocol,), {"limits": config, "metrics": application.metrics}
-    )
+    shared = {"limits": config, "metrics": application.metrics, "waiting": {}}
+    protocol = type("Protocol", (LimitedProtocol,), shared)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     server = SignalServer(
         uvicorn.Config(
