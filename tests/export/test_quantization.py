@@ -160,6 +160,21 @@ def test_smoothing_keeps_small_channels_beside_large_ones(graph_of, noise_of, mo
     assert errors[0] < 0.3 * errors[1]
 
 
+def test_attention_weights_have_the_whole_range_in_each_row(graph, static, noise_of):
+    changed = Graph(graph)
+    quantization._divide_by_largest(changed)
+    assert [one.op_type for one in changed.nodes].count("ReduceMax") == 2  # of two blocks
+    images = noise_of(5, seed=1)
+    wanted = answers(graph, images)
+    np.testing.assert_allclose(answers(changed.finish({}), images), wanted, atol=1e-6)
+    scales = [
+        onnx.numpy_helper.to_array(one).item()
+        for one in onnx.load_from_string(static).graph.initializer
+        if one.name.endswith(f"{quantization.RELATIVE}/int8/scale")
+    ]
+    np.testing.assert_allclose(scales, [1 / 255] * 2, rtol=1e-6)
+
+
 def test_unsuitable_graphs_and_images_are_refused(graph, static, noise_of):
     few = list(noise_of(MIN_IMAGES - 1))
     with pytest.raises(DataError, match=f"^{MIN_IMAGES - 1} images for calibration: at least"):

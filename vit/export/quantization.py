@@ -3,13 +3,16 @@
     weights               one scale a column:          w ~ s q,        q in -127 ... 127
     activations before    one scale and zero a tensor: x ~ s (q - z),  q in 0 ... 255
     queries, keys, values one scale a tensor:          x ~ s q,        q in -127 ... 127
-    attention weights     one scale a tensor:          x ~ s q,        q in 0 ... 255
+    attention weights     one scale a row:             x ~ s q,        q in 0 ... 255
 
 Static: the range of each activation is that of the calibration images (Jacob et al., section 3,
 arXiv:1712.05877), and products read QuantizeLinear and DequantizeLinear, which onnxruntime,
 OpenVINO and others fuse. If only products with weights read a LayerNorm, part of the range of each
 channel is first moved to the weights (SmoothQuant, section 4, arXiv:2211.10438). Dynamic: each
 batch is measured, and only products with weights are in integers.
+
+The weights of a query are divided by the largest of them, w = max w · r, and (r V) max w is w V: so
+each row has all 256 values, while most weights are a few 255ths of the largest in the network.
 
 Preprocessing, softmaxes, norms and the head stay in float32: they have few operations, or decide
 the result.
@@ -43,6 +46,8 @@ SMOOTHING = 0.5
 alpha."""
 SMALLEST = 1e-8
 """Replaces a range or a weight of zero."""
+RELATIVE = "relative"
+"""Last word of the name of attention weights that were divided by the largest of their row."""
 SCORE_OPERATORS = ("Add", "Mul", "Div", "Where", "Reshape")
 """Operators between the product of queries and keys and its softmax."""
 
@@ -78,6 +83,7 @@ def quantize(content: bytes, images: Sequence[Array], *, dynamic: bool = False) 
         _check_images(images)
         for activation in activations:
             _move_to_producer(graph, activation)
+        _divide_by_largest(graph)
         activations += _attention_inputs(graph, {one.name for one in activations})
         _calibrate(graph, activations, images)
         _quantize_static(graph, activations, [_smooth(graph, one) for one in activations])
@@ -246,13 +252,32 @@ def _move_to_producer(graph: Graph, activation: Activation) -> None:
         activation.channels = 1
 
 
+def _divide_by_largest(graph: Graph) -> None:
+    """Divide each row of attention weights by its largest, and multiply the product with it."""
+    replacements = {}
+    for each in graph.nodes:
+        if each.op_type != "MatMul" or graph.producer(each.input[0], "Softmax") is None:
+            continue
+        (weights, values), (output,) = each.input, each.output
+        largest, relative, product = (f"{output}/{word}" for word in ("largest", RELATIVE, "raw"))
+        last = graph.constant(f"{largest}/axis", np.array([-1]))
+        replacements[output] = [
+            node("ReduceMax", [weights, last], [largest], keepdims=1),
+            node("Div", [weights, largest], [relative]),
+            node("MatMul", [relative, values], [product]),
+            node("Mul", [product, largest], [output]),
+        ]
+    _replace(graph, replacements)
+    graph.index()
+
+
 def _attention_inputs(graph: Graph, known: set[str]) -> list[Activation]:
     """Queries, keys, values and attention weights, besides the `known` activations."""
     found = []
     for each in graph.nodes:
         if each.op_type != "MatMul" or any(name in graph.constants for name in each.input):
             continue
-        weighs_values = graph.producer(each.input[0], "Softmax") is not None
+        weighs_values = each.input[0].endswith(RELATIVE)
         if not weighs_values and not _feeds_softmax(graph, each):
             continue
         for position, name in enumerate(each.input):
