@@ -42,7 +42,7 @@ ALLOWED = {
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
-    "vit.quick_imports": set(),
+    "vit.quick_imports": {"vit.supported_versions"},
     "vit.score_calibration": {"vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},

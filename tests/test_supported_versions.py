@@ -30,9 +30,9 @@ def old_torch(monkeypatch):
 
 
 def test_a_command_refuses_an_old_library_in_one_line(old_torch, capsys):
-    assert main(["models"]) == 2
+    assert main(["plan", "digits"]) == 2
     assert capsys.readouterr().err == (
-        "vit models: torch 1.13.1 is too old: vit needs 2.8 or newer; "
+        "vit plan: torch 1.13.1 is too old: vit needs 2.8 or newer; "
         "pip install --upgrade 'torch>=2.8'\n"
     )
 

@@ -8,10 +8,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vit.supported_versions import require_supported_versions
+
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside, no cycles are searched for."""
+    """Inside, no cycles are searched for.
+
+    Raises:
+        VersionError: A library is older than its lower bound.
+    """
+    require_supported_versions()
     enabled = gc.isenabled()
     gc.disable()
     try:

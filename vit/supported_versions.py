@@ -28,7 +28,7 @@ def lower_bounds() -> dict[str, str]:
 
 
 def require_supported_versions() -> None:
-    """Check the versions of all required libraries; takes milliseconds and imports none of them.
+    """Check the versions of all required libraries by their metadata, before they are imported.
 
     Raises:
         VersionError: A library is older than its lower bound.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.errors import VitError
-from vit.supported_versions import require_supported_versions
 from vit.text import printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
@@ -84,9 +83,7 @@ def run_command(name: str, words: list[str]) -> int:
     parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
-        args = parser.parse(words)
-        require_supported_versions()
-        code: int = command.run(args)
+        code: int = command.run(parser.parse(words))
     except SystemExit as stop:
         return int(stop.code or 0)
     except VitError as error:
