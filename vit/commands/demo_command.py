@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return code
     from vit.commands.main import run_command
 
-    code = run_command("predict", [args.out, *some_digits()])
+    code = run_command("predict", [args.out, *some_digits(), "--top-k", "2"])
     notify(
         f"vit demo: how good it is: {args.out}/report.html, in a browser; your own images, in one "
         "folder per class: vit train FOLDER --time 20m"
