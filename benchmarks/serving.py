@@ -12,8 +12,12 @@ installed; `litserve` with vit.Predictor in LitServe's batches, if it is install
 """
 
 import argparse
+import base64
 import contextlib
 import http.client
+import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,14 +68,14 @@ except ImportError:
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
 """
 LITSERVE = """
-import io, sys
+import base64, io, sys
 import litserve, vit
 from PIL import Image
 class API(litserve.LitAPI):
     def setup(self, device):
         self.predictor = vit.Predictor(sys.argv[1], precision="fp32", device="cpu")
-    async def decode_request(self, request):
-        return Image.open(io.BytesIO(await request.body())).convert("RGB")
+    def decode_request(self, request):
+        return Image.open(io.BytesIO(base64.b64decode(request["image"]))).convert("RGB")
     def batch(self, inputs):
         return list(inputs)
     def predict(self, images):
@@ -103,11 +107,18 @@ def commands(run: str, folder: Path) -> dict[str, list[str]]:
     return found
 
 
+def to_body(name: str, image: bytes) -> bytes:
+    """The body that a server takes: the image, or JSON with it for LitServe."""
+    text = base64.b64encode(image).decode()
+    return json.dumps({"image": text}).encode() if name == "litserve" else image
+
+
 def send(port: int, data: bytes) -> None:
     """One request on a connection of its own."""
+    kind = "application/json" if data.startswith(b"{") else "image/jpeg"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("POST", "/predict", data, {"Content-Type": "image/jpeg"})
+        connection.request("POST", "/predict", data, {"Content-Type": kind})
         answer = connection.getresponse()
         answer.read()
         if answer.status != 200:
@@ -164,15 +175,21 @@ def main() -> None:
     args = parser.parse_args()
     paths = list_images([args.images])[:200]
     images = [Path(path).read_bytes() for path in paths]
+    bodies = {
+        name: [to_body(name, image) for image in images] for name in ("litserve", "vit serve")
+    }
+    bodies["fastapi"] = bodies["vit serve"]
     found = commands(args.run, args.folder)
     ports = {name: args.port + place for place, name in enumerate(found)}
     processes = {
-        name: subprocess.Popen([*words, str(ports[name])], stderr=subprocess.DEVNULL)
+        name: subprocess.Popen(
+            [*words, str(ports[name])], stderr=subprocess.DEVNULL, start_new_session=True
+        )
         for name, words in found.items()
     }
     try:
         for name, process in processes.items():
-            ready = wait_until_it_answers(ports[name], process, images[0])
+            ready = wait_until_it_answers(ports[name], process, bodies[name][0])
             print(f"{name}: answered after {ready:.1f} s, with all servers starting at once")
         print("| clients | server | requests/s | median ms | p99 ms |\n|---|---|---|---|---|")
         for clients in args.clients:
@@ -183,7 +200,7 @@ def main() -> None:
                 if clients == 1:
                     took["predictor"].append(measure_predictor(args.run, paths, args.seconds))
                 for name in found:
-                    took[name].append(measure(ports[name], images, clients, args.seconds))
+                    took[name].append(measure(ports[name], bodies[name], clients, args.seconds))
             for name, rounds in took.items():
                 rate = statistics.median(len(one) / args.seconds for one in rounds)
                 times = sorted(1000 * one for each in rounds for one in each)
@@ -191,7 +208,8 @@ def main() -> None:
                 print(f"| {clients} | {name} | {rate:.1f} | {median:.1f} | {p99:.1f} |", flush=True)
     finally:
         for process in processes.values():
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # LitServe has processes of its own
         for process in processes.values():
             process.wait(30)
 
