@@ -27,7 +27,7 @@ format:             ## mend what ruff can mend
 release:            ## sdist and wheel in dist/, built twice and compared (pip install '.[release]')
 	python packaging/build_release.py
 
-lowest:             ## the default tests with the oldest supported versions, in a virtual environment of their own
+lowest:             ## the default tests with the lower bounds of all libraries, in a virtual environment of their own
 	python -m venv --clear .venv-lowest
 	.venv-lowest/bin/pip install --quiet -r packaging/lowest.txt
 	.venv-lowest/bin/pip install --quiet --no-deps -e .
