@@ -82,7 +82,10 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"class_token": False}, "use pooling=mean"),
         ({"drop_path": 1.0}, "drop_path=1.0: must be a share"),
         ({"epochs": 0}, "epochs=0: must be at least 1"),
-        ({"epochs": 2, "warmup_epochs": 2}, "must be less than epochs=2"),
+        (
+            {"epochs": 2, "warmup_epochs": 2},
+            "must be less than epochs=2; lower it, such as --warmup-epochs 0",
+        ),
         ({"min_lr": 1}, "is more than lr"),
         ({"batch_size": 10, "accumulate": 3}, "does not divide batch_size=10"),
         ({"batch_size": "auto", "accumulate": 2}, "accumulate is given twice"),

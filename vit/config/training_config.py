@@ -136,7 +136,8 @@ class TrainingConfig(Section):
         if self.warmup_epochs is not None:
             self.check_at_least(0, "warmup_epochs")
             if self.time is None and self.warmup_epochs >= self.epochs:
-                self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}")
+                remedy = "lower it, such as --warmup-epochs 0, or train longer"
+                self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}; {remedy}")
 
     @property
     def tasks(self) -> tuple[str, ...]:

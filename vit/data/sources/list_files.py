@@ -267,8 +267,8 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
         if len(found) > 1:
             folders = join_names(found)
             raise DataError(
-                f"{printable(path)}: its images are in several folders: {folders}; say which with "
-                f"--images"
+                f"{printable(path)}: its images are in several folders: {folders}; write the "
+                "folder before each name, or say which with --images"
             )
         if sample and not found:
             notes.append(
