@@ -199,8 +199,8 @@ def _answer(
     for run, predictor in zip(runs, predictors, strict=True):
         if predictor.thresholds is not None or predictor.n_best or not predictor.classes:
             raise ConfigError(
-                f"{printable(run)}: classifiers of one class an image are compared, and this "
-                "network is none; vit evaluate measures it"
+                f"{printable(run)}: only classifiers of one class an image are compared, and this "
+                "network is none; vit evaluate measures it, with intervals to compare"
             )
         samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
         tables.append({s.path: s.label for s in samples if s.label != NO_LABEL})

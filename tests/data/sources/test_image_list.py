@@ -1,6 +1,7 @@
 """Lists of images and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
 
 import json
+import re
 
 import openpyxl
 import pytest
@@ -304,6 +305,10 @@ def test_a_column_splits_in_any_case(write):
         ]
     with pytest.raises(DataError, match="no validation split; it has train, valid, test"):
         open_eval_split(path, split="validation", classes=["a", "b"])
+    whole = write(table([row[:2] for row in rows], "image,label"))
+    one = re.escape(f"{whole}: no tset split; it has all images in one split; leave the split out")
+    with pytest.raises(DataError, match=one):
+        open_eval_split(whole, split="tset", classes=["a", "b"])
     bad = write(table([*rows, ("a/99.png", "a", "trian")], "image,label,split"))
     with pytest.raises(DataError, match=r"line 22: split is 'trian'; .*did you mean train"):
         opened(bad)

@@ -33,6 +33,15 @@ def test_spreadsheets_archives_and_images_are_refused_with_a_remedy(tmp_path, na
         open_data(tmp_path / name)
 
 
+def test_a_run_folder_is_no_dataset(tmp_path, capsys):
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match="is a run folder, a trained network: give a folder or l"):
+        open_data(tmp_path)
+    assert main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("is a run folder") == 1
+
+
 def test_a_spreadsheet_may_be_a_folder(make_tree):
     root = make_tree({"a.numbers/Index": 0, "b.numbers/x": 5, "b.numbers/y": 5})
     with pytest.raises(DataError, match="a Numbers spreadsheet"):

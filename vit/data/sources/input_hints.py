@@ -22,10 +22,12 @@ SPREADSHEETS = {
 ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".txz", ".tbz", ".tbz2")
 EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl)"
 WILDCARDS = re.compile(r"[*?]")
+RUN_FILES = ("config.yaml", "metrics.jsonl")
+"""In every run folder."""
 
 
 def refuse_mistaken(data: str) -> None:
-    """Refuse spreadsheets and archives.
+    """Refuse spreadsheets, archives and run folders.
 
     Raises:
         DataError: `data` is one; the message gives the remedy.
@@ -36,6 +38,10 @@ def refuse_mistaken(data: str) -> None:
         raise DataError(f"{name} is {kind}, not a list: save it as CSV ({menu}) and give that file")
     if suffix in ARCHIVES and os.path.isfile(data):
         raise DataError(f"{name} is an archive: unpack it first, and give the folder or the list")
+    if all(os.path.isfile(os.path.join(data, file)) for file in RUN_FILES):
+        raise DataError(
+            f"{name} is a run folder, a trained network: give a folder or list of images"
+        )
 
 
 def refuse_single_images(data: str) -> None:

@@ -247,12 +247,14 @@ def open_eval_split(
     available = index.locations.keys() - {""}
     if name is None and (split != "val" or available - {"train", "test"}):
         others = available - {"train"} if spec.captions else available
-        single = "one list of all images" if spec.captions else f"class {index.split_kind}s only"
+        single = "all images in one split"
+        if spec.captions or index.split_kind == "folder":
+            single = "one list of all images" if spec.captions else "class folders only"
         names = join_names(index.locations) if others else single
         hint = "" if available or spec.captions else "; leave the split out for held-out images"
         raise DataError(
-            f"{printable(index.root)}: no {printable(split)} {index.split_kind}; "
-            f"it has {names}{hint}"
+            f"{index.locations.get('') or printable(index.root)}: no {printable(split)} "
+            f"{index.split_kind}; it has {names}{hint}"
         )
     name = name or ("train" if "train" in index.splits else "")
     notes = [*index.notes]

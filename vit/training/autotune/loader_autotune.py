@@ -20,6 +20,7 @@ from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
+from vit.text import plural
 from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
@@ -139,7 +140,7 @@ def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
         notifier(run.accelerator)(
             f"loading: {1000 * (fetch + decode):.1f} ms an image, "
             f"{fetch / (fetch + decode):.0%} of it to read its file: "
-            f"{workers} loader processes a device (-j chooses others)"
+            f"{plural(workers, 'loader process', 'loader processes')} a device (-j chooses others)"
         )
     return workers
 

@@ -151,11 +151,13 @@ class MetricsLogger:
         """Write and log the event of an epoch."""
         self._write(event)
         lost = f"  {measured.failed} unreadable" if measured.failed else ""
+        speed = ""
+        if event["images_per_second"]:  # a probe, which is epoch 0, has none
+            speed = f"  {event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}"
         self.notify(
             f"epoch {event['epoch']:>3}/{self.run.config.training.epochs}  "
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
-            f"{self.run.task.format_scores(event)}{' *' if best else '  '}  "
-            f"{event['images_per_second']:.0f} img/s  data wait {event['data_wait']:.0%}{lost}"
+            f"{self.run.task.format_scores(event)}{' *' if best else '  '}{speed}{lost}".rstrip()
         )
         note = self.run.task.warning(event, self.run.config)
         if note is not None and not self.noted_ignored_images:
