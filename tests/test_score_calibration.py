@@ -128,7 +128,7 @@ def test_a_set_ends_before_the_level_is_exceeded():
         (
             {**WHOLE, "threshold": None},
             {"reject": True, "sets": None},
-            "0.98 of the time by the 360 images.*lower --target-precision",
+            "98% of the answers by the 360 images.*lower --target-precision",
         ),
     ],
 )

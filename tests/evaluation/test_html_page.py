@@ -27,13 +27,6 @@ def test_templates_switch_escaping_off_for_the_data_of_thumbnails_only():
     assert not [text for text in texts if "autoescape" in text]
 
 
-def test_an_installed_package_has_the_templates():
-    pyproject = TEMPLATES.parents[2] / "pyproject.toml"
-    package_data = re.search(r"^vit = \[(.*)\]$", pyproject.read_text(), re.MULTILINE)
-    assert '"evaluation/templates/*.j2"' in package_data[1]
-    assert {path.suffix for path in TEMPLATES.iterdir()} == {".j2"}
-
-
 def test_a_missing_value_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="record"):
         render_page("tune_report.html.j2", heading="x", score=0.5)

@@ -321,7 +321,7 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "asked", "allowed"),
     [
-        ("half.onnx", {"precision": "fp16"}, 0.02),
+        pytest.param("half.onnx", {"precision": "fp16"}, 0.02, marks=pytest.mark.slow),
         ("bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1),
         ("net.xml", {}, 1e-5),
         ("net.pt2", {}, 1e-5),

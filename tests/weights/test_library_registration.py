@@ -25,15 +25,9 @@ OPENING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("first", "library"),
-    [
-        pytest.param("vit", "timm", marks=pytest.mark.slow),
-        ("theirs", "timm"),
-        pytest.param("vit", "huggingface", marks=pytest.mark.slow),
-        pytest.param("theirs", "huggingface", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["timm", "huggingface"])
+@pytest.mark.parametrize("first", ["vit", "theirs"])
 def test_vit_and_the_library_may_be_imported_in_any_order(tmp_path, library, first):
     run, images = tmp_path / "run", torch.randn(2, 3, 32, 32)
     model = build_classifier(CONV_STEM).eval()

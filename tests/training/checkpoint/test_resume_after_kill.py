@@ -187,6 +187,7 @@ def test_two_processes_killed_at_any_moment_resume_to_the_same_result(tiny_confi
     assert tally.while_saving >= 2
 
 
+@pytest.mark.slow
 def test_a_run_signalled_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole):
     folder, duration = whole
     draw, config, stopped = random.Random(5), tiny_config(**EVERYTHING), []
@@ -203,7 +204,7 @@ def test_a_run_signalled_at_any_moment_resumes_to_the_same_result(tiny_config, t
     assert 143 in stopped
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_number_of_processes_trains_on_the_rest(tiny_config, tmp_path, before, after):
     plain = {"dropout": 0, "drop_path": 0, "batch_size": 12, "accumulate": 1}
     config: Any = tiny_config(**{**EVERYTHING, **plain})

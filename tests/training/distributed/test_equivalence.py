@@ -77,6 +77,7 @@ def assert_equal_outcomes(
         torch.testing.assert_close(found.weights[name], value, atol=weights, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_processes_equal_one_in_float64(outcome_of):
     one = outcome_of(precision="fp64")
     assert {value.dtype for value in one.weights.values()} == {torch.float64}

@@ -54,6 +54,7 @@ def test_a_sharded_run_trains_like_a_whole_one(tiny_config, tmp_path, settings):
     assert_same(tiny_config(**PLAIN, **settings, accumulate=2), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sharded_multilabel_run_trains_like_a_whole_one(tiny_config, several_list, tmp_path):
     multilabel = {"data": str(several_list), "task": "multilabel"}
     assert_same(tiny_config(**PLAIN, **multilabel), tmp_path)
