@@ -128,7 +128,7 @@ def test_a_block_computes_no_more_operators_than_its_equation_needs(dtype, opera
 
 
 @pytest.mark.parametrize(
-    ("precision", "operators", "megabytes"), [("fp32", 300, 35), ("bf16", 465, 31)]
+    ("precision", "operators", "megabytes"), [("fp32", 300, 36), ("bf16", 466, 31)]
 )
 def test_a_training_step_computes_no_more_operators(precision, operators, megabytes):
     run, step = training_step(precision=precision)
@@ -210,6 +210,8 @@ found["shapes"] = heavy()
 print(json.dumps(found))
 """
 OURS = {"vit", "PIL", "einops", "numpy", "safetensors", "simplejpeg", "tokenizers", "yaml"}
+OLD_TORCH = {"sympy", "mpmath", "cython_runtime"} if torch.__version__ < "2.9" else set()
+"""What torch 2.8 imports itself."""
 
 
 def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_data, tmp_path):
@@ -222,9 +224,10 @@ def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_d
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["predict"][0] == found["train"][0] == 0, done.stderr
     predicting, training = (set(found[name][1]) for name in ("predict", "train"))
-    assert {"vit", "PIL"} <= predicting <= OURS
+    assert {"vit", "PIL"} <= predicting <= OURS | OLD_TORCH
     # accelerate looks for google.colab
     accelerate = {"accelerate", "google", "packaging", "psutil", "tqdm"}
-    assert {"accelerate"} <= training <= OURS | accelerate
+    assert {"accelerate"} <= training <= OURS | OLD_TORCH | accelerate
     # torch's compiler takes longer to import than the first step takes
-    assert found["predict"][2] == found["train"][2] == found["shapes"] == []
+    found = {"predict": found["predict"][2], "train": found["train"][2], "shapes": found["shapes"]}
+    assert not set().union(*found.values()) - OLD_TORCH, found

@@ -1,5 +1,6 @@
 """ModelRunner: views, embeddings, threads, compilation and prepacking change no result."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,13 @@ def test_an_image_and_its_mirror_image_have_equal_outputs_with_flip(run, images,
     square = read_image(images[0]).crop((0, 0, 20, 20)).resize((16, 16))
     square.save(tmp_path / "a.png")
     square.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(mirrored)
+    # of 17 pixels, the middle 16 are not those of the mirror image
+    whole = dataclasses.replace(run.preprocessing, crop_share=1.0)
+    run = dataclasses.replace(run, preprocessing=whole)
     one, other = answers(run, [str(tmp_path / "a.png"), str(mirrored)], tta="flip")
     torch.testing.assert_close(one.probabilities, other.probabilities)
+    plain = answers(run, [str(tmp_path / "a.png"), str(mirrored)])
+    assert not torch.equal(plain[0].probabilities, plain[1].probabilities)
 
 
 def test_crops_is_the_mean_of_ten_views(run, images, bad_images):

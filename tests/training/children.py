@@ -115,8 +115,9 @@ class Job:
         return codes
 
     def said(self) -> str:
-        """What the processes wrote."""
-        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        """What the processes wrote, without what torch 2.8 writes about its connections."""
+        text = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
 
 
 def complete(target: Callable[..., int | None], *arguments: Any, log: Path, **options: Any) -> str:

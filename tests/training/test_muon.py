@@ -189,6 +189,10 @@ def test_matrices_of_one_size_share_their_products(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.9" and not torch.cuda.is_available(),
+    reason="torch 2.8 crashes on fake tensors of a GPU that is not there",
+)
 def test_a_step_on_a_gpu_reads_nothing_back():
     """On tensors that have a device and no values, and refuse to be read."""
     with FakeTensorMode():

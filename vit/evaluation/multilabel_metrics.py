@@ -143,6 +143,8 @@ def _degrees(draws: Tensor, targets: Tensor) -> float:
     """Degrees of freedom of the variance of a mean over classes; `draws`, (classes, draws)."""
     count = targets.double().sum(dim=0)
     several = (count > 1) & draws.isfinite().all(dim=1)
+    if not several.any():
+        return 1.0
     variances = draws[several].var(dim=1)
     squares = float((variances.square() / (count[several] - 1)).sum())
     return float(variances.sum()) ** 2 / squares if squares else 1.0

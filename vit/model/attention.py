@@ -5,7 +5,7 @@
 Source: Vaswani et al., "Attention Is All You Need", section 3.2, arXiv:1706.03762.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from einops import rearrange, repeat
@@ -116,6 +116,15 @@ class AttentionContext(NamedTuple):
     """Keys and values of earlier tokens, which self-attention reads and extends."""
     memory_kv: KeyValue | None = None
     """Keys and values of the image's tokens, which cross-attention reads."""
+
+    def replace(self, **changes: Any) -> "AttentionContext":
+        """A copy with other values; unlike `_replace`, torch 2.8 can compile it."""
+        return AttentionContext(
+            *[changes.get(name, value) for name, value in zip(CONTEXT_FIELDS, self, strict=True)]
+        )
+
+
+CONTEXT_FIELDS = AttentionContext._fields
 
 
 def proportional_attention_bias(token_sizes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -165,7 +165,7 @@ class TextDecoder(nn.Module):
         mask = causal_mask(offset, new, x.device, padding)
         context = AttentionContext(rope=rope, mask=mask, attention_fn=attention_fn)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x, _ = block(x, context._replace(kv_cache=layer, memory_kv=layer.memory_kv))
+            x, _ = block(x, context.replace(kv_cache=layer, memory_kv=layer.memory_kv))
         cache.length += new
         hidden: Tensor = self.norm(x)
         return hidden
@@ -187,8 +187,10 @@ def causal_mask(
     """
     if new == 1 and padding is None:
         return None
-    # aligned at the end: the last new token attends to all (is_causal aligns the start)
-    mask = torch.ones(new, offset + new, dtype=torch.bool, device=device).tril(offset)
+    # aligned at the end: the last new token attends to all (is_causal aligns the start);
+    # torch 2.8 cannot export `tril` with a diagonal that is an input
+    positions = torch.arange(offset + new, device=device)
+    mask = positions <= positions[offset:, None]
     if padding is None:
         return mask
     assert not offset, "a cache does not store which of its tokens are padding"

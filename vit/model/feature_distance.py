@@ -62,7 +62,7 @@ def encode_with_features(
 ) -> tuple[Tensor, AttentionContext, DistanceFeatures]:
     """As `VisionTransformer.encode`, and what the distance is measured on."""
     tokens, context = model.embed(images)
-    context = context._replace(attention_fn=attention_fn)
+    context = context.replace(attention_fn=attention_fn)
     means = [tokens.mean(dim=1)]
     for block in [*model.blocks] * model.repeats:
         tokens, context = block(tokens, context)

@@ -50,4 +50,4 @@ def gather_tokens(
         return expanded.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     rope = None if context.rope is None else context.rope.map_tokens(gather)
-    return gather(tokens), context._replace(rope=rope)
+    return gather(tokens), context.replace(rope=rope)

@@ -81,7 +81,7 @@ def merge_tokens(
         sums = empty.scatter_add(0, row.expand(-1, x.shape[-1]), parts)
         return sums.view(batch, length - count, -1)
 
-    return average(tokens), context._replace(
+    return average(tokens), context.replace(
         rope=None if context.rope is None else context.rope.map_tokens(average),
         mask=proportional_attention_bias(merged, tokens.dtype),
         token_sizes=merged,
@@ -125,7 +125,7 @@ class MergingBlock(PreNormBlock):
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
         recorder = KeyRecorder(context.attention_fn)
-        y = self.attn(self.norm1(x), context._replace(attention_fn=recorder))
+        y = self.attn(self.norm1(x), context.replace(attention_fn=recorder))
         x = x + self.drop_path(self.ls1(y))
         x, context = merge_tokens(x, recorder.key, context, count=self.count, prefix=self.prefix)
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x)))), context

@@ -129,7 +129,7 @@ class VisionTransformer(nn.Module):
             attention_fn: Implementation of attention.
         """
         tokens, context = self.embed(images)
-        return self.forward_blocks(tokens, context._replace(attention_fn=attention_fn))
+        return self.forward_blocks(tokens, context.replace(attention_fn=attention_fn))
 
     def forward_blocks(
         self, tokens: Tensor, context: AttentionContext
