@@ -119,9 +119,9 @@ class AttentionContext(NamedTuple):
 
     def replace(self, **changes: Any) -> "AttentionContext":
         """A copy with other values; unlike `_replace`, torch 2.8 can compile it."""
-        return AttentionContext(
-            *[changes.get(name, value) for name, value in zip(CONTEXT_FIELDS, self, strict=True)]
-        )
+        values = zip(CONTEXT_FIELDS, self, strict=True)
+        chosen: list[Any] = [changes.get(name, value) for name, value in values]
+        return AttentionContext(*chosen)
 
 
 CONTEXT_FIELDS = AttentionContext._fields
