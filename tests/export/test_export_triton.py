@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,20 +89,21 @@ def test_an_exported_repository_agrees_with_its_run(schema, distance_run, tmp_pa
     assert not distance.reshape.shape
 
 
-class Signature:
-    """Inputs and outputs of a graph with tokens."""
-
-    inputs, outputs = ("images",), ("probabilities", "tokens", "attention")
-    signature = {  # noqa: RUF012
+# inputs and outputs of a graph with tokens
+WITH_TOKENS = SimpleNamespace(
+    inputs=("images",),
+    outputs=("probabilities", "tokens", "attention"),
+    signature={
         "images": ("tensor(uint8)", ("batch", "height", "width", 3)),
         "probabilities": ("tensor(float)", ("batch", 3)),
         "tokens": ("tensor(float)", ("batch", "tokens", 32)),
         "attention": ("tensor(float)", ("batch", 2, 17)),
-    }
+    },
+)
 
 
 def test_axes_without_a_fixed_size_are_minus_one(schema):
-    config = parsed(schema, model_config("a", Signature, (16, 20)))
+    config = parsed(schema, model_config("a", WITH_TOKENS, (16, 20)))
     assert [[*one.dims] for one in config.output] == [[3], [-1, 32], [2, 17]]
     assert [*config.model_warmup[0].inputs["images"].dims] == [16, 20, 3]
 

@@ -156,8 +156,8 @@ def fit_time(
     if seconds is None:
         return config, None
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    if config.training.schedule == "cosine":  # what it imports, the run finds; others settle later
-        costs_of(config, splits, accelerator, 0.0)
+    if config.training.schedule == "cosine":  # wsd corrects its steps later; here the first
+        costs_of(config, splits, accelerator, 0.0)  # steps, with their imports, must not count
     costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
     budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
     spent = max_over_processes(accelerator, time.monotonic() - began)
