@@ -53,6 +53,7 @@ KEYWORDS = {
     "resume.md": ["resume", "checkpoint", "interrupted"],
     "serve.md": ["server", "http", "kubernetes", "prometheus"],
     "shards.md": ["webdataset", "tar", "parquet", "s3", "hub"],
+    "tour.md": ["transformer", "lecture", "flash attention", "course"],
     "training.md": ["batch size", "learning rate", "optimizer", "hyperparameter search"],
     "trust.md": ["calibration", "temperature", "conformal", "unknown", "out of distribution"],
     "weights.md": ["pretrained", "download"],
