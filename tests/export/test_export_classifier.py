@@ -292,7 +292,10 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
     [
         ({"precision": "fp8"}, "precision='fp8': choose one of fp32, fp16, int8"),
         ({"opset": 9}, "opset=9: choose one of 18 to 23"),
-        ({"precision": "int8"}, "precision='int8': it is calibrated with images; name data"),
+        (
+            {"precision": "int8"},
+            "precision='int8': it is calibrated with images: give --calibration",
+        ),
         ({"calibration": "x"}, "calibration='x': only static int8 is calibrated"),
         ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only static int8"),
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),

@@ -20,6 +20,7 @@ from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
+from vit.inference.compare import compare as compare_networks
 from vit.inference.evaluate import evaluate, load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import COVERAGES, ScoreCalibration, decision_confidence
@@ -201,3 +202,44 @@ def test_a_single_label_run_is_not_measured_on_multilabel_images(tiny_run, tmp_p
     own.write_text("image,labels\n01.png,apple|class2\n")
     with pytest.raises(ConfigError, match="this network gives each one"):
         export_onnx(tiny_run, tmp_path / "m.onnx", validation=str(own), notify=None)
+
+
+def test_vit_evaluate_and_vit_compare_measure_the_file_as_the_run(
+    several_run, exported, several_list, tmp_path
+):
+    exact_settings = {"device": "cpu", "precision": "fp32"}
+    data, rows, notes = str(several_list), tmp_path / "rows.jsonl", []
+    expected = evaluate(several_run, data, **exact_settings)
+    found = evaluate(exported, data, out=rows, notify=notes.append)
+    for name in ("count", "map", "macro_f1", "subset_accuracy", "loss", "failed"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5)
+    features = {row["feature"] for row in found["slices"]}
+    assert features <= {row["feature"] for row in expected["slices"]} - {"brightness", "sharpness"}
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    paths = [row["image"] for row in written]
+    same(ExportedClassifier(exported)(paths), Predictor(several_run, **exact_settings)(paths))
+    assert [[one["label"] for one in row["predictions"]] for row in written] == [
+        [name for name, _ in one.predictions] for one in ExportedClassifier(exported)(paths)
+    ]
+    compared = compare_networks(several_run, exported, data, precision="fp32").to_dict()
+    assert compared["verdict"] == "not distinguishable"
+    assert abs(compared["difference"]) < 1e-3
+
+
+def test_images_that_the_run_of_a_file_held_out_are_measured(several_run, several_list, tmp_path):
+    run = shutil.copytree(several_run, tmp_path / "run")
+    out, notes = tmp_path / "m.onnx", []
+    export_onnx(run, out, notify=None)
+    (run / "config.yaml").write_text(f"data: {several_list}\ntask: multilabel\n")
+    record = {"val": ["03.png", "05.png"], "root": str(several_list.parent)}
+    (run / "split.json").write_text(json.dumps(record))
+    assert evaluate(out, str(several_list), notify=notes.append)["count"] == 2
+    assert not [note for note in notes if "not here" in note]
+    run.rename(tmp_path / "gone")
+    found = evaluate(out, str(several_list), notify=notes.append)
+    assert found["count"] > 2
+    assert [note for note in notes if "is not here: images of its training" in note]
+    with pytest.raises(ConfigError, match="corruptions: an exported network resizes"):
+        evaluate(out, str(several_list), corruptions=True)
+    with pytest.raises(ConfigError, match="tta='flip': not supported by an exported network"):
+        evaluate(out, str(several_list), tta="flip")

@@ -5,14 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from vit.commands.main import main
-from vit.config import Config
+from vit.config import Config, TrainingConfig
 from vit.errors import ConfigError, DataError
 from vit.inference.compare import compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.weights.saved_model import load_run, save_model
+from vit.weights.saved_model import load_run, save_model, set_thresholds
 
 EXACT = {"device": "cpu", "precision": "fp32"}
 WORDS = ["--device", "cpu", "--precision", "fp32"]
@@ -94,9 +95,43 @@ def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_dat
         compare(*runs, str(data), **EXACT)
 
 
-def test_networks_of_several_classes_an_image_are_refused(tiny_run, several_run, tiny_data):
-    with pytest.raises(ConfigError, match="vit evaluate measures it"):
+def test_networks_of_one_and_of_several_classes_an_image_are_not_compared(
+    tiny_run, several_run, tiny_data
+):
+    with pytest.raises(ConfigError, match=r"one of its classes an image, and .* several"):
         compare(several_run, tiny_run, str(tiny_data), **EXACT)
+
+
+def test_networks_of_several_classes_are_compared_by_their_average_precision(
+    several_run, several_list, tmp_path, capsys
+):
+    run = load_run(several_run)
+    other, out, page = tmp_path / "other", tmp_path / "found.json", tmp_path / "page.html"
+    shutil.copytree(several_run, other)
+    order = [2, 0, 1]  # of the outputs: the classes are matched by name
+    with torch.no_grad():
+        run.model.head.weight.copy_(-run.model.head.weight[order])
+        run.model.head.bias.copy_(run.model.head.bias[order])
+    classes = [run.classes[at] for at in order]
+    config = Config(model=run.config, training=TrainingConfig(task="multilabel"))
+    save_model(other, run.model, config=config, classes=classes, preprocessing=run.preprocessing)
+    set_thresholds(other, [0.7, 0.3, 0.5])
+    words = [str(several_run), str(other), str(several_list)]
+    assert main(["compare", *words, "--json", str(out), "--html", str(page), *WORDS]) == 0
+    found = json.loads(out.read_text())
+    for key, one in (("a", several_run), ("b", other)):
+        scores = evaluate(one, str(several_list), **EXACT)
+        for name in ("map", "map_interval", "subset_accuracy"):
+            assert found[key][name] == pytest.approx(scores[name])
+    assert found["difference"] == pytest.approx(found["b"]["map"] - found["a"]["map"])
+    assert found["difference"] != 0
+    low, high = found["difference_interval"]
+    assert low < found["difference"] < high
+    assert "% mAP" in capsys.readouterr().out
+    assert "jackknife over images" in page.read_text()
+    three = compare_runs([several_run, other, several_run], str(several_list), **EXACT)
+    assert three.to_dict()["pairs"][0]["p_value"] == found["p_value"]
+    assert "mAP" in three.page()
 
 
 def test_three_runs_are_compared_as_every_two_are(

@@ -1,6 +1,7 @@
 """`vit compare`: is one of two or more trained models better than another, on the same images?"""
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_options import (
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name,
             metavar=f"RUN_{letter}",
-            help=f"network {letter}: a run folder, or any other weights with a head",
+            help=f"network {letter}: a run folder, other weights with a head, or an exported file",
         )
     parser.add_argument(
         "more",
@@ -93,21 +94,24 @@ def two_lines(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     """A line for each of two runs."""
     lines = []
     for letter, key, name in zip("AB", "ab", (args.run_a, args.run_b), strict=True):
-        low, high = result[key]["top1_interval"]
         lines.append(
-            f"{letter}  {result[key]['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})  "
+            f"{letter}  {score_text(result[key])}  "
             f"only {letter} right: {result[f'only_{key}_right']}  {printable(name)}"
         )
     return lines
 
 
+def score_text(side: Mapping[str, Any]) -> str:
+    """The score of a network with its interval."""
+    name = "map" if "map" in side else "top1"
+    limits = side[f"{name}_interval"]
+    between = "" if limits is None else f"  (95 % interval: {limits[0]:.2%} to {limits[1]:.2%})"
+    return f"{side[name]:.2%}{' mAP' if name == 'map' else ''}{between}"
+
+
 def several_lines(result: dict[str, Any]) -> list[str]:
     """What is printed of more than two runs: a line for each, a table of all pairs, a sentence."""
-    lines = [
-        f"{row['name']}  {row['top1']:.2%}  (95 % interval: {row['top1_interval'][0]:.2%} to "
-        f"{row['top1_interval'][1]:.2%})  {printable(row['run'])}"
-        for row in result["runs"]
-    ]
+    lines = [f"{row['name']}  {score_text(row)}  {printable(row['run'])}" for row in result["runs"]]
     titles = ("pair", "points", "95 % interval", "p", "adjusted", "needed", "the second is")
     rows = [titles]
     for row in result["pairs"]:

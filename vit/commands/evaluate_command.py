@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run folder, or any other weights with a head: timm/NAME, hf/OWNER/NAME, ...",
+        help="a run folder, any other weights with a head (timm/NAME, hf/OWNER/NAME, ...), or a "
+        "classifier's file of vit export (.onnx, .xml)",
     )
     parser.add_argument(
         "data",

@@ -133,14 +133,17 @@ def map_interval(scores: Tensor, targets: Tensor) -> Interval:
     centre = min(max(2 * value - float(means.mean()), SMALLEST_SHARE), 1 - SMALLEST_SHARE)
     error = math.sqrt(squares * (len(left_out) - 1) / len(left_out))
     middle = math.log(centre / (1 - centre))
-    width = student_quantile(_degrees(draws, targets)) * error / (centre * (1 - centre))
+    width = student_quantile(degrees_of_mean(draws, targets)) * error / (centre * (1 - centre))
     ends = torch.tensor([middle - width, middle + width], dtype=torch.float64)
     limits: list[float] = ends.sigmoid().tolist()
     return limits
 
 
-def _degrees(draws: Tensor, targets: Tensor) -> float:
-    """Degrees of freedom of the variance of a mean over classes; `draws`, (classes, draws)."""
+def degrees_of_mean(draws: Tensor, targets: Tensor) -> float:
+    """Degrees of freedom of the variance of a mean over classes; `draws`, (classes, draws).
+
+    Only the ratios of the variances over the draws of the classes matter.
+    """
     count = targets.double().sum(dim=0)
     several = (count > 1) & draws.isfinite().all(dim=1)
     if not several.any():

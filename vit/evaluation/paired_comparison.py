@@ -1,5 +1,7 @@
 """Whether one of two classifiers is better: both answer the same images, so pairs are compared.
 
+One class an image; of several, vit/evaluation/paired_map.py compares the average precision.
+
     difference = (only B right - only A right) / images
     p          = P(|X - n/2| >= |only B right - n/2|),  X ~ Binomial(n, 1/2),
                  n = only A right + only B right                          McNemar's exact test
@@ -21,13 +23,13 @@ Biometrics 43, 1987.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from statistics import NormalDist
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -58,6 +60,11 @@ class PairedComparison:
     b_right: int
     only_a_right: int
     only_b_right: int
+
+    score: ClassVar[str] = "top1"
+    """Key of the score in `side`."""
+    words: ClassVar[str] = "right"
+    """The score in sentences."""
 
     @staticmethod
     def of(a_right: Tensor, b_right: Tensor) -> "PairedComparison":
@@ -113,18 +120,20 @@ class PairedComparison:
         root = false * math.sqrt(share) + true * math.sqrt(max(share - difference**2, 0.0))
         return math.ceil((root / difference) ** 2)
 
+    def side(self, place: int) -> dict[str, Any]:
+        """The scores of A (0) or B (1)."""
+        right = (self.a_right, self.b_right)[place]
+        return {
+            "top1": right / self.count,
+            "top1_interval": list(wilson_interval(right, self.count)),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit compare`."""
-        sides = {
-            name: {
-                "top1": right / self.count,
-                "top1_interval": list(wilson_interval(right, self.count)),
-            }
-            for name, right in (("a", self.a_right), ("b", self.b_right))
-        }
         return {
             "count": self.count,
-            **sides,
+            "a": self.side(0),
+            "b": self.side(1),
             "difference": self.difference,
             "difference_interval": list(self.interval()),
             "p_value": self.p_value,
@@ -138,7 +147,7 @@ class PairedComparison:
         """The result in words."""
         low, high = self.interval()
         numbers = (
-            f"{self.b_right / self.count:.2%} against {self.a_right / self.count:.2%} right, "
+            f"{self.side(1)[self.score]:.2%} against {self.side(0)[self.score]:.2%} {self.words}, "
             f"{100 * self.difference:+.2f} points (95 % interval {100 * low:+.2f} to "
             f"{100 * high:+.2f}), p = {self.p_value:.2g}"
         )
@@ -157,25 +166,38 @@ class AllPairs:
 
     Args:
         count: Number of images, at least 1.
-        right: Right answers of each.
+        runs: Number of classifiers.
         pairs: By the places of both, the smaller one first.
     """
 
     count: int
-    right: tuple[int, ...]
-    pairs: dict[tuple[int, int], PairedComparison]
+    runs: int
+    pairs: Mapping[tuple[int, int], PairedComparison]
 
     @staticmethod
-    def of(right: Tensor) -> "AllPairs":
-        """From whether each answer is right, (classifiers, images)."""
-        return AllPairs(
-            right.shape[1],
-            tuple(right.sum(dim=1).tolist()),
-            {
-                (a, b): PairedComparison.of(right[a], right[b])
-                for a, b in combinations(range(len(right)), 2)
-            },
-        )
+    def of(
+        right: Tensor,
+        compared: Callable[[int, int], PairedComparison] | None = None,
+    ) -> "AllPairs":
+        """From whether each answer is right, (classifiers, images).
+
+        Args:
+            right: The answers.
+            compared: The comparison of two by their places; by default that of right answers.
+        """
+        compared = compared or (lambda a, b: PairedComparison.of(right[a], right[b]))
+        pairs = {(a, b): compared(a, b) for a, b in combinations(range(len(right)), 2)}
+        return AllPairs(right.shape[1], len(right), pairs)
+
+    @cached_property
+    def sides(self) -> list[dict[str, Any]]:
+        """The scores of each classifier."""
+        return [self.pairs[0, 1].side(0), *(self.pairs[0, b].side(1) for b in range(1, self.runs))]
+
+    @property
+    def score(self) -> str:
+        """Key of the score in `sides`."""
+        return self.pairs[0, 1].score
 
     @cached_property
     def adjusted(self) -> dict[tuple[int, int], float]:
@@ -195,13 +217,8 @@ class AllPairs:
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The JSON of `vit compare` with more than two runs, of these names."""
         runs = [
-            {
-                "name": letter,
-                "run": name,
-                "top1": right / self.count,
-                "top1_interval": list(wilson_interval(right, self.count)),
-            }
-            for letter, name, right in zip(ascii_uppercase, names, self.right, strict=False)
+            {"name": letter, "run": name, **side}
+            for letter, name, side in zip(ascii_uppercase, names, self.sides, strict=False)
         ]
         pairs = [
             {
@@ -231,12 +248,12 @@ class AllPairs:
         images = plural(self.count, "image")
         if not worse:
             return (
-                f"None of the {len(self.right)} runs is distinguishable from another with {images} "
+                f"None of the {self.runs} runs is distinguishable from another with {images} "
                 f"({method})"
             )
         found = [
             f"{ascii_uppercase[winner]} is better than {letters(sorted(worse[winner]))}"
-            for winner in sorted(worse, key=lambda place: (-self.right[place], place))
+            for winner in sorted(worse, key=lambda place: (-self.sides[place][self.score], place))
         ]
         left = len(self.pairs) - sum(map(len, worse.values()))
         others = "the other pair is" if left == 1 else f"the other {left} pairs are"

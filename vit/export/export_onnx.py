@@ -151,7 +151,9 @@ def classifier_file(
         name = printable(data_beside(path))
         raise RunError(f"{name} exists; choose another name, or add --overwrite")
     samples = validation_samples(source, run, options.measured_on, notify)
-    images = calibration_images(options, run.classes, samples, run.preprocessing.intensity_range)
+    images = calibration_images(
+        options, run.classes, samples, run.preprocessing.intensity_range, notify=notify
+    )
     proto = build_classifier(part, run, source, options, images)
     with staged_file(path, proto, external=external) as staged:
         session = OnnxSession(staged)

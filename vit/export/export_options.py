@@ -68,8 +68,8 @@ class Options:
         static = self.precision == "int8" and not self.dynamic
         if static and self.calibration is None:
             raise ConfigError(
-                "precision='int8': it is calibrated with images; name data of them with "
-                "calibration, or choose dynamic"
+                "precision='int8': it is calibrated with images: give --calibration DATA, such as "
+                "the data of the training, or --dynamic"
             )
         for name in () if static else ("calibration", "samples"):
             if (value := getattr(self, name)) is not None:

@@ -74,6 +74,8 @@ def calibration_images(
     classes: tuple[str, ...],
     validation: Sequence[Sample],
     intensity_range: IntensityRange | None = None,
+    *,
+    notify: Callable[[str], object] = lambda _note: None,
 ) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
 
@@ -82,6 +84,7 @@ def calibration_images(
         classes: Class names of the model.
         validation: Images that are left out, since the accuracy is measured on them.
         intensity_range: With which deep images are read.
+        notify: Called with each image that is left out, since it cannot be decoded.
 
     Raises:
         DataError: There are none, or fewer than requested.
@@ -100,9 +103,40 @@ def calibration_images(
             f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
             f"those for validation, and {options.samples or 'some'} are needed; name other data"
         )
-    count = min(options.samples or SAMPLES, len(paths))
-    indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
-    return SampleImages([paths[index] for index in indices], intensity_range)
+    return SampleImages(_evenly_chosen(paths, options, notify), intensity_range)
+
+
+def _evenly_chosen(
+    paths: Sequence[str], options: Options, notify: Callable[[str], object]
+) -> list[str]:
+    """Images of `paths` that can be decoded, evenly spaced; the others are noted."""
+    decoded: dict[str, BadImage | None] = {}
+    while True:
+        count = min(options.samples or SAMPLES, len(paths))
+        indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
+        chosen = [paths[index] for index in indices]
+        for path in chosen:
+            if path not in decoded:
+                decoded[path] = _decoding_error(path)
+        bad = [error for path in chosen if (error := decoded[path]) is not None]
+        if not bad:
+            return chosen
+        for error in bad:
+            notify(f"left out of the calibration: {error}")
+        paths = [path for path in paths if decoded.get(path) is None]
+        if not paths or (options.samples or 0) > len(paths):
+            raise DataError(
+                f"{printable(options.calibration)}: {len(paths)} of its images can be decoded, and "
+                f"{options.samples or 'some'} are needed; name other data"
+            )
+
+
+def _decoding_error(path: str) -> BadImage | None:
+    try:
+        read_image(path)
+    except BadImage as error:
+        return error
+    return None
 
 
 def is_readable(path: str) -> bool:

@@ -1,4 +1,7 @@
-"""Compares two or more classifiers on the same labelled images: `vit compare`."""
+"""Compares two or more classifiers on the same labelled images: `vit compare`.
+
+Of one class an image by right answers, of several by mean average precision.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,19 +12,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vit.data.dataset_types import NO_LABEL
+from vit.data.dataset_types import NO_LABEL, Sample
+from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
 from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
-from vit.inference.evaluate import load_samples
+from vit.evaluation.paired_map import PairedMap
+from vit.inference.evaluate import load_samples, source_of
+from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
-from vit.text import plural, printable
+from vit.text import join_names, plural, printable
+
+NO_CLASS = "(no class)"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one classifier for an image: class name and probabilities."""
+    """The answer of one classifier for an image: class names and probabilities.
+
+    Of several classes an image, a probability is the product of those of each decision.
+    """
 
     label: str
     answer: str
@@ -88,6 +99,19 @@ class SharedAnswers(NamedTuple):
     """Of each classifier, by image."""
     failed: list[dict[str, str]]
     """Unreadable images, each {"image", "error"}."""
+    scores: list[Tensor]
+    """Of each multi-label classifier the probabilities, (images, classes of the first one)."""
+    targets: Tensor
+    """1 where an image has a class of a multi-label classifier, (images, classes)."""
+
+    def compared(self, a: int, b: int) -> PairedComparison:
+        """The comparison of two classifiers by their places."""
+        right = self.right()
+        if not self.scores:
+            return PairedComparison.of(right[a], right[b])
+        return PairedMap.of_scores(
+            self.scores[a], self.scores[b], self.targets, (right[a], right[b])
+        )
 
     def right(self) -> Tensor:
         """Whether each answer is right, (classifiers, images)."""
@@ -116,7 +140,7 @@ def compare(
     the others are left out.
 
     Args:
-        run_a, run_b: Run folders or other sources of weights with a head.
+        run_a, run_b: Run folders, other sources of weights with a head, or exported files.
         data, split, images: As for `vit.evaluate`.
         notify: Called with notes.
         progress: Called with the images done and their total, of both runs, after each batch.
@@ -137,7 +161,7 @@ def compare(
     first, second = answers.answers
     return Comparison(
         (_name(run_a), _name(run_b)),
-        PairedComparison.of(*answers.right()),
+        answers.compared(0, 1),
         (_flips(first, second, answers.paths), _flips(second, first, answers.paths)),
         answers.failed,
     )
@@ -161,7 +185,7 @@ def compare_runs(
     Images that a training held out of the data are used if all did; the others are left out.
 
     Args:
-        runs: 2 to 26 run folders or other sources of weights with a head.
+        runs: 2 to 26 run folders, other sources of weights with a head, or exported files.
         data, split, ..., settings: As for `compare`.
 
     Raises:
@@ -174,7 +198,7 @@ def compare_runs(
     )
     return RunsComparison(
         tuple(os.fspath(run) for run in runs),
-        AllPairs.of(answers.right()),
+        AllPairs.of(answers.right(), answers.compared),
         _disagreements(answers),
         answers.failed,
     )
@@ -194,16 +218,14 @@ def _answer(
     spec = (
         data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
     )
-    predictors = [Predictor(run, **settings, notify=notify) for run in runs]
-    tables = []
+    predictors = [open_evaluated(run, **settings, notify=notify) for run in runs]
+    check_comparable(runs, predictors)
+    several = predictors[0].thresholds is not None
+    tables: list[dict[str, Sample]] = []
     for run, predictor in zip(runs, predictors, strict=True):
-        if predictor.thresholds is not None or predictor.n_best or not predictor.classes:
-            raise ConfigError(
-                f"{printable(run)}: only classifiers of one class an image are compared, and this "
-                "network is none; vit evaluate measures it, with intervals to compare"
-            )
-        samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
-        tables.append({s.path: s.label for s in samples if s.label != NO_LABEL})
+        source = source_of(run, predictor)
+        samples = load_samples(predictor.task, source, spec, predictor.classes, notify)
+        tables.append({s.path: s for s in samples if several or s.label != NO_LABEL})
     paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
     two = len(runs) == 2
     if not paths:
@@ -217,31 +239,95 @@ def _answer(
         which = "only one of the two" if two else "only some of the runs"
         notify(f"note: {plural(left_out, 'image')} left out, which {which} held out")
     failed: dict[str, str] = {}
-    answers = []
+    answers, rows = [], []
     for number, (predictor, table) in enumerate(zip(predictors, tables, strict=True)):
         done = number * len(paths)
         found: dict[str, Answer] = {}
+        outputs_of: dict[str, Tensor] = {}
+        order = [predictor.classes.index(name) for name in predictors[0].classes] if several else []
         for outputs in predictor.batches(paths):
             for output in outputs:
                 if output.probabilities is None:
                     failed[output.image] = output.error or ""
                     continue
-                best, own = int(output.probabilities.argmax()), table[output.image]
-                found[output.image] = Answer(
-                    predictor.classes[own],
-                    predictor.classes[best],
-                    float(output.probabilities[best]),
-                    float(output.probabilities[own]),
+                found[output.image] = answer_of(
+                    output.probabilities,
+                    table[output.image],
+                    predictor.classes,
+                    predictor.thresholds,
                 )
+                if several:
+                    outputs_of[output.image] = output.probabilities[order]
             done += len(outputs)
             progress(done, len(runs) * len(paths))
         answers.append(found)
+        rows.append(outputs_of)
     readable = [path for path in paths if path not in failed]
     if not readable:
         raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
+    labels = [labels_of(tables[0][path]) if several else () for path in readable]
     return SharedAnswers(
-        readable, answers, [{"image": image, "error": error} for image, error in failed.items()]
+        readable,
+        answers,
+        [{"image": image, "error": error} for image, error in failed.items()],
+        [torch.stack([found[path] for path in readable]) for found in rows] if several else [],
+        MultiHot(labels, len(predictors[0].classes))[torch.arange(len(labels))],
     )
+
+
+def check_comparable(
+    runs: Sequence[PathLike], predictors: Sequence[Predictor | ExportedPredictor]
+) -> None:
+    """Refuse networks whose answers cannot be compared.
+
+    Raises:
+        ConfigError: One is no classifier; some have one class an image and others several, or
+            those of several have not the same classes.
+    """
+    first, several = predictors[0], predictors[0].thresholds is not None
+    for run, predictor in zip(runs, predictors, strict=True):
+        if predictor.n_best or not predictor.classes:
+            raise ConfigError(
+                f"{printable(run)}: only classifiers are compared, and this network is none; vit "
+                "evaluate measures it, with intervals to compare"
+            )
+        if (predictor.thresholds is not None) != several:
+            one, other = ("several", "one") if several else ("one", "several")
+            raise ConfigError(
+                f"{printable(run)} has {other} of its classes an image, and {printable(runs[0])} "
+                f"{one}: compare networks of one kind"
+            )
+        if several and {*predictor.classes} != {*first.classes}:
+            different = {*predictor.classes} ^ {*first.classes}
+            raise ConfigError(
+                f"{printable(run)} has other classes than {printable(runs[0])} "
+                f"({join_names(sorted(different))}): a mean over classes needs the same ones"
+            )
+
+
+def answer_of(
+    probabilities: Tensor,
+    sample: Sample,
+    classes: Sequence[str],
+    thresholds: Sequence[float] | None,
+) -> Answer:
+    """The answer for an image, from the probabilities of the classes, (classes,)."""
+    if thresholds is None:
+        best, own = int(probabilities.argmax()), sample.label
+        return Answer(
+            classes[own], classes[best], float(probabilities[best]), float(probabilities[own])
+        )
+    named = probabilities >= torch.tensor(thresholds, dtype=torch.float64)
+    true = torch.zeros(len(classes), dtype=torch.bool)
+    true[[*labels_of(sample)]] = True
+
+    def words(chosen: Tensor) -> str:
+        return ", ".join(classes[at] for at in chosen.nonzero().flatten().tolist()) or NO_CLASS
+
+    def likelihood(chosen: Tensor) -> float:
+        return float(torch.where(chosen, probabilities, 1 - probabilities).prod())
+
+    return Answer(words(true), words(named), likelihood(named), likelihood(true))
 
 
 def _disagreements(answers: SharedAnswers) -> list[Disagreement]:

@@ -39,6 +39,7 @@ from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.accuracy_slices import accuracy_slices
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
+from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
 from vit.output.output_file import atomic_file, open_output, resolve_link
@@ -98,7 +99,8 @@ def evaluate(
     Classes are matched by name. If the training held out images of `data`, only those are used.
 
     Args:
-        model: A run folder or any other source of weights with a head, or one that is loaded.
+        model: A run folder or any other source of weights with a head, an exported file of a
+            classifier, or a loaded model.
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
         split: Part of `data`; `val` is the first validation split. A DatasetSpec has its own.
         images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
@@ -127,7 +129,7 @@ def evaluate(
         caption_column=caption_column,
         allow_outside=allow_outside,
     )
-    predictor = Predictor(
+    predictor = open_evaluated(
         model,
         device=device,
         batch_size=batch_size,
@@ -144,8 +146,9 @@ def evaluate(
         notify=notify,
     )
     score = robustness_score(predictor) if corruptions else ""
-    samples = load_samples(predictor.task, model, spec, predictor.classes, notify)
-    run = None if isinstance(model, LoadedRun) else run_folder_of(model)
+    source = source_of(model, predictor)
+    samples = load_samples(predictor.task, source, spec, predictor.classes, notify)
+    run = run_folder_of(source)
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     columns = column_cells(full_spec, slice)
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
@@ -188,12 +191,17 @@ def _measure_with_rows(
         )
 
 
-def robustness_score(predictor: Predictor) -> str:
+def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
     """The score that is measured on corrupted images: top-1, or mAP of several classes an image.
 
     Raises:
-        ConfigError: It is no classifier.
+        ConfigError: It is no classifier, or an exported one.
     """
+    if isinstance(predictor, ExportedPredictor):
+        raise ConfigError(
+            "corruptions: an exported network resizes images itself, and corruptions are of "
+            "resized ones; give the run it was exported from"
+        )
     name = predictor.task.metric.removeprefix("val_")
     if name not in ROBUSTNESS_SCORES:
         raise ConfigError(
@@ -203,7 +211,7 @@ def robustness_score(predictor: Predictor) -> str:
 
 
 def measure_robustness(
-    predictor: Predictor,
+    predictor: Predictor | ExportedPredictor,
     samples: tuple[Sample, ...],
     clean: Mapping[str, Any],
     score: str,
@@ -225,6 +233,7 @@ def measure_robustness(
         `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
         severity, score and its interval of each.
     """
+    assert isinstance(predictor, Predictor), "checked by robustness_score"
     rows: list[dict[str, Any]] = []
     pairs = [*itertools.product(CORRUPTIONS, SEVERITIES)]
     try:
@@ -279,7 +288,7 @@ class EvaluationRows:
 
     def __init__(
         self,
-        predictor: Predictor,
+        predictor: Predictor | ExportedPredictor,
         samples: Sequence[Sample],
         names: Sequence[str],
         style: str,
@@ -357,21 +366,28 @@ def evaluate_held_out(
     return evaluate(run, spec, device=device, **settings)
 
 
+def source_of(
+    model: PathLike | LoadedRun, predictor: Predictor | ExportedPredictor
+) -> PathLike | LoadedRun | None:
+    """What was trained: `model`, or the run that an exported file comes from, if it is here."""
+    return predictor.source if isinstance(predictor, ExportedPredictor) else model
+
+
 def load_samples(
     task: Task,
-    model: PathLike | LoadedRun,
+    model: PathLike | LoadedRun | None,
     spec: DatasetSpec,
     classes: tuple[str, ...],
     notify: Callable[[str], object],
 ) -> tuple[Sample, ...]:
     """The images of a split for the evaluation of a network of `task` with `classes`.
 
-    If the training of `model` held out images of the same data, only those.
+    If the training of `model` held out images of the same data, only those; all where it is None.
 
     Raises:
         ConfigError: The labels, or a setting of the data, do not suit the network.
     """
-    run = None if isinstance(model, LoadedRun) else run_folder_of(model)
+    run = run_folder_of(model)
     spec = evaluated_spec(task, run, spec, classes)
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
@@ -487,14 +503,16 @@ def held_out_images(
     return [name for name in elsewhere if not name.startswith("../")]
 
 
-def run_folder_of(model: PathLike) -> Path:
-    """The run folder of a source, which may name its weights file."""
+def run_folder_of(model: PathLike | LoadedRun | None) -> Path | None:
+    """The run folder of a source, which may name its weights file; None of no file."""
+    if model is None or isinstance(model, LoadedRun):
+        return None
     path = Path(model)
     return path.parent if path.is_file() else path
 
 
 def measure(
-    predictor: Predictor,
+    predictor: Predictor | ExportedPredictor,
     samples: tuple[Sample, ...],
     notify: Callable[[str], object],
     progress: Callable[[int, int], object],
@@ -527,7 +545,11 @@ def measure(
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
-    predictor.read.observe = properties.add if sliced else None
+    exported = isinstance(predictor, ExportedPredictor)
+    if not exported:
+        predictor.read.observe = properties.add if sliced else None
+    elif sliced:  # the pixels that the network sees stay in the file
+        properties.add_headers(paths)
     with torch.inference_mode():
         for outputs in predictor.batches(paths):
             with autocast(predictor.precision, predictor.device):
@@ -541,7 +563,8 @@ def measure(
             ]
             done += len(outputs)
             progress(done, len(paths))
-    predictor.read.observe = None
+    if not exported:
+        predictor.read.observe = None
     scores = evaluation.scores()
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))

@@ -387,8 +387,14 @@ def host_name(host: str) -> str:
 async def refuse_route(_request: Request, error: Exception) -> Response:
     """Answer for an unknown path or method."""
     assert isinstance(error, HTTPException)
-    reason = {404: "there is no such path; see /openapi.json", 405: "this path has another method"}
     headers = dict(error.headers or {})
+    methods = {name.lower(): value for name, value in headers.items()}.get(
+        "allow", "another method"
+    )
+    reason = {
+        404: "there is no such path; see /openapi.json",
+        405: f"this path takes {methods}; see /openapi.json",
+    }
     return Refusal(error.status_code, reason.get(error.status_code, error.detail), headers)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import openpyxl
 import pytest
@@ -12,9 +13,11 @@ from vit.data.archives import relative
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
+from vit.data.sources.image_list import images_in
 from vit.data.sources.list_columns import cell_group
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.errors import ConfigError, DataError
+from vit.output.prediction_results import FORMATS, Layout, Prediction, write_workbook
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]
@@ -480,3 +483,21 @@ def test_other_keys_of_later_records_are_let_be(write):
     late = records(ROWS[:1]) + records(ROWS[1:], label="tags")
     with pytest.raises(DataError, match="has 'tags', the first one has 'label'; give every"):
         opened(write(late, "list.jsonl"), multilabel=True)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_rows_of_vit_predict_name_the_files_that_they_are_of(tmp_path, monkeypatch, suffix):
+    names = ["=cmd()|a/-0\t.png", "=cmd()|a/b,=1;-2.png", "it's/'1'.png", "plain/1.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    style = FORMATS[suffix]
+    header, row = style(Layout(1, ("cat",), names))
+    lines = [header, *(row(Prediction(name, (("cat", 0.5),))) for name in names)]
+    if suffix == "xlsx":
+        with open("rows.xlsx", "wb") as book:
+            write_workbook(book, map(str.encode, lines))
+    else:
+        Path("rows.csv").write_text("".join(lines), encoding="utf-8")
+    assert images_in(f"rows.{suffix}") == names

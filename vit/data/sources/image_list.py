@@ -60,7 +60,7 @@ from vit.data.sources.list_files import (
 from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import csv_text, join_names, plural, printable
 
 
 class Entry(NamedTuple):
@@ -97,6 +97,8 @@ class ImageList:
     """Receives errors of lines, with names of images as in `entries`; None: the first is raised."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
+    guarded: set[str] = field(default_factory=set)
+    """Names that may be cells of `csv_text`, with an apostrophe or escapes."""
 
     def add(self, name: str, entry: Entry) -> None:
         """Add a row; an image may occur again if the rows do not contradict each other.
@@ -248,6 +250,8 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
             raise wrong(path, f"{columns.image} {kind_found}", line)
         kind = "bad_path"
         name = clean_path(written, path, line, outside=spec.allow_outside)
+        if row.is_table and ("'" in written or "\\" in written):
+            contents.guarded.add(name)
         kind = "bad_line"
         captions: list[str] = []
         for column in columns.captions:
@@ -454,12 +458,64 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
     """The images of a list by path."""
     base = images_folder(contents.path, contents.entries, spec.images, notes)
+    contents = _with_original_names(contents, base)
     # a list of captions may name images anywhere, unless their folder is given
     outside = spec.allow_outside or (spec.captions and spec.images is None)
     if any(os.path.isabs(name) for name in contents.entries):
         contents = _relative_to(contents, os.path.abspath(base), outside=outside)
     entries = {_path_of(name, base): entry for name, entry in contents.entries.items()}
     return PlacedList(split, contents, base, entries)
+
+
+def _with_original_names(contents: ImageList, base: str) -> ImageList:
+    """`contents` with the names of files for those that are cells of `csv_text`.
+
+    The rows that `vit predict` and `vit evaluate` write name images so, for spreadsheets.
+    """
+    lacking = [name for name in contents.guarded if not os.path.lexists(_path_of(name, base))]
+    if not lacking:
+        return contents
+    below: dict[str, list[tuple[str, str]]] = {}
+    original = {name: original_name(name, base, below) for name in lacking}
+    entries = {original.get(name, name): entry for name, entry in contents.entries.items()}
+    return dataclasses.replace(contents, entries=entries)
+
+
+def original_name(cell: str, base: str, below: dict[str, list[tuple[str, str]]]) -> str:
+    """The name of the file that `csv_text` wrote as `cell`; `cell` if there is none.
+
+    Args:
+        cell: The cell with slashes for backslashes, those of escapes too.
+        base: Folder that it is relative to, unless it is absolute.
+        below: Names in a folder with their cells, by the folder; filled as folders are listed.
+    """
+    first = not os.path.isabs(cell)
+    left = cell if first else cell[1:]
+    folder, found = (base, "") if first else (os.sep, os.sep)
+    while left:
+        if folder not in below:
+            try:
+                names = os.listdir(folder)
+            except OSError:
+                names = []
+            # behind a slash nothing is taken for the beginning of a formula
+            cells = [(csv_text(f"/{name}")[1:].replace("\\", "/"), name) for name in names]
+            below[folder] = sorted(cells, key=lambda pair: -len(pair[0]))
+        words = (left, left.removeprefix("'")) if first and left.startswith("'") else (left,)
+        match = next(
+            (
+                (name, word[len(written) :])
+                for word in words
+                for written, name in below[folder]
+                if word == written or word.startswith(f"{written}/")
+            ),
+            None,
+        )
+        if match is None:
+            return cell
+        folder, found = os.path.join(folder, match[0]), os.path.join(found, match[0])
+        left, first = match[1].removeprefix("/"), False
+    return found
 
 
 def _path_of(name: str, base: str) -> str:

@@ -1,0 +1,131 @@
+"""Whether one of two multi-label networks is better, by their mean average precision (mAP).
+
+    difference = mAP of B - mAP of A, on the same images
+    s²         = (g - 1) / g sum (d_i - mean d)²      d_i: the difference without group i of images,
+                                                      in g groups      (the grouped jackknife)
+    p          = P(|T| >= |difference| / s),  T: Student's, with the degrees of freedom of a mean
+                 over classes, at most g - 1
+    interval   = difference ± t_0.975 s
+    needed     = images ((z_0.975 + z_0.8) s / difference)²
+
+Images that both networks rank alike change neither, so the error of the difference is smaller than
+those of the two scores.
+
+Source: jackknife: Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982; degrees
+of freedom: Satterthwaite, as in vit/evaluation/multilabel_metrics.py.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vit.evaluation.bootstrap_intervals import jackknife_weights
+from vit.evaluation.multilabel_metrics import (
+    FEWEST_DEGREES,
+    average_precisions,
+    degrees_of_mean,
+    map_interval,
+    nanmean,
+    student_quantile,
+)
+from vit.evaluation.paired_comparison import LEVEL, POWER, PairedComparison
+
+STEPS = 4000
+"""Intervals of the integral of Student's density."""
+
+
+@dataclass(frozen=True)
+class PairedMap(PairedComparison):
+    """Two multi-label networks on the same images; an answer is right where each class of it is.
+
+    Args:
+        maps: Mean average precision of A and of B.
+        intervals: Their 95 % intervals; None where there is none.
+        error: Standard error of the difference.
+        degrees: Degrees of freedom of that.
+    """
+
+    maps: tuple[float, float]
+    intervals: tuple[list[float] | None, list[float] | None]
+    error: float
+    degrees: float
+
+    score: ClassVar[str] = "map"
+    words: ClassVar[str] = "mAP"
+
+    @staticmethod
+    def of_scores(
+        a: Tensor, b: Tensor, targets: Tensor, right: tuple[Tensor, Tensor]
+    ) -> "PairedMap":
+        """From the probabilities of both.
+
+        Args:
+            a, b: (images, classes).
+            targets: 1 where an image has a class, (images, classes).
+            right: Whether each answer has all classes right, (images,) both.
+        """
+        counts = PairedComparison.of(*right)
+        left_out = torch.cat(
+            [
+                average_precisions(b, targets, weights) - average_precisions(a, targets, weights)
+                for weights in jackknife_weights(len(a))
+            ],
+            dim=1,
+        )
+        means, groups = left_out.nanmean(dim=0), left_out.shape[1]
+        squares = float((means - means.mean()).square().sum()) if groups > 1 else 0.0
+        return PairedMap(
+            **vars(counts),
+            maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
+            intervals=(map_interval(a, targets), map_interval(b, targets)),
+            error=math.sqrt(squares * (groups - 1) / groups),
+            degrees=max(min(degrees_of_mean(left_out, targets), groups - 1), FEWEST_DEGREES),
+        )
+
+    @property
+    def difference(self) -> float:
+        """mAP of B minus that of A."""
+        return self.maps[1] - self.maps[0]
+
+    @property
+    def p_value(self) -> float:
+        """Probability of so large a difference where neither is better."""
+        return student_tails(abs(self.difference) / self.error, self.degrees) if self.error else 1.0
+
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the difference."""
+        half = student_quantile(self.degrees) * self.error
+        return max(self.difference - half, -1.0), min(self.difference + half, 1.0)
+
+    def images_needed(self, level: float = LEVEL) -> int | None:
+        """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
+        if not (self.difference and self.error):
+            return None
+        quantiles = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)
+        return math.ceil(self.count * (quantiles * self.error / self.difference) ** 2)
+
+    def side(self, place: int) -> dict[str, Any]:
+        """The scores of A (0) or B (1)."""
+        right = (self.a_right, self.b_right)[place]
+        return {
+            "map": self.maps[place],
+            "map_interval": self.intervals[place],
+            "subset_accuracy": right / self.count,
+        }
+
+
+def student_tails(t: float, degrees: float) -> float:
+    """P(|T| >= t) of Student's distribution: with T = sqrt(degrees) tan x, x has the density
+    cos(x)^(degrees - 1), which is integrated by Simpson's rule."""
+    start = math.atan(t / math.sqrt(degrees))
+    values = torch.linspace(start, math.pi / 2, STEPS + 1, dtype=torch.float64).cos()
+    values = values.clamp(min=0.0).pow(degrees - 1)
+    weights = torch.ones_like(values)
+    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+    tail = float((weights * values).sum()) * (math.pi / 2 - start) / STEPS / 3
+    half = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(math.pi) / 2
+    return min(2 * tail * math.exp(half), 1.0)

@@ -1,0 +1,120 @@
+"""Answers of a file of `vit export` for an evaluation, as `Predictor` returns those of a run."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.errors import BadImage, ConfigError
+from vit.exported.load_exported import EXPORTED, load_exported
+from vit.exported.onnx_classifier import OUTPUT, ExportedClassifier
+from vit.inference.predictor import ImageOutput, PathLike, Predictor
+from vit.output.prediction_results import Prediction, resolve_top_k
+from vit.tasks.task import get_task
+from vit.text import printable
+from vit.weights.saved_model import CONFIG_FILE, LoadedRun
+
+TASKS = {"softmax": "classify", "sigmoid": "multilabel"}
+"""Activation in the metadata of a file -> the task that evaluates it."""
+
+
+class ExportedPredictor:
+    """The part of `Predictor` that an evaluation needs, computed by an exported classifier.
+
+    The numbers are those of `vit predict` with the file.
+
+    Args:
+        path: X.onnx, or X.xml of OpenVINO.
+        notify: Called with a note where the run is not here.
+        settings: As for `load_exported`.
+
+    Attributes:
+        source: Folder of the run that the file was exported from; None where it is not here.
+
+    Raises:
+        ConfigError: A setting is not supported by an exported network, or the file is none of
+            classes.
+        VitError: As `load_exported`.
+    """
+
+    n_best, caption_generator = 0, None
+    precision, device = "fp32", torch.device("cpu")
+    """Of the arithmetic of metrics; the file has its own."""
+
+    def __init__(self, path: PathLike, *, notify: Callable[[str], object], **settings: Any) -> None:
+        name = os.fspath(path)
+        network = load_exported(name, engine=EXPORTED[Path(name).suffix.lower()], **settings)
+        if not isinstance(network, ExportedClassifier):
+            raise ConfigError(
+                f"{printable(name)} writes captions, which are measured with the run: vit evaluate "
+                "RUN DATA"
+            )
+        self.network = network
+        activation = network.metadata.get("activation", "softmax")
+        if activation not in TASKS:
+            raise ConfigError(
+                f"{printable(name)}: its outputs are no probabilities of classes; evaluate the run "
+                "that it was exported from"
+            )
+        self.task = get_task(TASKS[activation])
+        self.classes, self.thresholds = network.classes, network.thresholds
+        self.shares, self.calibration = network.shares, network.calibration
+        source = Path(network.metadata.get("source_run", ""))
+        self.source = source if (source / CONFIG_FILE).is_file() else None
+        if self.source is None:
+            notify(
+                f"note: the run that {printable(name)} was exported from, {printable(source)}, is "
+                "not here: images of its training are not left out"
+            )
+
+    def batches(self, images: Sequence[str]) -> Iterator[list[ImageOutput]]:
+        """Iterate over the outputs of images by their paths, in order."""
+        named = zip(images, self.network.probabilities(images), strict=True)
+        while part := [*islice(named, self.network.batch_size)]:
+            yield [
+                ImageOutput(path, None, row.reason)
+                if isinstance(row, BadImage)
+                else ImageOutput(path, torch.from_numpy(row).double())
+                for path, row in part
+            ]
+
+    def to_predictions(
+        self, outputs: Iterable[ImageOutput], top_k: int | None = None
+    ) -> list[Prediction]:
+        """Predictions of the outputs of a batch."""
+        most, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, None)
+        return [
+            Prediction(output.image, error=output.error)
+            if output.probabilities is None
+            else self.network.to_prediction(
+                output.image, {OUTPUT: output.probabilities.numpy()}, most, thresholds
+            )
+            for output in outputs
+        ]
+
+
+def is_exported(model: object) -> bool:
+    """Whether `model` is the name of an exported file."""
+    return isinstance(model, str | os.PathLike) and os.fspath(model).lower().endswith((*EXPORTED,))
+
+
+def open_evaluated(
+    model: PathLike | LoadedRun, *, notify: Callable[[str], object], **settings: Any
+) -> Predictor | ExportedPredictor:
+    """Open a network whose answers are measured.
+
+    Args:
+        model: A run folder, any other source of weights with a head, an exported file, or a loaded
+            model.
+        notify: Called with notes.
+        settings: As for Predictor; an exported file refuses those that it lacks.
+
+    Raises:
+        VitError: The model or a setting cannot be used.
+    """
+    if isinstance(model, LoadedRun) or not is_exported(model):
+        return Predictor(model, notify=notify, **settings)
+    return ExportedPredictor(model, notify=notify, **settings)
