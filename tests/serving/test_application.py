@@ -150,6 +150,7 @@ def test_other_paths_and_methods_are_refused(client):
         answer = client.ask(method, path)
         assert answer.status == status
         assert answer.json["error"]
+    assert "this path takes POST;" in client.ask("GET", "/predict").json["error"]
 
 
 def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_path):

@@ -22,7 +22,7 @@ import vit
 from tests.serving.conftest import multipart, running
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
-from vit.serving.http_server import LimitedProtocol, ServerError, bind, serve
+from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -364,3 +364,9 @@ def metrics(port: int, path: str = "/metrics") -> str:
         return connection.getresponse().read().decode()
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_an_address_that_other_machines_reach_is_told_from_this_machine(host, loopback):
+    with bind(host, 0) as listener:
+        assert is_loopback(listener) is loopback

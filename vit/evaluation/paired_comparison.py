@@ -189,6 +189,12 @@ class AllPairs:
         pairs = {(a, b): compared(a, b) for a, b in combinations(range(len(right)), 2)}
         return AllPairs(right.shape[1], len(right), pairs)
 
+    @property
+    def right(self) -> tuple[int, ...]:
+        """Right answers of each."""
+        others = (self.pairs[0, place].b_right for place in range(1, self.runs))
+        return (self.pairs[0, 1].a_right, *others)
+
     @cached_property
     def sides(self) -> list[dict[str, Any]]:
         """The scores of each classifier."""

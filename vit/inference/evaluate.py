@@ -545,8 +545,7 @@ def measure(
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
-    exported = isinstance(predictor, ExportedPredictor)
-    if not exported:
+    if isinstance(predictor, Predictor):
         predictor.read.observe = properties.add if sliced else None
     elif sliced:  # the pixels that the network sees stay in the file
         properties.add_headers(paths)
@@ -563,7 +562,7 @@ def measure(
             ]
             done += len(outputs)
             progress(done, len(paths))
-    if not exported:
+    if isinstance(predictor, Predictor):
         predictor.read.observe = None
     scores = evaluation.scores()
     if not scores:

@@ -13,6 +13,7 @@ from vit.exported.load_exported import EXPORTED, load_exported
 from vit.exported.onnx_classifier import OUTPUT, ExportedClassifier
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.output.prediction_results import Prediction, resolve_top_k
+from vit.precision import Precision
 from vit.tasks.task import get_task
 from vit.text import printable
 from vit.weights.saved_model import CONFIG_FILE, LoadedRun
@@ -41,7 +42,8 @@ class ExportedPredictor:
     """
 
     n_best, caption_generator = 0, None
-    precision, device = "fp32", torch.device("cpu")
+    device = torch.device("cpu")
+    precision: Precision = "fp32"
     """Of the arithmetic of metrics; the file has its own."""
 
     def __init__(self, path: PathLike, *, notify: Callable[[str], object], **settings: Any) -> None:

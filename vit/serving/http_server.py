@@ -10,6 +10,7 @@ limit of connections, and errors as JSON.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -275,7 +276,8 @@ async def _serve(
         url = url_of(listener)
         for model in registry.models.values():
             notify(describe(model.name, model.describe()))
-        notify(f"listening at {url}{'' if config.token else ' without a token'}")
+        every = "" if is_loopback(listener) else ", open to other machines"
+        notify(f"listening at {url}{every}{'' if config.token else ' without a token'}")
         on_ready(RunningServer(url, application, stop_from_thread))
         await serving
         notify("stopped")
@@ -321,6 +323,11 @@ def bind(host: str, port: int) -> socket.socket:
             f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another --port"
         ) from None
     return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

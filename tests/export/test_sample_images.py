@@ -1,0 +1,34 @@
+"""Images that int8 is calibrated with."""
+
+import shutil
+
+import pytest
+
+from vit.errors import DataError
+from vit.export.export_options import Options
+from vit.export.sample_images import calibration_images
+
+
+def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "val", data)
+    paths = sorted(data.rglob("*.png"))
+    cut = [paths[0], paths[-1]]
+    for path in cut:
+        path.write_bytes(path.read_bytes()[:-40])  # the header can be read
+    classes, notes = tuple(sorted(one.name for one in data.iterdir())), []
+
+    def chosen(samples):
+        options = Options(
+            precision="int8", calibration=str(data), samples=samples, validation=str(data)
+        )
+        return calibration_images(options, classes, (), notify=notes.append)
+
+    found = chosen(10)
+    assert len(found) == 10
+    assert not {*found.paths} & {*map(str, cut)}
+    assert found[9].shape[2] == 3
+    assert len(notes) == 2
+    assert all(note.startswith("left out of the calibration: ") for note in notes)
+    with pytest.raises(DataError, match=f"{len(paths) - 2} of its images can be decoded, and"):
+        chosen(len(paths))
