@@ -1,7 +1,10 @@
 """What the README and docs tell people to type is understood, and the names they show exist."""
 
 import ast
+import contextlib
 import importlib
+import itertools
+import json
 import pydoc
 import re
 import shlex
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 import vit
@@ -23,7 +27,9 @@ from vit.data.sources.builtin_datasets import digits_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 ENTRY = {"train.py": "train", "predict.py": "predict"}
 
 
@@ -37,21 +43,146 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
+def typed() -> list[tuple[str, list[str]]]:
+    """(page, words) of every simple command in the shell blocks, without redirections."""
+    found = []
+    for page, text in blocks("sh"):
+        for line in text.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            parts: list[list[str]] = [[]]
+            for word in lexer:
+                if not word.strip("&|;"):
+                    parts.append([])
+                else:
+                    parts[-1].append(word)
+            for words in parts:
+                kept = list(itertools.takewhile(lambda word: word.strip("<>"), words))
+                while kept and re.match(r"\w+=", kept[0]):  # a variable of the environment
+                    kept.pop(0)
+                if kept:
+                    found.append((page, kept))
+    return found
+
+
 def commands() -> list[tuple[str, list[str]]]:
     """(page, words) of every vit command in the shell blocks, as `COMMAND arguments`."""
     found = []
-    for page, text in blocks("sh bash console shell"):
-        for line in text.replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|\||;", line.split(" #")[0]):
-                words = shlex.split(part.strip().removeprefix("$ "), comments=True)
-                words = [w for w in words if w not in ("python", "python3") and "=" not in w[:20]]
-                at = next((i for i, w in enumerate(words) if Path(w).name in (*ENTRY, "vit")), None)
-                if at is None or (at and words[0] not in ("-m", "accelerate", "torchrun", "srun")):
-                    continue
-                name = Path(words[at]).name
-                rest = words[at + 1 :]
-                found.append((page, [ENTRY[name], *rest] if name in ENTRY else rest))
+    for page, words in typed():
+        words = [word for word in words if word not in ("python", "python3")]
+        at = next((i for i, w in enumerate(words) if Path(w).name in (*ENTRY, "vit")), None)
+        if at is None or (at and words[0] not in ("-m", "accelerate", "torchrun", "srun")):
+            continue
+        name = Path(words[at]).name
+        rest = words[at + 1 :]
+        found.append((page, [ENTRY[name], *rest] if name in ENTRY else rest))
     return found
+
+
+def check_pip(words: list[str]) -> None:
+    """Extras of this package exist."""
+    extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\n", PROJECT, re.DOTALL)[1]
+    named = re.findall(r"^(\w+) = ", extras, re.MULTILINE)
+    for word in words:
+        found = re.fullmatch(r"(?:vit-toolkit|\.)\[(.+)\]", word)
+        assert set(found[1].split(",") if found else []) <= set(named), word
+
+
+def check_python(words: list[str]) -> None:
+    """A file is there; `-m` names a module that the pages use."""
+    if words[0] == "-m":
+        assert words[1] in ("venv", "pip", "pytest", "vit", "benchmarks"), words
+    elif words[0] != "-c":
+        assert (ROOT / words[0]).is_file(), words
+
+
+def check_make(words: list[str]) -> None:
+    """The targets are in the Makefile."""
+    assert set(words) <= set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def check_torchrun(words: list[str]) -> None:
+    """torchrun has the flags."""
+    from torch.distributed.run import get_args_parser
+
+    assert get_args_parser().parse_args(words).training_script.endswith(".py")
+
+
+def check_accelerate(words: list[str]) -> None:
+    """`accelerate launch` has the flags."""
+    from accelerate.commands.launch import launch_command_parser
+
+    assert words[0] == "launch"
+    assert launch_command_parser().parse_args(words[1:]).training_script.endswith(".py")
+
+
+CHECKED = {
+    "pip": check_pip,
+    "python": check_python,
+    "python3": check_python,
+    "make": check_make,
+    "torchrun": check_torchrun,
+    "accelerate": check_accelerate,
+}
+"""Programs whose arguments are checked; those of `vit` are by its own parsers."""
+OTHERS = {".", "chmod", "curl", "docker", "find", "head", "openssl", "trap", "wait"}
+"""Programs of others, whose lines need a server, a container or the shell: not checked."""
+
+
+def test_every_typed_program_is_known():
+    found = {words[0].split("/")[-1] for _, words in typed()}
+    assert {"vit", "pip", "torchrun", "accelerate", "curl"} <= found
+    assert found <= {"vit", *CHECKED, *OTHERS}
+
+
+@pytest.mark.parametrize("program", CHECKED)
+def test_arguments_of_other_programs_are_understood(program, capsys):
+    lines = [words[1:] for _, words in typed() if words[0] == program]
+    assert lines
+    try:
+        for words in lines:
+            CHECKED[program](words)
+    except SystemExit:  # of argparse
+        pytest.fail(f"{program} {shlex.join(words)}: {capsys.readouterr().err}")
+
+
+def test_every_block_names_its_language_and_output_is_nothing_to_type():
+    text = [text for page in PAGES for text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    kinds = {kind for kind, _ in text}
+    assert kinds <= {"sh", "python", "text", "json", "yaml", "ini"}, kinds
+    starts = re.compile(rf"^\s*(?:\$ )?(?:vit ({'|'.join(COMMANDS)}) |pip install|python )", re.M)
+    outputs = [text for kind, text in text if kind == "text"]
+    assert len(outputs) > 20
+    for output in outputs:
+        assert not starts.search(output), output
+
+
+def test_data_in_blocks_can_be_read():
+    for page, text in blocks("yaml"):
+        assert isinstance(yaml.safe_load(text), dict), page
+    for page, text in blocks("json"):
+        if "..." not in text:
+            assert readable_json(text), page
+
+
+def readable_json(text: str) -> bool:
+    """Whether a block is one JSON value, or one a line."""
+    for parts in ([text], text.strip().splitlines()):
+        with contextlib.suppress(ValueError):
+            return bool([json.loads(part) for part in parts])
+    return False
+
+
+def test_python_in_blocks_imports_what_exists():
+    imported = 0
+    for page, text in blocks("python"):
+        for node in ast.walk(ast.parse(text, page)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vit"):
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{page}: {node.module}.{name.name}"
+                    imported += 1
+    assert imported > 10
 
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: str(value)[:60])
@@ -87,9 +218,9 @@ def test_every_public_name_is_there(name):
     assert getattr(vit, name) is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#\\]+)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target} is not there"
 

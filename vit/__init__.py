@@ -27,10 +27,10 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
     model = vit.from_pretrained("runs/photos", num_classes=5)
 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
-compare, runs, check, verify, report, serve, summary; export_model, export_data, convert_model and
-list_models are `vit export`, `data`, `convert` and `models`. Classes: Predictor, Search (of
-captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix are raised
-as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one;
+compare, runs, check, suggest, verify, report, serve, summary; export_model, export_data,
+convert_model and list_models are `vit export`, `data`, `convert` and `models`. Classes: Predictor,
+Search (of captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix
+are raised as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one;
 docs/README.md has a page per question.
 """
 
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from vit.inference.label_errors import check
     from vit.inference.prediction_job import predict
     from vit.inference.predictor import Predictor
+    from vit.inference.suggest import suggest
     from vit.model.build import create_model
     from vit.model.captioner import Captioner
     from vit.model.vision_transformer import VisionTransformer
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
         "report",
         "runs",
         "serve",
+        "suggest",
         "summary",
         "train",
         "tune",
@@ -133,6 +135,7 @@ _HOMES = {
     "report": "vit.training.final_report",
     "runs": "vit.evaluation.runs_table",
     "serve": "vit.commands.serve_command",
+    "suggest": "vit.inference.suggest",
     "summary": "vit.commands.summary_command",
     "train": "vit.training.train",
     "tune": "vit.training.tune",

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "show the settings that vit train would choose for a data set, each with its reason",
     "tune": "search the settings that matter, from the plan on, and train the best of them",
     "pretrain": "learn from images without labels, for a training with few of them",
+    "suggest": "name the images that are worth labelling first, as a list to fill in",
     "predict": "label images, or write captions of them, with a trained model",
     "evaluate": "measure a trained model on labelled images, or on images with captions",
     "report": "write the report of a finished run again",

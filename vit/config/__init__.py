@@ -177,7 +177,7 @@ NOT_PRETRAINING: dict[str, dict[str, str]] = {
         "probe_first": "has no classes to probe",
     },
     "augment": dict.fromkeys(("mixup", "cutmix"), "learns no labels that could be mixed"),
-    "data": {"folds": "has no score to cross-validate"},
+    "data": {"folds": "has no score to cross-validate", "labels": "learns no labels"},
     "model": {"num_classes": "builds no head"},
 }
 # values of them that mean no more than the default

@@ -43,6 +43,8 @@ class DataConfig(Section):
     """List of images that are left out, such as that of vit check --write-list."""
     corrections: str | None = None
     """List of images and classes (image, label) that replace those of the data."""
+    labels: str | None = None
+    """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
     """Column of a list, or regular expression over paths; equal values share a split."""
     folds: int | None = None

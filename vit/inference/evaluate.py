@@ -466,6 +466,7 @@ def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
         allow_outside=spec.allow_outside or (own and data.allow_outside),
         exclude=data.exclude if own else None,
         corrections=data.corrections if own else None,
+        label_list=data.labels if own else None,
     )
 
 

@@ -11,7 +11,6 @@ arXiv:1805.01978, section 3.4.
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
-from vit.data.workbook import is_workbook, write_sheet
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     LabeledRow,
@@ -41,9 +39,8 @@ from vit.evaluation.confident_learning import (
     read_labeled_rows,
 )
 from vit.inference.predictor import PathLike, Predictor
-from vit.output.output_file import atomic_file, open_output, resolve_link
-from vit.output.prediction_results import csv_row, to_json
-from vit.text import csv_mark, csv_text, plural, printable
+from vit.output.review_list import write_review_list
+from vit.text import plural, printable
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -250,8 +247,7 @@ def write_suspects(report: CheckReport, path: str) -> int:
 
     Args:
         report: Of the check.
-        path: JSON lines if it ends in .jsonl, a workbook in .xlsx, else CSV, with the byte order
-            mark that Excel needs for names that are not ASCII.
+        path: As for `write_review_list`.
 
     Returns:
         Number of suspected labels.
@@ -265,16 +261,7 @@ def write_suspects(report: CheckReport, path: str) -> int:
         for problem in report.problems
         if problem.kind == "suspected_label"
     ]
-    if is_workbook(path):
-        with atomic_file(resolve_link(path)) as book:
-            write_sheet(book, [columns, *rows], number_format="General")
-        return len(rows)
-    with open_output(path) as out:
-        if path.lower().endswith(".jsonl"):
-            out.writelines(to_json(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
-        else:
-            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns))
-            out.writelines(csv_row([csv_text(cell) for cell in row]) for row in rows)
+    write_review_list(path, columns, rows)
     return len(rows)
 
 

@@ -1,10 +1,11 @@
-"""Images that a review leaves out, and labels that it corrects."""
+"""Labels of a list, images that a review leaves out, and labels that it corrects."""
 
 import pytest
 from PIL import Image
 
+from vit.data.archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import open_splits, read_source
+from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import csv_row
 from vit.text import csv_text
@@ -95,3 +96,67 @@ def test_labels_are_corrected_only_where_they_are_read(data, tmp_path):
     (tmp_path / "list.csv").write_text("image,label\ntrain/cat/1.png,dog\n")
     with pytest.raises(ConfigError, match="these data have no labels"):
         read_source(DatasetSpec(str(data), labels=False, corrections=str(tmp_path / "list.csv")))
+
+
+def label_list(folder, *rows):
+    path = folder / "labels.csv"
+    header = "image,label,likely" if rows[0].count(",") == 2 else "image,label"
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return str(path)
+
+
+def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, tmp_path):
+    (data / "train" / "loose.png").write_bytes((data / "train" / "cat" / "0.png").read_bytes())
+    rows = ["train/cat/0.png,hat,cat", "train/cat/1.png,hat,", "train/dog/0.png,,dog"]
+    rows += ["train/dog/1.png,coat,", "train/loose.png,coat,", "other.png,coat,"]
+    found, notes = labels(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows)))
+    assert found == {
+        ("train", "cat/0.png"): "hat",
+        ("train", "cat/1.png"): "hat",
+        ("train", "dog/1.png"): "coat",
+        ("train", "train/loose.png"): "coat",
+    }
+    assert notes[-2].endswith(
+        "labels.csv: 4 labelled images (1 other not in the data); 1 row without a label: not used"
+    )
+    assert notes[-1] == "9 images without a label: not used"
+
+
+def test_images_are_held_out_of_a_label_list_without_validation_images(data, tmp_path):
+    rows = [f"train/{name}/{n}.png,{label}" for name, label in (("cat", "x"), ("dog", "y"))
+            for n in range(3)]  # fmt: skip
+    spec = DatasetSpec(str(data), label_list=label_list(tmp_path, *rows))
+    splits = open_splits(spec, val_share=0.34, seed=0)
+    assert (splits.classes, splits.made, splits.multilabel) == (("x", "y"), True, False)
+    assert (len(splits.train), len(splits.val)) == (4, 2)
+    held_out = [relative(one.path, data) for one in splits.val]
+    measured, _ = open_eval_split(spec, split="val", classes=splits.classes, held_out=held_out)
+    assert measured == splits.val
+
+
+def test_a_label_list_may_name_splits_and_several_labels(data, tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text(
+        "image,labels,split\ntrain/cat/0.png,a|b,train\ntrain/cat/1.png,b,val\nval/dog/0.png,a,val\n"
+    )
+    index = read_source(DatasetSpec(str(data), label_list=str(path)))
+    assert index.multilabel
+    assert {split: [one.labels for one in records] for split, records in index.splits.items()} == {
+        "train": [("a", "b")],
+        "val": [("b",), ("a",)],
+    }
+    with pytest.raises(DataError, match="several labels; --task multilabel"):
+        read_source(DatasetSpec(str(data), label_list=str(path), multilabel=False))
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (["train/cat/0.png,"], {}, "none of its 1 row has a label yet; fill in the column label"),
+        (["x.png,cat"], {}, r"none of its 1 labelled image, such as x\.png, is in the data"),
+        (["train/cat/0.png,a", "train/cat/0.png,b"], {}, "has two labels, a and b"),
+    ],
+)
+def test_a_label_list_that_does_not_fit_is_refused(data, tmp_path, rows, settings, message):
+    with pytest.raises(DataError, match=message):
+        read_source(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows), **settings))

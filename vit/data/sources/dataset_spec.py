@@ -87,6 +87,8 @@ class DatasetSpec:
     """List of images that are left out."""
     corrections: str | None = None
     """List of images and the classes that replace theirs."""
+    label_list: str | None = None
+    """List of the only images that are used, and their classes; those of the source are ignored."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
     row_errors: RowErrors = field(default=None, compare=False)
@@ -118,6 +120,7 @@ class DatasetSpec:
             skip_empty=data.on_bad_image == "skip",
             exclude=data.exclude,
             corrections=data.corrections,
+            label_list=data.labels,
         )
 
     def select_splits(self, available: Collection[str]) -> list[str]:

@@ -1,9 +1,11 @@
-"""A review of a dataset: images that are left out, and labels that are corrected.
+"""Lists that people edit beside a dataset: labels, corrected labels, images that are left out.
 
+    labels         a list of images and classes: the labelled images, and no other is used
     exclude        a list of images, each of which is left out
     corrections    a list of images and classes, each of which gets that class
 
-The lists are those of `vit check --write-list`, or any other list (vit/data/sources/image_list.py).
+The lists are those of `vit suggest` and `vit check --write-list`, or any other list
+(vit/data/sources/image_list.py).
 Names are relative to the folder of the data, or paths. CSV files for spreadsheets have an
 apostrophe before names that would be formulas, and escapes for control characters: `'=a/1.jpg` is
 `=a/1.jpg`.
@@ -21,6 +23,79 @@ from vit.data.sources.image_list import Entry, read_list
 from vit.data.sources.list_columns import SEPARATORS
 from vit.errors import ConfigError, DataError
 from vit.text import csv_text, plural, printable
+
+
+def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
+    """The images of `index` that `spec.label_list` labels, with those labels.
+
+    Images that it does not name, and rows without a label, are not used. A column `split` replaces
+    the split of the source.
+
+    Raises:
+        DataError: The list cannot be read, has no label, names no image of the data, or has several
+            labels of an image where it has one.
+    """
+    assert spec.label_list is not None
+    found, multilabel, note = read_labels(spec.label_list, index, multilabel=spec.multilabel)
+    splits: dict[str, list[ImageRecord]] = {}
+    for split, records in index.splits.items():
+        for record in records:
+            if (entry := found.get(record.path)) is not None:
+                labelled = record._replace(labels=entry.labels)
+                splits.setdefault(entry.split or split, []).append(labelled)
+    others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
+    notes = [*index.notes, note]
+    if others:
+        notes.append(f"{plural(others, 'image')} without a label: not used")
+    lists = dict.fromkeys(splits, printable(spec.label_list))
+    locations = {name: index.locations.get(name, lists[name]) for name in splits}
+    return dataclasses.replace(
+        index, splits=splits, locations=locations, notes=notes, multilabel=multilabel
+    )
+
+
+def read_labels(
+    path: str, index: DatasetIndex, *, multilabel: bool | None = None
+) -> tuple[dict[str, Entry], bool, str]:
+    """The labelled images of a list that a person fills in.
+
+    Args:
+        path: The list. Rows without a label are not labelled yet.
+        index: The images that it may name.
+        multilabel: Whether an image may have several labels; None: whether one has in the list.
+
+    Returns:
+        Entries with labels by the path of the image, whether an image may have several labels, and
+        a note with the numbers of both.
+
+    Raises:
+        DataError: As for `apply_labels`.
+    """
+    contents = read_list(path, DatasetSpec(path, allow_outside=True, multilabel=multilabel), [])
+    name, rows = printable(path), len(contents.entries)
+    contents.entries = {image: one for image, one in contents.entries.items() if one.labels}
+    if not contents.entries:
+        raise DataError(
+            f"{name}: none of its {plural(rows, 'row')} has a label yet; fill in the column label"
+        )
+    several = bool(contents.multilabel) if multilabel is None else multilabel
+    if not several:
+        contents.check_single()
+    find = _finder(index)
+    places = {image: find(image) for image in contents.entries}
+    found = {place: contents.entries[image] for image, place in places.items() if place is not None}
+    lacking = [image for image, place in places.items() if place is None]
+    if not found:
+        raise DataError(
+            f"labels={name}: none of its {plural(len(places), 'labelled image')}, such as "
+            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
+        )
+    note = f"{name}: {plural(len(found), 'labelled image')}"
+    if lacking:
+        note += f" ({plural(len(lacking), 'other')} not in the data)"
+    if unlabelled := rows - len(places):
+        note += f"; {plural(unlabelled, 'row')} without a label: not used"
+    return found, several, note
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:

@@ -27,7 +27,7 @@ from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolv
 from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
-from vit.data.sources.label_review import apply_review
+from vit.data.sources.label_review import apply_labels, apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
@@ -108,7 +108,10 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
             "learn them with --task caption"
         )
-    index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
+    if spec.label_list is not None:
+        index = _with_label_list(read, spec)
+    else:
+        index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
             f"{printable(spec.data)}: images with several classes, or none; "
@@ -117,6 +120,24 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
     index = dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
     reviewed = spec.exclude is not None or spec.corrections is not None
     return apply_review(index, spec) if reviewed else index
+
+
+def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
+    """The labelled images of `spec.label_list`; their split is that of the source."""
+    if spec.captions:
+        raise ConfigError(
+            f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
+            "here; leave it out"
+        )
+    # a split without a labelled image is none: others are then held out, so all are read
+    plain = dataclasses.replace(
+        spec,
+        labels=False,
+        optional_labels=False,
+        multilabel=None,
+        all_splits=spec.all_splits or spec.split is not None,
+    )
+    return apply_labels(read(plain), spec)
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:

@@ -1,0 +1,72 @@
+"""Suggested images: no copies, none that has a label, unreadable ones named, the same each time."""
+
+import shutil
+
+import pytest
+from PIL import Image
+
+from vit.errors import ConfigError, DataError
+from vit.inference.suggest import suggest
+
+SETTINGS = {"device": "cpu", "precision": "fp32", "workers": 1}
+
+
+@pytest.fixture
+def photos(tiny_data, tmp_path):
+    """27 images straight in a folder, with an exact and a near copy, and one that is broken."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for path in (tiny_data / "val").rglob("*.*"):
+        large = Image.open(path).convert("RGB").resize((96, 80), Image.Resampling.BICUBIC)
+        large.save(folder / f"{path.parent.name}_{path.stem}.png")
+    shutil.copy(folder / "apple_0.png", folder / "copy.png")
+    Image.open(folder / "apple_0.png").resize((72, 60)).save(folder / "small.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+def test_near_duplicates_are_never_both_suggested(photos, tiny_run):
+    found = suggest(photos, weights=tiny_run, n=100, **SETTINGS)
+    names = [one.image for one in found.suggested]
+    assert len(names) == len({*names}) == 27
+    assert len({"apple_0.png", "copy.png", "small.png"} & {*names}) == 1
+    assert (found.images, found.labelled, found.near_duplicates) == (29, 0, 2)
+    assert [image for image, _ in found.failed] == ["broken.png"]
+    assert (found.order, found.source) == ("typical", "nothing")
+    again = suggest(str(photos), weights=tiny_run, n=5, seed=3, **SETTINGS)
+    assert again == suggest(photos, weights=tiny_run, n=5, seed=3, **SETTINGS)
+
+
+def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tmp_path):
+    labels = tmp_path / "labels.csv"
+    labels.write_text("image,label\napple_0.png,a\nclass2_1.png,b\nclass2_2.png,\n")
+    notes = []
+    given = {"weights": tiny_run, "labels": str(labels), **SETTINGS}
+    found = suggest(photos, n=100, notify=notes.append, **given)
+    names = {one.image for one in found.suggested}
+    assert not {"apple_0.png", "copy.png", "small.png", "class2_1.png"} & names
+    assert "class2_2.png" in names
+    assert (found.order, found.source, found.labelled) == ("uncertain", "labels", 2)
+    assert {one.likely for one in found.suggested} == {"a", "b"}
+    assert "note: only 25 different images without a label, not 100" in notes
+    assert any("1 row without a label: not used" in note for note in notes)
+    labels.write_text("image,label\napple_0.png,apple\nclass2_1.png,class2\n")
+    found = suggest(photos, n=4, **given)
+    assert found.source == "network"  # whose classes these are
+    assert all(0 <= one.margin <= 1 for one in found.suggested)
+    found = suggest(photos, n=4, order="typical", **given)
+    assert (found.source, found.suggested[0].likely, found.labelled) == ("nothing", "", 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"n": 0}, ConfigError, "n=0: must be at least 1"),
+        ({"order": "random"}, ConfigError, "choose one of typical, uncertain"),
+        ({"seed": -1}, ConfigError, "seed=-1"),
+        ({"labels": "missing.csv"}, DataError, "missing.csv"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(photos, tiny_run, settings, error, message):
+    with pytest.raises(error, match=message):
+        suggest(photos, weights=tiny_run, **SETTINGS, **settings)

@@ -1,0 +1,17 @@
+"""Lists to edit: CSV on standard output, and cells that a spreadsheet does not run."""
+
+import json
+
+from vit.output.review_list import write_review_list
+
+
+def test_a_list_without_a_file_is_csv_and_a_formula_is_text(tmp_path, capsys):
+    rows = [("=a.png", ""), ("b.png", "cat")]
+    write_review_list(None, ("image", "label"), rows)
+    assert capsys.readouterr().out.splitlines() == ["image,label", "'=a.png,", "b.png,cat"]
+    write_review_list(str(tmp_path / "list.jsonl"), ("image", "label"), rows)
+    lines = (tmp_path / "list.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"image": "=a.png", "label": ""},
+        {"image": "b.png", "label": "cat"},
+    ]

@@ -1,0 +1,184 @@
+"""`vit suggest`: names the images that are worth labelling first."""
+
+import argparse
+
+from vit.commands.command_options import add_json_option, count, positive_int
+from vit.commands.command_output import Progress, notify, write_json
+from vit.data.workbook import check_size, is_workbook
+from vit.output.output_file import check_output, open_output
+from vit.text import printable
+
+MAX_FAILED = 20
+"""Unreadable images that are named on the terminal."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(
+        n=300, out=None, labels=None, order=None, exclude=None, html=None, seed=0, images=None
+    )
+    parser.set_defaults(image_column=None, device=None, batch_size=None, workers=None)
+    parser.add_argument(
+        "data",
+        metavar="IMAGES",
+        help="a folder of images, or any other source of vit train; labels in it are ignored",
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="SOURCE",
+        required=True,
+        help="a run folder, also of vit pretrain, timm/NAME, hf/OWNER/NAME, ...: its features say "
+        "which images are alike",
+    )
+    parser.add_argument(
+        "-n",
+        type=positive_int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="number of images (default: 300)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="list (.csv, .xlsx, .jsonl) of image, label and likely class, whose labels an "
+        "annotator fills in: vit train IMAGES --labels FILE (default: CSV on standard output)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing --out, with the labels that are in it",
+    )
+    parser.add_argument(
+        "--labels",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="list of images with their labels so far, such as an earlier --out: these are not "
+        "suggested again, and say which images are uncertain",
+    )
+    parser.add_argument(
+        "--order",
+        choices=("typical", "uncertain"),
+        default=argparse.SUPPRESS,
+        help="typical images of every kind, or uncertain and different ones (default: typical, "
+        "and uncertain with --labels)",
+    )
+    parser.add_argument(
+        "--exclude",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="list of images that are not to be suggested",
+    )
+    parser.add_argument(
+        "--seed",
+        type=count,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="seed of the clustering (default: 0)",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="a page with thumbnails and file names, which needs no network; an older file is "
+        "replaced",
+    )
+    add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
+    parser.add_argument(
+        "--images",
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder of the images of a list (default: its own, or the one beside it with them)",
+    )
+    parser.add_argument(
+        "--image-column",
+        metavar="COLUMN",
+        default=argparse.SUPPRESS,
+        help="column of the images in a list or table (default: found by its usual names)",
+    )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="allow a list to name images outside of its folder, or of --images",
+    )
+    parser.add_argument(
+        "-b",
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="images in one pass through the network (default: 4 to 64)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        default=argparse.SUPPRESS,
+        help="cpu, cuda, cuda:N or mps (default: the best one here)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        default="auto",
+        help="arithmetic of the network (default: auto, bf16 where the hardware has it)",
+    )
+    parser.add_argument(
+        "-j",
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="threads that read images (default: one a core, at most 8)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Suggest; the exit code is 1 if images could not be read."""
+    check_output(args.out, overwrite=args.overwrite)
+    for path in (args.json, args.html):
+        check_output(path, overwrite=True)
+    if args.out is not None and is_workbook(args.out):
+        check_size(args.n, 3, what="--out")
+
+    from vit.inference.suggest import suggest
+
+    with Progress("vit suggest") as progress:
+        found = suggest(
+            args.data,
+            weights=args.weights,
+            n=args.n,
+            labels=args.labels,
+            order=args.order,
+            exclude=args.exclude,
+            seed=args.seed,
+            images=args.images,
+            image_column=args.image_column,
+            allow_outside=args.allow_outside,
+            device=args.device,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            workers=args.workers,
+            progress=lambda stage, done, total: progress(done, total, stage),
+            notify=lambda note: notify(f"vit suggest: {note}"),
+        )
+    found.write(args.out)
+    write_json(args.json, found.to_dict())
+    if args.html is not None:
+        from vit.evaluation.suggestions_page import suggestions_page
+
+        rows = [(one.image, one.path, one.likely, one.margin) for one in found.suggested]
+        heading = found.root.resolve().name or str(found.root)
+        with open_output(args.html) as out:
+            out.write(suggestions_page(heading, found.lines(), rows, found.failed))
+    for image, reason in found.failed[:MAX_FAILED]:
+        notify(f"vit suggest: left out {printable(image)}: {printable(reason)}")
+    if len(found.failed) > MAX_FAILED:
+        rest = len(found.failed) - MAX_FAILED
+        notify(f"vit suggest: left out {rest:,} more unreadable images (--json FILE has all)")
+    for line in found.lines():
+        notify(f"vit suggest: {line}")
+    if args.out is not None:
+        notify(
+            f"vit suggest: {printable(args.out)} written; fill in its column label, then "
+            f"vit train {printable(args.data)} --labels {printable(args.out)} "
+            f"--weights {printable(args.weights)}"
+        )
+    return int(bool(found.failed))

@@ -1,0 +1,395 @@
+"""Suggests the images that are worth labelling first: `vit suggest`.
+
+IMAGES   data/sources/open_dataset.py    images of any source, without their labels
+labels   data/sources/label_review.py    which of them have a label already
+weights  inference/predictor.py          a feature vector an image, and where a classifier says
+                                         what is uncertain, its margins
+         inference/active_learning.py    the order of images: typical, or uncertain and different
+         data/checks/near_duplicates.py  no near duplicate of another one, or of a labelled image
+list     output/review_list.py           image, label (to fill in), likely -> vit train --labels
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.cpu_cores import usable_cores
+from vit.data.archives import relative
+from vit.data.checks.dataset_check import Progress
+from vit.data.checks.image_stats import ImageStats, compute_stats
+from vit.data.checks.near_duplicates import find_near_duplicates
+from vit.data.dataset_types import DatasetIndex
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
+from vit.data.sources.label_review import read_labels
+from vit.data.sources.open_dataset import read_source
+from vit.errors import ConfigError, DataError
+from vit.inference.active_learning import (
+    class_margins,
+    neighbour_shares,
+    order_by_typicality,
+    order_by_uncertainty,
+    unit_directions,
+)
+from vit.inference.predictor import PathLike, Predictor
+from vit.output.review_list import write_review_list
+from vit.text import plural, printable
+
+ORDERS = ("typical", "uncertain")
+COLUMNS = ("image", "label", "likely")
+COMPARED = 32
+"""Images, at least, that are compared with the chosen ones at a time."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """An image that is worth a label."""
+
+    image: str
+    """Name, relative to the data."""
+    path: str
+    likely: str = ""
+    """The most probable class, where one is known."""
+    margin: float | None = None
+    """How certain that is, from 0; None if the order is `typical`."""
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """The result of `suggest`."""
+
+    root: Path
+    """Folder that names are relative to."""
+    order: str
+    """typical or uncertain."""
+    source: str
+    """What knows the classes: the network, the labelled images, or nothing."""
+    images: int
+    """Readable images without a label."""
+    labelled: int
+    """Readable images with a label."""
+    near_duplicates: int
+    """Images that were passed over, as near duplicates of a chosen or labelled one."""
+    suggested: list[Suggestion]
+    """The best first."""
+    failed: list[tuple[str, str]]
+    """Unreadable images, relative to the data, and the reasons."""
+
+    def lines(self) -> list[str]:
+        """What was done, for a terminal."""
+        how = {
+            "nothing": "typical of the images",
+            "labels": "uncertain by their labelled neighbours, and different",
+            "network": "uncertain by the network, and different",
+        }[self.source]
+        first = f"{plural(len(self.suggested), 'image')} of {self.images:,} suggested: {how}"
+        if self.labelled:
+            first += f"; {self.labelled:,} have a label"
+        if self.near_duplicates:
+            first += f"; {plural(self.near_duplicates, 'near duplicate')} left out"
+        return [first]
+
+    def write(self, path: str | None) -> None:
+        """Write the list that an annotator fills in; see `write_review_list`."""
+        write_review_list(path, COLUMNS, [(one.image, "", one.likely) for one in self.suggested])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `vit suggest`."""
+        return {
+            "images": self.images,
+            "labelled": self.labelled,
+            "order": self.order,
+            "near_duplicates": self.near_duplicates,
+            "suggested": [
+                {"image": one.image}
+                | ({"likely": one.likely} if one.likely else {})
+                | ({} if one.margin is None else {"margin": one.margin})
+                for one in self.suggested
+            ],
+            "failed": [{"image": image, "error": reason} for image, reason in self.failed],
+        }
+
+
+def suggest(
+    data: PathLike | DatasetSpec,
+    *,
+    weights: PathLike,
+    n: int = 300,
+    labels: str | None = None,
+    order: str | None = None,
+    exclude: str | None = None,
+    seed: int = 0,
+    images: str | None = None,
+    image_column: str | None = None,
+    allow_outside: bool = False,
+    device: str | None = None,
+    batch_size: int | None = None,
+    precision: str = "auto",
+    workers: int | None = None,
+    progress: Progress = lambda _stage, _done, _total: None,
+    notify: Callable[[str], object] = lambda _note: None,
+) -> Suggestions:
+    """Choose the images that are worth labelling first: `vit suggest`.
+
+    Args:
+        data: Images of any source that training reads; labels in it are ignored, and of several
+            splits the training images are taken. Or a DatasetSpec without labels.
+        weights: Any source of weights, whose features say which images are alike; no head needed.
+        n: Number of images.
+        labels: List of images and the labels that they have already: these are not suggested.
+        order: `typical`, or `uncertain` and different; by default uncertain with `labels`.
+        exclude: List of images that are not to be suggested.
+        seed: Of the clustering; the same arguments give the same images on the same machine.
+        images, image_column, allow_outside: As in DatasetSpec.
+        device, batch_size, precision, workers: As for `Predictor`.
+        progress: Called with the stage, the images done and their total.
+        notify: Called with notes about the data and the weights.
+
+    Raises:
+        VitError: The data, the weights, the labels or a setting cannot be used.
+    """
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"n={n!r}: must be at least 1, a whole number")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed!r}: must be a whole number of at least 0")
+    if order is not None and order not in ORDERS:
+        raise ConfigError(f"order={printable(order)!r}: choose one of {', '.join(ORDERS)}")
+    spec = as_dataset_spec(
+        data,
+        {"labels": False, "exclude": exclude},
+        images=images,
+        image_column=image_column,
+        allow_outside=allow_outside,
+    )
+    index = read_source(dataclasses.replace(spec, labels=False))
+    records = index.splits.get("train", index.splits.get("", []))
+    if not records:
+        raise DataError(f"{printable(spec.data)}: no images to suggest from")
+    known = {} if labels is None else _labels_by_path(labels, index, notify)
+    for note in index.notes:
+        notify(f"note: {note}")
+    order = order or ("uncertain" if known else "typical")
+    predictor = Predictor(
+        weights,
+        device=device,
+        batch_size=batch_size,
+        precision=precision,
+        workers=workers,
+        embeddings=True,
+        notify=notify,
+    )
+    predictor.caption_generator = None  # features need no captions
+    source = _source_of_classes(predictor, order, known, str(weights))
+    paths = list(dict.fromkeys([record.path for record in records] + [*known]))
+    table = _extract(predictor, paths, margins=source == "network", progress=progress)
+    failed = [(relative(path, index.root), reason) for path, reason in table.failed]
+    if not table.paths:
+        raise DataError(
+            f"{printable(spec.data)}: none of {plural(len(paths), 'image')} can be read: "
+            f"{printable(failed[0][0])}: {failed[0][1]}"
+        )
+    labelled = torch.tensor([path in known for path in table.paths])
+    if labelled.all():
+        raise DataError(f"{printable(spec.data)}: all readable images have a label already")
+    if source == "labels" and not labelled.any():
+        raise DataError(f"labels={printable(labels)}: none of its images can be read")
+    directions = unit_directions(table.features)
+    names: Sequence[str] = predictor.classes
+    if source == "labels":
+        table, names = _with_neighbour_margins(table, directions, labelled, known)
+    if source == "nothing":
+        candidates = order_by_typicality(directions, n, labelled, seed=seed)
+    else:
+        candidates = order_by_uncertainty(directions, table.margins, n, labelled, seed=seed)
+    chosen, passed, broken = _without_near_duplicates(
+        candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, progress
+    )
+    failed += [(relative(table.paths[place], index.root), reason) for place, reason in broken]
+    if len(chosen) < n:
+        notify(f"note: only {plural(len(chosen), 'different image')} without a label, not {n:,}")
+    likely, margins = table.likely.tolist(), table.margins.tolist()
+    return Suggestions(
+        root=index.root,
+        order=order,
+        source=source,
+        images=int((~labelled).sum()),
+        labelled=int(labelled.sum()),
+        near_duplicates=passed,
+        suggested=[
+            Suggestion(
+                relative(table.paths[place], index.root),
+                table.paths[place],
+                "" if source == "nothing" else names[likely[place]],
+                None if source == "nothing" else margins[place],
+            )
+            for place in chosen
+        ],
+        failed=failed,
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What the network says about the readable images."""
+
+    paths: list[str]
+    features: Tensor
+    """(images, dim) float32."""
+    likely: Tensor
+    """Index of the most probable class, (images,)."""
+    margins: Tensor
+    """(images,) float64."""
+    failed: list[tuple[str, str]]
+    """Unreadable images and the reasons."""
+
+
+def _labels_by_path(
+    path: str, index: DatasetIndex, notify: Callable[[str], object]
+) -> dict[str, tuple[str, ...]]:
+    found, _, note = read_labels(path, index)
+    notify(f"note: {note}")
+    return {image: entry.labels for image, entry in found.items()}
+
+
+def _source_of_classes(
+    predictor: Predictor, order: str, known: dict[str, tuple[str, ...]], weights: str
+) -> str:
+    """What says how certain the class of an image is: `nothing`, `network` or `labels`.
+
+    A network says it if its classes are those of the labels: others' classes mean nothing here.
+
+    Raises:
+        ConfigError: Nothing can.
+    """
+    if order == "typical":
+        return "nothing"
+    answers = predictor.thresholds is not None or predictor.task.activation_name == "softmax"
+    suits = len(predictor.classes) > 1 and answers
+    if not known:
+        if suits:
+            return "network"
+        raise ConfigError(
+            f"order=uncertain: {printable(weights)} has no classes; give the labelled images with "
+            "--labels FILE, or leave it out for typical images"
+        )
+    return (
+        "network"
+        if suits and {name for names in known.values() for name in names} <= {*predictor.classes}
+        else "labels"
+    )
+
+
+def _extract(
+    predictor: Predictor, paths: list[str], *, margins: bool, progress: Progress
+) -> _Table:
+    """Features of the readable images, and margins of the network's answers if requested."""
+    features = torch.empty(0, 0)
+    kept: list[str] = []
+    failed: list[tuple[str, str]] = []
+    likely, certain, done = torch.zeros(len(paths), dtype=torch.int64), torch.zeros(len(paths)), 0
+    for batch in predictor.batches(paths):
+        for output in batch:
+            if output.embedding is None or output.probabilities is None:
+                failed.append((output.image, output.error or "no features"))
+                continue
+            if not kept:
+                features = torch.empty(len(paths), len(output.embedding))
+            features[len(kept)] = output.embedding
+            if margins:
+                row = output.probabilities[None]
+                likely[len(kept)] = row.argmax()
+                certain[len(kept)] = class_margins(row, predictor.thresholds)
+            kept.append(output.image)
+        done += len(batch)
+        progress("read", done, len(paths))
+    number = len(kept)
+    return _Table(kept, features[:number], likely[:number], certain[:number], failed)
+
+
+def _with_neighbour_margins(
+    table: _Table, directions: Tensor, labelled: Tensor, known: dict[str, tuple[str, ...]]
+) -> tuple[_Table, list[str]]:
+    """`table` with the classes of the nearest labelled images, and their names."""
+    names = sorted({name for labels in known.values() for name in labels})
+    places = labelled.nonzero().squeeze(1)
+    targets = torch.zeros(len(places), len(names))
+    for row, place in enumerate(places.tolist()):
+        for name in known[table.paths[place]]:
+            targets[row, names.index(name)] = 1.0
+    shares = neighbour_shares(directions, places, targets)
+    several = bool((targets.sum(dim=1) > 1).any()) or len(names) == 1
+    margins = class_margins(shares, [0.5] * len(names) if several else None)
+    return dataclasses.replace(table, likely=shares.argmax(dim=1), margins=margins), names
+
+
+def _without_near_duplicates(
+    candidates: Iterator[int],
+    paths: Sequence[str],
+    labelled: Sequence[int],
+    number: int,
+    progress: Progress,
+) -> tuple[list[int], int, list[tuple[int, str]]]:
+    """The first `number` candidates of which none is nearly another one, or a labelled image.
+
+    Returns:
+        Their places, the number of near duplicates that were passed over, and images that could
+        not be read again with the reasons.
+    """
+    kept: list[tuple[int, ImageStats]] = []
+    broken: list[tuple[int, str]] = []
+    passed = 0
+
+    with ThreadPoolExecutor(usable_cores(), "compare-images") as pool:
+
+        def read(places: Sequence[int]) -> list[tuple[int, ImageStats]]:
+            found = []
+            for place, one in zip(
+                places, pool.map(compute_stats, (paths[place] for place in places)), strict=True
+            ):
+                if isinstance(one, ImageStats):
+                    found.append((place, one))
+                else:
+                    broken.append((place, one))
+            return found
+
+        kept = read(labelled)
+        before = len(kept)
+        broken.clear()  # what a labelled image looks like is not needed
+        while len(kept) - before < number:
+            more = [*islice(candidates, max(number - len(kept) + before, COMPARED))]
+            if not more:
+                break
+            new = read(more)
+            fresh = _different([one for _, one in kept], [one for _, one in new])
+            room = number - len(kept) + before
+            chosen = [one for one, is_new in zip(new, fresh, strict=True) if is_new][:room]
+            last = new.index(chosen[-1]) if len(chosen) == room else len(new) - 1
+            passed += sum(not is_new for is_new in fresh[: last + 1])
+            kept += chosen
+            progress("compared", len(kept) - before, number)
+    return [place for place, _ in kept[before:]], passed, broken
+
+
+def _different(kept: Sequence[ImageStats], new: Sequence[ImageStats]) -> list[bool]:
+    """Whether each of `new` is nearly none of `kept`, nor one of `new` before it that is new."""
+    every = [*kept, *new]
+    first = {one.digest: place for place, one in reversed([*enumerate(every)])}
+    different = [place for place, one in enumerate(every) if first[one.digest] == place]
+    pairs = find_near_duplicates(
+        [every[place].thumbnail for place in different],
+        [min(every[place].width, every[place].height) for place in different],
+    )
+    alike: dict[int, list[int]] = {}
+    for pair in pairs:
+        alike.setdefault(different[pair.second], []).append(different[pair.first])
+    fresh = [True] * len(every)
+    for place in range(len(kept), len(every)):
+        copy = first[every[place].digest] != place
+        fresh[place] = not copy and not any(fresh[one] for one in alike.get(place, ()))
+    return fresh[len(kept) :]

@@ -1,0 +1,35 @@
+"""Lists that a person edits: CSV for spreadsheets, JSON lines or an Excel workbook."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from vit.data.workbook import is_workbook, write_sheet
+from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.prediction_results import csv_row, to_json
+from vit.text import csv_mark, csv_text
+
+
+def write_review_list(
+    path: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Write a list that `vit train` reads as --labels, --corrections or --exclude.
+
+    Args:
+        path: JSON lines if it ends in .jsonl, a workbook in .xlsx, else CSV, with the byte order
+            mark that Excel needs for names that are not ASCII; None: CSV to standard output.
+        columns: Names of the cells of a row.
+        rows: Cells.
+
+    Raises:
+        VitError: The file cannot be written.
+    """
+    if path is not None and is_workbook(path):
+        with atomic_file(resolve_link(path)) as book:
+            write_sheet(book, [columns, *rows], number_format="General")
+        return
+    with open_output(path) as out:
+        if path is not None and path.lower().endswith(".jsonl"):
+            out.writelines(to_json(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+        else:
+            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns))
+            out.writelines(csv_row([csv_text(cell) for cell in row]) for row in rows)
