@@ -45,10 +45,11 @@ PARTS = {
     "prediction": "whole_commands",
     "checkpoints": "whole_commands",
     "accuracy": "plan",
+    "distillation": "distillation",
     "coverage": "coverage",
     "calibration": "coverage",
 }
-NEED_FILES = ("loading", "prediction", "accuracy", "coverage", "calibration")
+NEED_FILES = ("loading", "prediction", "accuracy", "distillation", "coverage", "calibration")
 LONG = ("attention", "checkpoints")
 GPU_PARTS = ("forward", "step")
 
@@ -70,9 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", action="store_true", help="peak of each way, in its process")
     parser.add_argument("--cpu-time", action="store_true", help="count processor seconds")
     parser.add_argument("--images", type=Path, help="a folder of images: loading, prediction")
-    parser.add_argument("--data", type=Path, help="DATA of vit train: accuracy")
-    parser.add_argument("--times", nargs="+", default=["60s", "120s", "240s"], help="accuracy")
-    parser.add_argument("--run", type=Path, help="a run folder: prediction")
+    parser.add_argument("--data", type=Path, help="DATA of vit train: accuracy, distillation")
+    parser.add_argument("--times", nargs="+", default=["60s", "120s", "240s"], help="as --data")
+    parser.add_argument(
+        "--run", type=Path, help="a run folder: prediction; the teacher: distillation"
+    )
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders: coverage, calibration")
     parser.add_argument("--predictions", type=Path, help="a folder that keeps those of --runs")
     parser.add_argument("--draws", type=int, default=1000, help="of a simulation: coverage")

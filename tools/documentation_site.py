@@ -49,6 +49,7 @@ KEYWORDS = {
     "loading.md": ["dataloader", "workers", "cache"],
     "multilabel.md": ["multi-label"],
     "predict.md": ["inference", "embeddings"],
+    "distillation.md": ["distillation", "teacher", "student"],
     "pretrain.md": ["self-supervised", "unlabelled", "mae"],
     "resume.md": ["resume", "checkpoint", "interrupted"],
     "serve.md": ["server", "http", "kubernetes", "prometheus"],

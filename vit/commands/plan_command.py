@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     with quick_imports():
         from vit.tasks.task import settings_to_plan
         from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
+        from vit.training.teacher import teacher_lines
 
     pretrained = chooses_weights(chosen)
     if not (is_planned(chosen) or pretrained):
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             "--weights or give --weights auto; captions have no plan"
         )
     config, plan = plan_training(settings_to_plan(chosen))
-    print("\n".join(plan_lines(plan, config)))
+    print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))
     if args.save is not None:
         # what pretrained weights decide is known when they are read
         only = {*plan.given, *plan.settings} if pretrained else None

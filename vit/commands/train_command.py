@@ -23,6 +23,7 @@ from vit.text import printable
 TITLES = {
     "training": "training",
     "finetune": "fine-tuning (the weights decide the network; settings have other defaults then)",
+    "distillation": "distillation (learn from the answers of a trained classifier)",
     "model": "network (a preset gives what is not set here)",
     "decoder": "captions: the decoder and its words (with --task caption)",
     "pretraining": "pretraining (without labels: vit pretrain)",

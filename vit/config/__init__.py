@@ -10,6 +10,7 @@ from typing import Any
 from vit.config.config_section import Section
 from vit.config.data_config import AugmentConfig, DataConfig
 from vit.config.decoder_config import DecoderConfig
+from vit.config.distillation_config import DistillationConfig
 from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
 from vit.config.pretraining_config import PRETRAINING_TASKS, SETTINGS_OF, PretrainingConfig
@@ -23,6 +24,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DecoderConfig",
+    "DistillationConfig",
     "FinetuneConfig",
     "ModelConfig",
     "PartialModelConfig",
@@ -39,6 +41,7 @@ class Config:
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     pretraining: PretrainingConfig = field(default_factory=PretrainingConfig)
@@ -56,6 +59,7 @@ class Config:
         self._check_balance()
         self._check_repeats()
         self._check_probe()
+        self._check_teacher()
         if isinstance(self.model, PartialModelConfig):
             if self.finetune.weights is not None:
                 return
@@ -142,6 +146,31 @@ class Config:
             value = getattr(self.finetune, name)
             why = "one class an image" if self.training.multilabel else "classes"
             raise ConfigError(f"{name}={value}: a probe fits {why}; use method=linear or full")
+
+    def _check_teacher(self) -> None:
+        """Check that a teacher has a classifier to teach, by steps and by plain logits."""
+        teacher, training = self.distillation.teacher, self.training
+        if teacher is None:
+            return
+        if not (training.single_label or training.multilabel):
+            raise ConfigError(
+                f"teacher={teacher!r}: distillation is for classifiers, not for "
+                f"task={training.task}; leave --teacher out"
+            )
+        if self.finetune.method == "probe":
+            raise ConfigError(
+                f"teacher={teacher!r}: method=probe makes no steps that could learn from a "
+                "teacher; use --method linear or full"
+            )
+        if training.balance == "logit-adjust":
+            raise ConfigError(
+                "balance=logit-adjust: shifts the logits that are compared with those of the "
+                "teacher; use --balance loss or sampler"
+            )
+        if training.multilabel and self.distillation.distillation_type == "hard":
+            raise ConfigError(
+                "distillation_type=hard: needs one class an image, not task=multilabel; use soft"
+            )
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vit.data.captions.tokenizer import Tokenizer
     from vit.data.image_cache import ImageCache
 
@@ -104,3 +106,5 @@ class Splits:
     """Tokenizer of the captions; None without captions."""
     cache: "ImageCache | None" = None
     """Cache of decoded training images; None without one."""
+    teacher_answers: "Tensor | None" = None
+    """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""

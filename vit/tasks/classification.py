@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, 
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.temperature_scaling import fit_temperature, scale_logits
 from vit.tasks.class_balance import ClassBalance
+from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
@@ -52,6 +54,7 @@ class Classification(Task):
 
     Args:
         balance: Treatment of class imbalance; none if omitted.
+        distillation: The teacher's answers; none if omitted.
     """
 
     metric = "val_top1"
@@ -60,8 +63,11 @@ class Classification(Task):
     score_name = "top-1"
     measures_distance = True
 
-    def __init__(self, balance: ClassBalance | None = None) -> None:
+    def __init__(
+        self, balance: ClassBalance | None = None, distillation: Distillation | None = None
+    ) -> None:
         self.balance = balance
+        self.distillation = distillation
 
     def check_data(
         self, config: Config, splits: Splits, given: Sequence[str], notify: Notify
@@ -78,10 +84,12 @@ class Classification(Task):
         return replace(config, training=training, finetune=finetune), splits
 
     def with_data(self, config: Config, splits: Splits | None) -> "Classification":
-        """The task with the frequencies of the classes, if its loss needs them."""
-        if config.training.balance == "none" or splits is None:
-            return self
-        return Classification(ClassBalance.of(config, splits.train))
+        """The task with the frequencies of the classes and the teacher's answers, if needed."""
+        balance = None
+        if config.training.balance != "none" and splits is not None:
+            balance = ClassBalance.of(config, splits.train)
+        distillation = Distillation.of(config, splits)
+        return Classification(balance, distillation) if balance or distillation else self
 
     def notes(self, config: Config, splits: Splits) -> list[str]:
         """How class imbalance is treated."""
@@ -165,10 +173,9 @@ class Classification(Task):
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
         targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
-        images, targets = mixed(run, batch, images, targets, epoch)
-        logits = forward(run, images)
         loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
-        return loss(logits, targets, smoothing=config.training.smoothing).view(1)
+        label_loss = partial(loss, smoothing=config.training.smoothing)
+        return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

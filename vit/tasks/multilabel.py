@@ -12,6 +12,7 @@ and class on each process.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from vit.evaluation.multilabel_metrics import (
 from vit.evaluation.temperature_scaling import fit_temperature
 from vit.evaluation.wilson_interval import wilson_interval
 from vit.tasks.classification import preview_mixture
+from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
@@ -51,19 +53,25 @@ from vit.tasks.task import (
     TrainingRun,
     calibrated_activation,
     forward,
-    mixed,
 )
 from vit.text import join_names
 from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
 
 
 class MultiLabel(Task):
-    """Multi-label classification, with MixUp and CutMix."""
+    """Multi-label classification, with MixUp and CutMix.
+
+    Args:
+        distillation: The teacher's answers; none if omitted.
+    """
 
     metric = "val_map"
     planned = True
     activation_name = "sigmoid"
     score_name = "mAP"
+
+    def __init__(self, distillation: Distillation | None = None) -> None:
+        self.distillation = distillation
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """Any number of classes an image."""
@@ -79,6 +87,11 @@ class MultiLabel(Task):
         """Any data will do."""
         return config, to_multilabel(splits)
 
+    def with_data(self, config: Config, splits: Splits | None) -> "MultiLabel":
+        """The task with the teacher's answers, if there are any."""
+        distillation = Distillation.of(config, splits)
+        return self if distillation is None else MultiLabel(distillation)
+
     def summary(self, config: Config, splits: Splits) -> list[str]:
         """The numbers of images and classes."""
         return [f"{line}, several an image" for line in super().summary(config, splits)]
@@ -90,10 +103,8 @@ class MultiLabel(Task):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         targets = batch.labels.to(images.device, non_blocking=True).to(images.dtype)
-        images, targets = mixed(run, batch, images, targets, epoch)
-        smoothing = run.config.training.smoothing
-        logits = forward(run, images)
-        return smoothed_binary_cross_entropy(logits, targets, smoothing=smoothing).view(1)
+        label_loss = partial(smoothed_binary_cross_entropy, smoothing=run.config.training.smoothing)
+        return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config import Config
+from vit.config import Config, DistillationConfig
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
@@ -50,10 +50,11 @@ def show_batch(
     config, given, listing = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
     config, given, planned = with_chosen_weights(config, given, accelerator)
-    # the time budget does not change the first epoch's images
+    # the time budget and the teacher do not change the first epoch's images
     timeless = dataclasses.replace(config.training, time=None)
     in_process = dataclasses.replace(config.data, workers=0)
-    config = dataclasses.replace(config, training=timeless, data=in_process)
+    alone = DistillationConfig()
+    config = dataclasses.replace(config, training=timeless, data=in_process, distillation=alone)
     resolved = resolve(
         config, given, accelerator, began=time.monotonic(), listing=planned or listing
     )

@@ -54,6 +54,7 @@ from vit.training.plan import (
 )
 from vit.training.plan_rules import Plan
 from vit.training.setup import make_network, make_training
+from vit.training.teacher import with_teacher
 from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
@@ -258,6 +259,7 @@ def resolve(
     check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors():
+        splits = with_teacher(config, splits, accelerator, notify, resumed)
         config = fit_memory(config, accelerator, notify, splits)
         config, budget = fit_time(config, splits, accelerator, notify, began=began)
     return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)

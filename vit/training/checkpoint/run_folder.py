@@ -20,12 +20,19 @@ from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
 from vit.training.logging.trackers import TRACKING
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
+from vit.weights.safetensors_io import (
+    atomic_write,
+    explain_write_errors,
+    write_tensors,
+    write_text,
+)
 from vit.weights.saved_model import PRETRAINING_FILE, TOKENIZER_FILE
 
+TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
+"""Answers of a teacher for the training images, in their order; and the name of their tensor."""
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),
-    *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE),
+    *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
@@ -200,12 +207,15 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
-    """Empty a locked folder, and write settings, tokenizer and, if made here, the split."""
+    """Empty a locked folder, and write settings, tokenizer, teacher's answers, and a made split."""
     with explain_write_errors(folder):
         delete_run(folder)
     write_config(folder, config)
     if splits.tokenizer is not None:
         write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
+    if splits.teacher_answers is not None:
+        answers = {TEACHER_ANSWERS: splits.teacher_answers}
+        write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
     if splits.made:
         record = {
             "root": str(Path(splits.root).resolve()),

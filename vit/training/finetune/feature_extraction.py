@@ -2,6 +2,8 @@
 
     features = pool(forward_features(preprocessing(image)))      without augmentation
 
+An ImagePass may compute another vector of each image, such as the answers of a teacher.
+
     CACHE/<digest of weights, preprocessing, precision>/<random name>.safetensors
         keys    (images, 32) uint8     SHA-256 of the image file
         values  (images, dim) float32
@@ -18,6 +20,7 @@ import os
 import stat
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +28,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -76,7 +79,7 @@ class Features:
 
 def extract(
     samples: Sequence[Sample],
-    extractor: "FeatureExtractor",
+    extractor: "ImagePass",
     *,
     weights_key: str,
     notify: Callable[[str], None],
@@ -88,7 +91,7 @@ def extract(
     Args:
         samples: Files and their classes.
         extractor: Computes missing features.
-        weights_key: From `weights_digest`, of the extractor's network.
+        weights_key: Digest of the weights that the features depend on, as of `weights_digest`.
         notify: Receives, on the main process, a summary and notes about damaged files.
         on_bad_image: `stop` at an unreadable image, or `skip` it.
         cache: Folder of the cache; None for no cache.
@@ -105,7 +108,7 @@ def extract(
     keys = extractor.keys([sample.path for sample in samples])
     if keys is None:
         return None
-    table = FeatureTable(samples, keys, on_bad_image)
+    table = FeatureTable(samples, keys, on_bad_image, extractor.title)
     identity = extractor.identity(weights_key)
     cached = on_main(accelerator, lambda: table.open(cache, identity, notify))
     missing = [(key, path) for key, path in table.files.items() if key not in cached]
@@ -147,12 +150,10 @@ class FeatureChunk(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureExtractor:
-    """Computes features on all processes.
+class ImagePass(ABC):
+    """Computes a vector of each image, on all processes.
 
     Args:
-        network: Whole, on the device of the accelerator; left in evaluation mode.
-        preprocessing: Preparation of images.
         accelerator: The devices.
         precision: Setting `precision` of the run.
         batch_size: Images per device in one forward pass.
@@ -162,8 +163,9 @@ class FeatureExtractor:
         advance: Receives the number of images that this process has finished since its last call.
     """
 
-    network: VisionTransformer
-    preprocessing: Preprocessing
+    title: ClassVar[str]
+    """What is computed, for the log."""
+
     accelerator: Accelerator
     precision: str
     batch_size: int
@@ -171,21 +173,28 @@ class FeatureExtractor:
     interrupted: Callable[[], bool] = lambda: False
     advance: Callable[[int], None] = lambda _: None
 
+    @abstractmethod
+    def identity(self, weights_key: str) -> dict[str, Any]:
+        """Everything but the image that a vector depends on."""
+
+    @abstractmethod
+    def prepare(self, path: str) -> Tensor:
+        """The input of one image, uint8.
+
+        Raises:
+            BadImage, ValueError, OSError, MemoryError: It cannot be read or resized.
+        """
+
+    @abstractmethod
+    def vectors(self, inputs: Sequence[Tensor]) -> Tensor:
+        """What is computed of the inputs of a batch, (batch, dim) float32 on the CPU."""
+
     @property
     def threads(self) -> int:
         """Number of threads that read files."""
         if self.workers is None:
             return default_workers(self.accelerator.num_processes)
         return max(self.workers, 1)
-
-    def identity(self, weights_key: str) -> dict[str, Any]:
-        """Everything but the image that a feature depends on."""
-        return {
-            "weights": weights_key,
-            "preprocessing": self.preprocessing.to_dict(),
-            "arithmetic": arithmetic(self.precision, self.accelerator.device),
-            "version": VERSION,
-        }
 
     def keys(self, paths: Sequence[str]) -> list[bytes | BadImage] | None:
         """Digests of the files, the same on all processes; None after a signal."""
@@ -209,7 +218,6 @@ class FeatureExtractor:
         processes = self.accelerator.num_processes
         chunks = [files[at : at + CHUNK] for at in range(0, len(files), CHUNK)]
         rounds = [math.ceil(len(chunk) / (processes * self.batch_size)) for chunk in chunks]
-        self.network.eval()
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="read-image")
         try:
             batches = self.prefetch(pool, self.own_batches(chunks, rounds))
@@ -241,10 +249,9 @@ class FeatureExtractor:
             yield [(key, image.result()) for key, image in reading.popleft()]
 
     def read(self, key: bytes, path: str) -> Tensor | BadImage:
-        """One prepared image, uint8 (3, height, width), or the reason why it is unreadable."""
+        """The input of one image, or the reason why it is unreadable."""
         try:
-            deep = self.preprocessing.intensity_range
-            image = self.preprocessing(read_image(path, intensity_range=deep))
+            image = self.prepare(path)
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except (ValueError, OSError, MemoryError) as error:
@@ -266,7 +273,7 @@ class FeatureExtractor:
             failed.update((key, bad) for key, bad in batch if isinstance(bad, BadImage))
             if images:
                 keys += images
-                values.append(self.forward(torch.stack([*images.values()])))
+                values.append(self.vectors([*images.values()]))
             self.advance(len(batch))
             if self.interrupted():
                 complete = False
@@ -277,7 +284,8 @@ class FeatureExtractor:
         if not all_values.isfinite().all():
             used = arithmetic(self.precision, self.accelerator.device)
             raise RunError(
-                f"a feature is not finite in {used}: use --precision fp32, or check the weights"
+                f"{self.title}: one is not finite in {used}: use --precision fp32, or check the "
+                "weights"
             )
         return FeatureChunk(
             [key for some, _, _ in parts for key in some],
@@ -286,10 +294,42 @@ class FeatureExtractor:
             complete,
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureExtractor(ImagePass):
+    """Computes features on all processes.
+
+    Args:
+        network: Whole, on the device of the accelerator; left in evaluation mode.
+        preprocessing: Preparation of images.
+    """
+
+    title = "features"
+    network: VisionTransformer
+    preprocessing: Preprocessing
+
+    def identity(self, weights_key: str) -> dict[str, Any]:
+        """Everything but the image that a feature depends on."""
+        return {
+            "weights": weights_key,
+            "preprocessing": self.preprocessing.to_dict(),
+            "arithmetic": arithmetic(self.precision, self.accelerator.device),
+            "version": VERSION,
+        }
+
+    def prepare(self, path: str) -> Tensor:
+        """One image of the network, uint8 (3, height, width)."""
+        deep = self.preprocessing.intensity_range
+        return self.preprocessing(read_image(path, intensity_range=deep))
+
+    def vectors(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Features of prepared images."""
+        return self.forward(torch.stack([*inputs]))
+
     @torch.inference_mode()
     def forward(self, images: Tensor) -> Tensor:
         """uint8 (batch, 3, height, width) -> input of the head, (batch, dim) float32 on the CPU"""
-        network, device = self.network, self.accelerator.device
+        network, device = self.network.eval(), self.accelerator.device
         count = len(images)
         # few shapes for compilation: the last batch is padded with blank images
         rows = min(self.batch_size, 1 << (count - 1).bit_length())
@@ -401,6 +441,7 @@ class FeatureTable:
         samples: Files and their classes.
         keys: Key of each sample, or the reason why it is unreadable.
         on_bad_image: `stop` at an unreadable image, or `skip` it.
+        title: What is computed, for the log.
 
     Raises:
         BadImage: A sample has no key, and `on_bad_image` is stop.
@@ -409,6 +450,7 @@ class FeatureTable:
     samples: Sequence[Sample]
     keys: Sequence[bytes | BadImage]
     on_bad_image: OnBadImage
+    title: str = "features"
     store: FeatureStore | None = None
     parts: list[tuple[list[bytes], Tensor]] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)
@@ -461,7 +503,7 @@ class FeatureTable:
             counts.append(f"{same:,} the same as another")
         if lost := len(self.samples) - len(good):
             counts.append(f"{lost:,} left out that cannot be read")
-        return f"features: {', '.join(counts)}"
+        return f"{self.title}: {', '.join(counts)}"
 
     def features(self, accelerator: Accelerator) -> Features:
         """All features in the order of the samples, on all processes.
@@ -480,7 +522,7 @@ class FeatureTable:
                 labels.append(sample.label)
                 good.append(key)
         if not good:
-            raise DataError("not one image can be read: there are no features")
+            raise DataError(f"not one image can be read: there are no {self.title}")
         values = broadcast_tensor(accelerator, lambda: self.values(good))
         return Features(values, torch.tensor(labels, dtype=torch.int64), failed)
 

@@ -1,0 +1,403 @@
+"""The teacher of a distillation: its answers for the training images, computed once.
+
+    teacher: run, weights, exported file -> classes matched by name with those of the data
+    image, and its mirror image where training mirrors -> the teacher's own preprocessing
+    -> probabilities p, calibrated where the teacher has a calibration
+    -> log p, or log p - log(1 - p) of several classes an image -> mean of the two images
+    -> Splits.teacher_answers, (images, classes) float16 -> vit/tasks/distillation.py
+
+The answers are cached by the content of an image (feature_extraction.py), so that a second student
+of the same teacher computes none. The run folder stores them, so that a resumed run needs no
+teacher.
+"""
+
+import dataclasses
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from vit.config import Config
+from vit.data.dataset_types import Sample, Splits
+from vit.data.image_io import read_image
+from vit.data.preprocessing import Preprocessing
+from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.exported.load_exported import EXPORTED
+from vit.precision import autocast
+from vit.tasks.task import calibrated_activation
+from vit.text import join_names, percent, plural, printable
+from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
+from vit.training.distributed.collectives import broadcast_tensor, on_main
+from vit.training.distributed.devices import arithmetic, inference_precision
+from vit.training.finetune.feature_extraction import READ_BYTES, ImagePass, extract
+from vit.training.finetune.linear_probe_init import BATCH_SIZES, feature_cache
+from vit.weights.load_model import load_model
+from vit.weights.resolve_source import locate_weights
+from vit.weights.safetensors_io import digest, read_tensors
+from vit.weights.saved_model import LoadedRun
+
+Notify = Callable[[str], None]
+
+MIN_PROBABILITY = 1e-7
+"""Smaller probabilities, and those nearer to 1, count as this: float32 cannot tell them apart."""
+VERSION = 1
+"""Part of the cache's identity; another one invalidates all answers."""
+
+
+def with_teacher(
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+    notify: Notify,
+    resumed: Path | None = None,
+) -> Splits:
+    """Add the answers of the teacher to `splits`, if there is a teacher.
+
+    Args:
+        config: Settings, completed for the data.
+        splits: The data.
+        accelerator: The devices, on all of which the teacher works.
+        notify: Receives log lines.
+        resumed: Folder of the run to resume, whose stored answers apply.
+
+    Raises:
+        ConfigError: The teacher is no classifier of this kind, or lacks a class.
+        WeightsError, BadImage, DataError, RunError: It or an image cannot be read; or the stored
+            answers are damaged or of other images.
+    """
+    if config.distillation.teacher is None:
+        return splits
+    stored = None if resumed is None else resumed / TEACHER_FILE
+    if stored is not None and on_main(accelerator, stored.is_file):
+        shape = (len(splits.train), config.model.num_classes)
+        answers = broadcast_tensor(accelerator, lambda: read_answers(stored, shape))
+        return dataclasses.replace(splits, teacher_answers=answers.half())
+    teacher = open_teacher(config, accelerator, notify)
+    columns = match_classes(teacher, splits.classes)
+    for line in teacher_lines(config, len(splits.train)):
+        notify(line)
+    answers = compute_answers(teacher, columns, config, splits.train, accelerator, notify)
+    if not config.training.multilabel:
+        labels = torch.tensor([sample.label for sample in splits.train])
+        agreed = float((answers.argmax(dim=1) == labels).double().mean())
+        notify(f"the teacher's best class is the label of {percent(agreed, 1)} of these images")
+    return dataclasses.replace(splits, teacher_answers=answers.half())
+
+
+def teacher_lines(config: Config, images: int) -> list[str]:
+    """A log line about the teacher and its pass over the training images, if there is one."""
+    settings = config.distillation
+    if settings.teacher is None:
+        return []
+    views = " and their mirror images" if config.augment.hflip else ""
+    tau = f", tau {settings.distillation_tau:g}" if settings.distillation_type == "soft" else ""
+    return [
+        f"teacher: {printable(settings.teacher)} answers {plural(images, 'training image')}{views} "
+        f"once, before the first step ({settings.distillation_type}, alpha "
+        f"{settings.distillation_alpha:g}{tau})"
+    ]
+
+
+class Teacher(ABC):
+    """A trained classifier.
+
+    Attributes:
+        name: As the user gave it.
+        classes: Class names, by output.
+        multilabel: Whether an image may have several classes.
+        preprocessing: Preparation of images.
+        key: Digest of everything that its answers depend on, besides image and arithmetic.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    multilabel: bool
+    preprocessing: Preprocessing
+    key: str
+
+    @abstractmethod
+    def prepare(self, path: str) -> Tensor:
+        """One image, uint8 (3, height, width)."""
+
+    @abstractmethod
+    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
+        """Prepared images -> probabilities as of `vit predict`, (images, outputs) float64."""
+
+
+class NetworkTeacher(Teacher):
+    """A teacher in torch.
+
+    Args:
+        name: As the user gave it.
+        loaded: Network with its classes.
+        accelerator: The devices.
+        precision: Setting `precision` of the run.
+    """
+
+    def __init__(
+        self, name: str, loaded: LoadedRun, accelerator: Accelerator, precision: str
+    ) -> None:
+        self.name, self.classes = name, loaded.classes
+        self.multilabel = loaded.thresholds is not None
+        self.preprocessing = loaded.preprocessing
+        about = {
+            "config": asdict(loaded.config),
+            "calibration": None if loaded.calibration is None else loaded.calibration.to_dict(),
+            "task": loaded.task_name,
+        }
+        state = loaded.model.state_dict()
+        self.key = digest(state, {"about": json.dumps(about, sort_keys=True, default=str)})
+        self.device = accelerator.device
+        self.precision = inference_precision(precision, self.device)
+        self.network = loaded.model.to(self.device).eval()
+        self.activation = calibrated_activation(loaded)
+
+    def prepare(self, path: str) -> Tensor:
+        """One image of the network's size."""
+        deep = self.preprocessing.intensity_range
+        return self.preprocessing(read_image(path, intensity_range=deep))
+
+    @torch.inference_mode()
+    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
+        """Prepared images -> calibrated probabilities, (images, outputs) float64."""
+        inputs = self.preprocessing.normalise(torch.stack([*images]).to(self.device))
+        with autocast(self.precision, self.device):
+            logits: Tensor = self.network(inputs)
+        found: Tensor = self.activation(logits.float().cpu().double())
+        return found
+
+
+class ExportedTeacher(Teacher):
+    """A teacher in a file of `vit export`, whose graph prepares images of any size itself.
+
+    Args:
+        name: The file.
+        batch_size: Images per forward pass.
+    """
+
+    def __init__(self, name: str, batch_size: int) -> None:
+        from vit.exported.load_exported import load_exported
+        from vit.exported.onnx_classifier import ExportedClassifier
+
+        suffix = Path(name).suffix.lower()
+        found = load_exported(name, engine=EXPORTED[suffix], batch_size=batch_size)
+        if not isinstance(found, ExportedClassifier) or not found.shares:
+            raise no_classifier(name, "its outputs are no probabilities of classes")
+        self.name, self.classifier, self.classes = name, found, found.classes
+        self.multilabel = found.thresholds is not None
+        self.preprocessing = found.preprocessing
+        self.key = digest_of_files([Path(name), Path(name).with_suffix(".bin"), f"{name}.data"])
+
+    def prepare(self, path: str) -> Tensor:
+        """The whole image."""
+        deep = self.preprocessing.intensity_range
+        image = read_image(path, intensity_range=deep)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+
+    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
+        """Whole images -> the probabilities of the graph, (images, outputs) float64."""
+        arrays = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
+        rows = [*self.classifier.probabilities(arrays)]
+        if bad := next((row for row in rows if isinstance(row, BadImage)), None):
+            raise RunError(f"teacher {printable(self.name)}: {bad.reason}")
+        return torch.stack([torch.as_tensor(row, dtype=torch.float64) for row in rows])
+
+
+def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Teacher:
+    """Open the teacher of a run.
+
+    Raises:
+        WeightsError, RunError: It cannot be found or read.
+        ConfigError: It is no classifier, or one of another kind than the student.
+    """
+    name = config.distillation.teacher
+    assert name is not None, "called for a run with a teacher"
+    teacher: Teacher
+    if Path(name).suffix.lower() in EXPORTED:
+        teacher = ExportedTeacher(name, BATCH_SIZES["cpu"])
+    else:
+        # one process downloads, the others find the files
+        on_main(accelerator, lambda: locate_weights(name))
+        loaded = load_model(name, notify=notify, headless=True)
+        if loaded.tokenizer is not None:
+            raise no_classifier(name, "it writes captions")
+        if not loaded.classes:
+            raise no_classifier(name, "it has no classes")
+        if loaded.task_name not in ("classify", "multilabel"):
+            raise no_classifier(name, f"its task is {printable(loaded.task_name)}")
+        teacher = NetworkTeacher(name, loaded, accelerator, config.run.precision)
+    if teacher.multilabel != config.training.multilabel:
+        gives = "any number of classes" if teacher.multilabel else "one class"
+        raise ConfigError(
+            f"teacher={printable(name)}: it gives an image {gives}, and the data are for "
+            f"task={config.training.task}: give a teacher of the same task"
+        )
+    return teacher
+
+
+def no_classifier(name: str, why: str) -> ConfigError:
+    """The error of a teacher that has no probabilities of classes."""
+    return ConfigError(
+        f"teacher={printable(name)}: {why}, and a teacher is a classifier: give the run of one, "
+        "weights with a head, or a classifier's file of vit export"
+    )
+
+
+def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
+    """The output of the teacher for each of `classes`; it may have more.
+
+    Raises:
+        ConfigError: It lacks a class.
+    """
+    outputs = {name: column for column, name in enumerate(teacher.classes)}
+    if missing := [name for name in classes if name not in outputs]:
+        raise ConfigError(
+            f"teacher={printable(teacher.name)}: it lacks "
+            f"{plural(len(missing), 'class', 'classes')} of the data ({join_names(missing)}; it "
+            f"knows {join_names(teacher.classes, 3)}): classes are matched by name, so rename the "
+            "data's, or give a teacher that was trained on them"
+        )
+    return [outputs[name] for name in classes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherPass(ImagePass):
+    """Computes the scores of a teacher.
+
+    Args:
+        teacher: The teacher.
+        columns: Its output for each class of the data.
+        mirrored: Whether scores are the mean over an image and its mirror image.
+    """
+
+    title = "teacher's answers"
+    teacher: Teacher
+    columns: Sequence[int]
+    mirrored: bool
+
+    def identity(self, weights_key: str) -> dict[str, Any]:
+        """Everything but the image that an answer depends on."""
+        return {
+            "teacher": weights_key,
+            "preprocessing": self.teacher.preprocessing.to_dict(),
+            "outputs": [*self.columns],
+            "mirrored": self.mirrored,
+            "arithmetic": arithmetic(self.precision, self.accelerator.device),
+            "version": VERSION,
+        }
+
+    def prepare(self, path: str) -> Tensor:
+        """One image of the teacher, uint8 (3, height, width)."""
+        return self.teacher.prepare(path)
+
+    def vectors(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Scores of the data's classes, (images, classes) float32."""
+        views = [inputs, [image.flip(-1) for image in inputs]] if self.mirrored else [inputs]
+        scores = [self.scores(self.teacher.probabilities(view)) for view in views]
+        return torch.stack(scores).mean(dim=0).float()
+
+    def scores(self, probabilities: Tensor) -> Tensor:
+        """Log-probabilities, or log-odds of several classes an image, (images, classes)."""
+        chosen = probabilities[:, torch.tensor(self.columns)]
+        if self.teacher.multilabel:
+            return chosen.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
+        return chosen.clamp(min=MIN_PROBABILITY).log()
+
+
+def compute_answers(
+    teacher: Teacher,
+    columns: Sequence[int],
+    config: Config,
+    samples: Sequence[Sample],
+    accelerator: Accelerator,
+    notify: Notify,
+) -> Tensor:
+    """Scores of `samples`, (images, classes) float32, from the cache or computed.
+
+    Rows of images that cannot be read, with on_bad_image=skip, are 0; training skips them too.
+    """
+    with closing(
+        tqdm(
+            desc="teacher",
+            total=len(samples) // accelerator.num_processes,
+            unit="img",
+            disable=None if accelerator.is_main_process else True,
+            leave=False,
+        )
+    ) as bar:
+        found = extract(
+            samples,
+            TeacherPass(
+                accelerator=accelerator,
+                precision=config.run.precision,
+                batch_size=BATCH_SIZES.get(accelerator.device.type, 64),
+                workers=config.data.workers,
+                advance=bar.update,
+                teacher=teacher,
+                columns=columns,
+                mirrored=config.augment.hflip > 0,
+            ),
+            weights_key=teacher.key,
+            notify=notify,
+            on_bad_image=config.data.on_bad_image,
+            cache=feature_cache(config),
+        )
+    assert found is not None, "nothing interrupts this pass but an exception"
+    answers = torch.zeros(len(samples), len(columns))
+    readable = [row for row, sample in enumerate(samples) if sample.path not in found.failed]
+    answers[torch.tensor(readable)] = found.values
+    return answers
+
+
+def read_answers(path: Path, shape: tuple[int, int]) -> Tensor:
+    """The answers that a run folder stores, (images, classes) float32.
+
+    Raises:
+        RunError: The file is damaged.
+        DataError: It is for other images.
+    """
+    try:
+        answers = read_tensors(path)[0].get(TEACHER_ANSWERS)
+    except WeightsError as error:
+        raise RunError(f"{error}; delete it, and the teacher answers again") from None
+    if answers is None or answers.ndim != 2 or answers.dtype != torch.float16:
+        raise RunError(
+            f"{printable(path)} holds no answers of a teacher; delete it, and it answers again"
+        )
+    if tuple(answers.shape) != shape:
+        rows, classes = answers.shape
+        raise DataError(
+            f"the data set changed since this run began: {printable(path)} is for "
+            f"{plural(rows, 'training image')} of {classes} classes, and there are {shape[0]} of "
+            f"{shape[1]}: restore it to resume, or {train_on(path.parent)}"
+        )
+    return answers.float()
+
+
+def digest_of_files(paths: Sequence[str | Path]) -> str:
+    """SHA-256 over the contents of those files that exist.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    total = hashlib.sha256()
+    for path in map(Path, paths):
+        if not path.is_file():
+            continue
+        try:
+            with path.open("rb") as file:
+                while content := file.read(READ_BYTES):
+                    total.update(content)
+        except OSError as error:
+            raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
+    return total.hexdigest()
