@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from PIL import Image
 
 from vit.errors import DataError
 from vit.export.export_options import Options
@@ -12,9 +13,11 @@ from vit.export.sample_images import calibration_images
 def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(tiny_data / "val", data)
-    paths = sorted(data.rglob("*.png"))
-    cut = [paths[0], paths[-1]]
-    for path in cut:
+    paths = sorted(data.rglob("*.*"))
+    cut = [paths[0].with_suffix(".bmp"), paths[-1].with_suffix(".bmp")]
+    for path, old in zip(cut, (paths[0], paths[-1]), strict=True):
+        Image.open(old).convert("RGB").save(path)
+        old.unlink()
         path.write_bytes(path.read_bytes()[:-40])  # the header can be read
     classes, notes = tuple(sorted(one.name for one in data.iterdir())), []
 
