@@ -109,8 +109,8 @@ def draw_chart(
     to_x = scale(x_ticks[0], x_ticks[-1], left, right, log="x" in log)
     to_y = scale(y_ticks[0], y_ticks[-1], bottom, top, log="y" in log)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 350" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="14" fill="{INK}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="350" viewBox="0 0 640 350" '
+        f'role="img" font-family="system-ui, sans-serif" font-size="14" fill="{INK}">',
         f"<title>{escape(title)}</title>",
         f'<text x="8" y="18">{escape(y_axis)}</text>',
         f'<text x="{(left + right) / 2:.0f}" y="344" text-anchor="middle">{escape(x_axis)}</text>',
