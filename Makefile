@@ -1,4 +1,4 @@
-.PHONY: bench check docs format gpu lint lowest lowest-lock release slow test
+.PHONY: bench check docs format gpu lint lowest lowest-lock notebooks release slow test
 
 check: test slow lint    ## everything that must pass before a commit
 
@@ -36,6 +36,9 @@ lowest:             ## the default tests with the lower bounds of all libraries,
 lowest-lock:        ## packaging/lowest.txt again, after a change of the lower bounds in pyproject.toml
 	uv pip compile --quiet --python-version 3.11 --resolution lowest-direct --extra test --no-emit-package vit-toolkit \
 		--custom-compile-command "make lowest-lock" pyproject.toml --output-file packaging/lowest.txt
+
+notebooks:          ## what the notebooks of docs/notebooks print, executed and saved again (pip install '.[dev]')
+	python tools/execute_notebooks.py
 
 docs:               ## the documentation site in site/, which needs no server (pip install '.[docs]')
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

@@ -4,6 +4,7 @@
     reference/python.md        the public names of `vit`, whose docstrings mkdocstrings reads
     project/*.md               README, CHANGELOG and the like, which are outside of docs/
     source/*.md                the files of the repository that pages link to
+    notebooks/*.md             the notebooks of docs/notebooks with their saved results
 
 Pages keep the links that work in the repository: a link to a file outside of docs/ leads to one of
 these pages.
@@ -11,6 +12,7 @@ these pages.
 
 import argparse
 import importlib
+import json
 import posixpath
 import re
 import sys
@@ -100,7 +102,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     add("reference/python.md", python_page())
     for name, uri in PROJECT.items():
         add(uri, (ROOT / name).read_text(encoding="utf-8"))
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PROJECT)]
+    notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+    for path in notebooks:
+        add(site_uri(path), notebook_page(path))
+    pages = [*(ROOT / "docs").glob("*.md"), *notebooks, *(ROOT / name for name in PROJECT)]
     linked = {path for page in pages for path in outside_links(page)}
     for folder in [path for path in linked if path.is_dir()]:
         linked |= {path for path in folder.iterdir() if path.suffix in LANGUAGES}
@@ -116,6 +121,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri.startswith(FEWER):
         page.meta["search"] = {"boost": 0.3}
     origins = {made: ROOT / name for name, made in PROJECT.items()}
+    origins |= {site_uri(path): path for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
     origin = origins.get(uri, ROOT / "docs" / uri)
     if not origin.is_file():  # made from the code
         return markdown
@@ -166,7 +172,8 @@ def site_uri(path: Path) -> str:
     if name == "docs":
         return "README.md"
     if path.is_relative_to(ROOT / "docs"):
-        return path.relative_to(ROOT / "docs").as_posix()
+        uri = path.relative_to(ROOT / "docs").as_posix()
+        return uri.replace(".ipynb", ".md")
     return PROJECT.get(name) or source_uri(path)
 
 
@@ -195,6 +202,28 @@ def folder_page(folder: Path) -> str:
         rows.append(f"| [`{path.name}`]({uri}) | {cell(first.strip(QUOTES))} |")
     title = f"# `{folder.relative_to(ROOT).as_posix()}/`"
     return f"{HIDDEN}{title}\n\n| file | |\n|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown: its text, its code, and below each cell what it printed."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                png = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f'<img alt="Result of the cell" src="data:image/png;base64,{png}">')
+                continue
+            text = "".join(output.get("text") or data.get("text/plain", []))
+            parts.append(f"```text\n{text.rstrip()}\n```")
+    link = f'<a href="{path.name}" download>{path.name}</a>'
+    note = f"This page is a notebook as it was executed. To run it: {link}, in Jupyter."
+    return "\n\n".join([parts[0], note, *parts[1:]]) + "\n"
 
 
 def command_page(name: str, sentence: str) -> str:
