@@ -4,6 +4,7 @@ import csv
 import json
 import os
 
+import openpyxl
 import pytest
 
 from vit.data.sources import table_reader
@@ -327,3 +328,12 @@ def test_control_characters_do_not_reach_the_terminal(write):
         read(write("\x1b[31mred\u202e\n"))
     assert "\x1b" not in str(caught.value)
     assert "\u202e" not in str(caught.value)
+
+
+def test_a_title_above_the_columns_of_a_workbook_is_named_as_the_cause(tmp_path):
+    book = openpyxl.Workbook()
+    for row in (["My labels"], ["image", "label"], ["a.png", "a"], ["b.png", "b"]):
+        book.active.append(row)
+    book.save(tmp_path / "list.xlsx")
+    with pytest.raises(DataError, match="1 in the header; the first row has to name the columns"):
+        read_list(str(tmp_path / "list.xlsx"), DatasetSpec("list.xlsx"), [])

@@ -226,6 +226,7 @@ LONGEST = 80
 MARKS = ' \t\r\n,;|"'
 """Characters of a line without content."""
 IN_HEADER = "but {} in the header; a cell with commas needs quotes around it"
+IN_SHEET = "but {} in the header; the first row has to name the columns, without a title above"
 IN_PAIR = "but {} are expected, the name of an image and its caption"
 
 
@@ -398,6 +399,8 @@ def check_width(
 ) -> None:
     """Refuse a row that has more or fewer than `width` cells; `expected` has the reason."""
     if len(cells) != width:
+        if expected == IN_HEADER and path.lower().endswith(".xlsx"):
+            expected = IN_SHEET
         raise wrong(path, f"{len(cells)} cells, {expected.format(width)}", line)
 
 
