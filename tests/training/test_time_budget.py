@@ -95,7 +95,7 @@ def test_the_schedule_ends_within_the_time(clock, fit):
     assert 0.98 * 300 < needed <= 0.985 * 300
     assert epochs * VALIDATION <= time_budget.VALIDATIONS_SHARE * 300
     match = re.fullmatch(
-        r"note: time=5m: (\d,\d+) steps \(0\.25 s a step, 0\.5 s a validation\), about 5 min",
+        r"note: time=5m: ([\d,]+) steps \(0\.25 s a step, 0\.5 s a validation\), about 5 min",
         said[0],
     )
     assert match is not None

@@ -46,10 +46,13 @@ Notify = Callable[[str], None]
 
 # Share of the time that stays free, since no two minutes of a machine are alike.
 MARGIN = 0.015
-# One measurement (of steps at one size, of validation) takes this share of the time, and no more
-# seconds than this.
+# One measurement (of steps at one size, of validation) takes this share of the time, within these
+# seconds.
 SHARE = 0.004
+LEAST_SECONDS = 0.5
 MOST_SECONDS = 2.0
+# The first steps of a size allocate memory and choose kernels; they do not count as its pace.
+WARM_STEPS = 2
 # Validations of a run: their share of its time, at least, and at most where passes over the images
 # are fewer.
 VALIDATIONS_SHARE = 0.04
@@ -61,7 +64,7 @@ IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs",
 # each one whatever its size; and seconds of the report beside measuring.
 DISK = 200e6
 SAVE = 0.05
-REPORT = 3.0
+REPORT = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ class TimeBudget:
             pace: Seconds that the run took so far, as a share of what was expected of it.
             room: Seconds until the end.
         """
-        room -= self.costs.ending * pace
+        room -= self.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
 
         def needed(more: int) -> float:
             return pace * self.costs.between(config, epoch_steps, step, step + more)
@@ -158,7 +161,8 @@ def fit_time(
     schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
     if config.training.schedule == "cosine":  # wsd corrects its steps later; here the first
         costs_of(config, splits, accelerator, 0.0)  # steps, with their imports, must not count
-    costs = costs_of(config, splits, accelerator, min(SHARE * seconds, MOST_SECONDS))
+    most = min(max(SHARE * seconds, LEAST_SECONDS), MOST_SECONDS)
+    costs = costs_of(config, splits, accelerator, most)
     budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
     spent = max_over_processes(accelerator, time.monotonic() - began)
     epoch_steps = epoch_length(config, schedule.steps_per_pass, costs, seconds - spent)
@@ -350,20 +354,21 @@ def time_steps(
 
     Returns:
         Seconds that the first steps took beyond their pace, and seconds of a step. The pace is the
-        mean of the later half: where loading is what takes time, batches come in bursts, so that a
-        median would be wrong, and the first ones were loaded before they were asked for.
+        mean of the later half, without the first two: where loading is what takes time, batches
+        come in bursts, so that a median would be wrong, and the first ones were loaded before they
+        were asked for.
     """
     loader = training_loader(run, samples)
     batches = all_batches(loader)
     seconds: list[float] = []
     try:
-        while len(seconds) < 2 or sum(seconds[1:]) < most:
+        while len(seconds) <= WARM_STEPS or sum(seconds[1:]) < most:
             micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
             train_one_step(run, micro_batches, epoch=0)
             seconds.append(watch.lap())
     finally:
         loader.close()
-    pace = fmean(seconds[len(seconds) // 2 :])
+    pace = fmean(seconds[max(len(seconds) // 2, WARM_STEPS) :])
     return max(sum(seconds) - len(seconds) * pace, 0.0), pace
 
 
