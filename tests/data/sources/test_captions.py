@@ -210,6 +210,45 @@ def test_every_source_gives_the_same_captioned_images(tmp_path, name):
     assert caption_ids(splits) == caption_ids(expected)
 
 
+COPIES = 3
+
+
+def write_copies(name: str, folder: Path) -> str:
+    """A source in which an image has several names, each with a caption of its own."""
+    named = {f"{at}{name}": png(name) for name in IMAGES for at in range(COPIES)}
+    if name == "csv":
+        folder.mkdir()
+        for one, pixels in named.items():
+            (folder / one).write_bytes(pixels)
+        rows = [f"{one},caption {at}" for at, one in enumerate(named)]
+        (folder / "list.csv").write_text("\n".join(["image,caption", *rows, *rows[::7]]) + "\n")
+        return str(folder / "list.csv")
+    if name == "tar":
+        texts = {f"{one[:-4]}.txt": b"a caption" for one in named}
+        return write_tar(folder / "00000.tar", dict(sorted({**named, **texts}.items())))
+    folder.mkdir()
+    rows = {
+        "image": [{"bytes": pixels, "path": one} for one, pixels in named.items()],
+        "caption": [f"caption {at}" for at in range(len(named))],
+    }
+    kinds = {"image": datasets.Image(), "caption": datasets.Value("string")}
+    rows = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    rows.to_parquet(str(folder / "x.parquet"))
+    return f"hf:{folder}/x.parquet"
+
+
+@pytest.mark.parametrize("fold", [None, Fold(2, 3)], ids=["share", "fold"])
+@pytest.mark.parametrize("name", ["csv", "tar", "parquet"])
+def test_copies_of_an_image_are_on_one_side_of_a_split(tmp_path, name, fold):
+    splits = opened(write_copies(name, tmp_path / "x"), fold=fold)
+    train, val = ({pixels for _, pixels, _ in part} for part in content(splits))
+    assert len(train) + len(val) == len(IMAGES)
+    assert not train & val
+    assert len(splits.train) + len(splits.val) == COPIES * len(IMAGES)
+    assert len(splits.val) == (12 if fold else 9)
+    assert not any("leak" in note for note in splits.notes)
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_and_folds_are_those_of_a_list(tmp_path, name):
     source = SOURCES[name](tmp_path / "source")

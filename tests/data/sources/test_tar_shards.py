@@ -226,7 +226,8 @@ def test_ignored_members_get_a_note(tmp_path):
 
 def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
     for number in range(2):
-        pack(tmp_path / f"{number}.tar", {f"{c}/{n}.jpg": b"x" for c in "ab" for n in range(4)})
+        images = {f"{c}/{n}.jpg": f"{number}{c}{n}".encode() for c in "ab" for n in range(4)}
+        pack(tmp_path / f"{number}.tar", images)
     splits = open_data(tmp_path)
     names = [relative(sample.path, splits.root) for sample in (*splits.train, *splits.val)]
     assert len({*names}) == 16

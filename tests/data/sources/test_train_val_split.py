@@ -101,6 +101,47 @@ def test_a_group_is_in_one_split_only(multilabel):
     assert split(records, group="patient", multilabel=multilabel)[1] == val
 
 
+def test_copies_take_one_place_in_the_order():
+    images = {"a": [f"/x/a/{n:02d}.png" for n in range(20)], "b": ["/x/b/0.png", "/x/b/1.png"]}
+    usual = hold_out(images, val_share=0.25, seed=0, root="/x")[1]
+    assert hold_out(images, val_share=0.25, seed=0, root="/x", copies={})[1] == usual
+    copies = dict.fromkeys(images["a"][:3], "a/00.png")
+    for seed in range(20):
+        val = hold_out(images, val_share=0.25, seed=seed, root="/x", copies=copies)[1]
+        assert len({*copies} & {*val["a"]}) in (0, 3)
+        assert 1 <= len(val["a"]) <= 5
+    alike = dict.fromkeys(images["a"], "a/00.png")
+    assert hold_out(images, val_share=0.25, seed=0, root="/x", copies=alike)[1]["a"] == []
+    pairs = {path: f"a/{n // 10}.png" for n, path in enumerate(images["a"])}
+    held = hold_out(images, val_share=0.25, seed=0, root="/x", copies=pairs)[1]["a"]
+    assert len(held) == 10  # there are no fewer to hold out
+
+
+def test_a_copy_in_another_class_is_held_out_with_both_or_none():
+    images = {name: [f"/x/{name}/{n}.png" for n in range(8)] for name in "ab"}
+    copies = {"/x/a/0.png": "a/0.png", "/x/b/0.png": "a/0.png"}
+    sides = set()
+    for seed in range(60):
+        val = hold_out(images, val_share=0.5, seed=seed, root="/x", copies=copies)[1]
+        sides.add(tuple(f"/x/{name}/0.png" in val[name] for name in "ab"))
+    assert sides == {(True, True), (False, False)}
+
+
+def test_groups_with_copies_of_an_image_in_common_are_one_unit():
+    records = [ImageRecord(f"/x/{n}.png", ("a",), f"g{n // 2}") for n in range(8)]
+    copies = {"/x/1.png": "1.png", "/x/2.png": "1.png", "/x/3.png": "3.png", "/x/6.png": "3.png"}
+    names = [relative(record.path, "/x") for record in records]
+    for order in (1, -1):
+        units = make_units(
+            records[::order], [record.group for record in records[::order]], names[::order], copies
+        )
+        found = {unit.name: {names[::order][at] for at in unit.members} for unit in units}
+        assert found == {
+            "g0": {f"{n}.png" for n in (0, 1, 2, 3, 6, 7)},
+            "g2": {"4.png", "5.png"},
+        }
+
+
 def test_uneven_and_absent_classes_get_a_note():
     records = [ImageRecord(f"/x/{n}.png", (f"c{n // 30}",), f"g{n // 15}") for n in range(60)]
     _, val, notes = split(records, group="g")

@@ -5,7 +5,7 @@ import hashlib
 import os
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,15 +84,24 @@ def count_notes(train: ImagesByClass, total: int | None = None) -> list[str]:
     return [note for note in (few_note(counts, total), imbalance_note(counts)) if note]
 
 
-def equal_notes(train: ImagesByClass, val: ImagesByClass, root: str) -> list[str]:
-    """Notes about identical files in both splits, or in more than one class."""
+def equal_notes(
+    train: ImagesByClass, val: ImagesByClass, root: str, identical: Sequence[Sequence[str]] | None
+) -> list[str]:
+    """Notes about files in both splits, or in more than one class, that are `identical`.
+
+    Args:
+        train: Training images.
+        val: Validation images.
+        root: Folder that their names are relative to.
+        identical: Of all of them, as `search_identical` returns them.
+    """
+    if identical is None:
+        return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
     origins = {path: ("train", name) for name, paths in train.items() for path in paths}
     origins |= {path: ("val", name) for name, paths in val.items() for path in paths}
-    if len(origins) > MAX_COMPARED:
-        return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
     leaks: list[str] = []
     class_conflicts: list[str] = []
-    for group in equal_files(origins):
+    for group in identical:
         first, other, kinds = compare_origins(group, origins)
         if not kinds:
             continue
@@ -143,6 +152,11 @@ def compare_origins(
         group[1:], key=lambda image: (origins[image][0] == split, origins[image][1] == label)
     )
     return first, by_difference[0], kinds
+
+
+def search_identical(paths: Collection[str]) -> list[list[str]] | None:
+    """`equal_files` of `paths`; None if they are too many to search."""
+    return equal_files(paths) if len(paths) <= MAX_COMPARED else None
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:

@@ -24,7 +24,12 @@ from vit.data.dataset_types import (
 )
 from vit.data.sources import huggingface_datasets, torchvision_datasets
 from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
-from vit.data.sources.dataset_warnings import count_notes, equal_notes, name_notes
+from vit.data.sources.dataset_warnings import (
+    count_notes,
+    equal_notes,
+    name_notes,
+    search_identical,
+)
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
 from vit.data.sources.label_review import apply_labels, apply_review
@@ -32,7 +37,7 @@ from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
 from vit.data.sources.torchvision_datasets import read_torchvision
-from vit.data.sources.train_val_split import Fold, split_train_val
+from vit.data.sources.train_val_split import Fold, name_copies, split_train_val
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
@@ -185,7 +190,8 @@ def open_splits(
         seed: Seed of the choice of held-out images.
         fold: Cross-validation fold to hold out instead.
         listing: An index to use if its specification is the same one.
-        compare: Whether to search for identical files, which reads many files.
+        compare: Whether to search for identical files, which reads many files. They are not
+            separated by a split that is made here.
 
     Raises:
         DataError: The dataset cannot be trained on.
@@ -202,11 +208,23 @@ def open_splits(
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
     notes = [*index.notes]
-    train, val, more = split_train_val(index, spec, val_share=val_share, seed=seed, fold=fold)
-    held_out = all(name not in index.splits for name in VAL_NAMES) or fold is not None
+    own = next((name for name in VAL_NAMES if name in index.splits), None)
+    held_out = own is None or fold is not None
+    identical = None
+    if compare:
+        every = images if held_out else [*images, *index.splits[own or ""]]
+        identical = search_identical(dict.fromkeys(record.path for record in every))
+    train, val, more = split_train_val(
+        index,
+        spec,
+        val_share=val_share,
+        seed=seed,
+        fold=fold,
+        copies=name_copies(identical or (), index.root),
+    )
     notes += more
     if not held_out:
-        name = next(name for name in VAL_NAMES if name in index.splits)
+        name = own or ""
         val, more = _relabel(val, classes, index, index.locations[name], owner="train")
         notes += [*more, *_leakage_notes(train, val, index.root)]
         if name == "test":
@@ -214,13 +232,13 @@ def open_splits(
                 f"no val {index.split_kind}: validates on test, so keep other images for the end"
             )
     if not val:
-        reason = ": each class has only one" if held_out and classes else ""
+        reason = ": each class has one image, or copies of it" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
     total = len(train) if index.multilabel else None
     if classes:
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
-        notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root))
+        notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
     return Splits(
         classes=classes,
         train=_samples(train, classes, index, spec),

@@ -2,7 +2,7 @@
 
 A split depends only on the seed and the names of the images or groups. Without groups,
 single-label images are held out class by class. Otherwise groups, or multi-label images, are
-assigned by iterative stratification.
+assigned by iterative stratification. Copies of an image stay together in either case.
 
 Source: Sechidis, Tsoumakas and Vlahavas, "On the Stratification of Multi-Label Data", ECML PKDD
 2011, with groups in the place of examples.
@@ -11,9 +11,10 @@ Source: Sechidis, Tsoumakas and Vlahavas, "On the Stratification of Multi-Label 
 import heapq
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from vit.config.parser import nearest
@@ -29,6 +30,9 @@ UNEVEN = 1 / 3
 
 TrainValSplit = tuple[list[ImageRecord], list[ImageRecord], list[str]]
 """Training images, validation images, and notes for the user."""
+
+Copies = Mapping[str, str]
+"""Path -> name of the set of identical images that it belongs to; only images with copies."""
 
 
 class Fold(NamedTuple):
@@ -53,7 +57,13 @@ class SplitUnit:
 
 
 def split_train_val(
-    index: DatasetIndex, spec: DatasetSpec, *, val_share: float, seed: int, fold: Fold | None
+    index: DatasetIndex,
+    spec: DatasetSpec,
+    *,
+    val_share: float,
+    seed: int,
+    fold: Fold | None,
+    copies: Copies = MappingProxyType({}),
 ) -> TrainValSplit:
     """Split a dataset by its own validation split, a fold, or a held-out share.
 
@@ -63,6 +73,7 @@ def split_train_val(
         val_share: Share of each class to hold out, in (0, 1).
         seed: Seed of the random order.
         fold: The fold to hold out.
+        copies: Images that are identical, which are not separated.
 
     Raises:
         DataError: A group is in both splits, or a class has no training images.
@@ -78,9 +89,9 @@ def split_train_val(
             "images alone as DATA"
         )
     if fold is not None:
-        return _split_units(train, index, spec, val_share=val_share, seed=seed, fold=fold)
+        return _split_units(train, index, spec, copies, val_share=val_share, seed=seed, fold=fold)
     if own is None:
-        return _split_share(train, index, spec, val_share=val_share, seed=seed)
+        return _split_share(train, index, spec, copies, val_share=val_share, seed=seed)
     val = index.splits[own]
     if spec.group is None:
         return train, val, []
@@ -91,45 +102,94 @@ def split_train_val(
 
 
 def hold_out(
-    images: ImagesByClass, *, val_share: float, seed: int, root: Path
+    images: ImagesByClass,
+    *,
+    val_share: float,
+    seed: int,
+    root: Path,
+    copies: Copies = MappingProxyType({}),
 ) -> tuple[ImagesByClass, ImagesByClass]:
     """Split the images of each class; both parts get at least one if the class has two.
 
     The place of an image in the random order depends only on the seed and its own name, so a few
-    more images hardly change the split of the others.
+    more images hardly change the split of the others. Copies of an image take one place. If they
+    are in several classes, they are held out if each of these classes holds them out.
 
     Returns:
         Training images and validation images.
     """
-    train: ImagesByClass = {}
-    val: ImagesByClass = {}
-    for name, paths in images.items():
+    held_out: set[str] = set()
+    for paths in images.values():
         number = min(max(round(len(paths) * val_share), 1), len(paths) - 1)
-        shuffled = sorted(paths, key=lambda path: random_seed(seed, "split", relative(path, root)))
-        held_out = set(shuffled[:number])
-        train[name] = [path for path in paths if path not in held_out]
-        val[name] = [path for path in paths if path in held_out]
+        units: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            units[copies.get(path) or relative(path, root)].append(path)
+        order = sorted(units, key=lambda name: random_seed(seed, "split", name))
+        chosen: list[str] = []
+        for name in order:
+            if len(chosen) + len(units[name]) <= number:
+                chosen += units[name]
+        if not chosen and len(units) > 1:  # each image has more copies than are to be held out
+            chosen = min((units[name] for name in order), key=len)
+        held_out.update(chosen)
+    trained = {
+        copies[path]
+        for paths in images.values()
+        for path in paths
+        if path in copies and path not in held_out
+    }
+    held_out = {path for path in held_out if copies.get(path) not in trained}
+    train = {name: [p for p in paths if p not in held_out] for name, paths in images.items()}
+    val = {name: [p for p in paths if p in held_out] for name, paths in images.items()}
     return train, val
 
 
+def name_copies(identical: Iterable[Sequence[str]], root: Path) -> Copies:
+    """The sets of `identical` images by path, each named like the first of its images."""
+    return {
+        path: min(relative(one, root) for one in group) for group in identical for path in group
+    }
+
+
 def make_units(
-    records: Sequence[ImageRecord], groups: Sequence[str] | None, names: Sequence[str]
+    records: Sequence[ImageRecord],
+    groups: Sequence[str] | None,
+    names: Sequence[str],
+    copies: Copies = MappingProxyType({}),
 ) -> list[SplitUnit]:
     """One unit for each group; images of the empty group, or without groups, are single units.
+
+    Groups and images with copies of an image in common are one unit.
 
     Args:
         records: The images.
         groups: Group of each image.
         names: `relative` names of the images.
+        copies: Images that are identical.
     """
     members: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    unit_of: dict[str, tuple[bool, str]] = {}  # by set of copies
+    moved: dict[tuple[bool, str], tuple[bool, str]] = {}
     for number, name in enumerate(names):
         group = groups[number] if groups is not None else ""
-        members[bool(group), group or name].append(number)
+        unit = (bool(group), group or name)
+        while unit in moved:
+            unit = moved[unit]
+        members[unit].append(number)
+        copy = copies.get(records[number].path)
+        if copy is None:
+            continue
+        first = unit_of.setdefault(copy, unit)
+        while first in moved:
+            first = moved[first]
+        if first != unit:
+            kept, gone = sorted((first, unit))
+            members[kept] += members.pop(gone)
+            moved[gone] = kept
     return [
         SplitUnit(
             name,
-            tuple(numbers),
+            tuple(sorted(numbers)),
             Counter(label for number in numbers for label in records[number].labels or ("",)),
         )
         for (_, name), numbers in members.items()
@@ -263,6 +323,7 @@ def _split_share(
     records: list[ImageRecord],
     index: DatasetIndex,
     spec: DatasetSpec,
+    copies: Copies,
     *,
     val_share: float,
     seed: int,
@@ -273,7 +334,9 @@ def _split_share(
         images: ImagesByClass = {}
         for record in sorted(records, key=lambda record: record.labels):
             images.setdefault(record.labels[0] if record.labels else "", []).append(record.path)
-        _, val_images = hold_out(images, val_share=val_share, seed=seed, root=index.root)
+        _, val_images = hold_out(
+            images, val_share=val_share, seed=seed, root=index.root, copies=copies
+        )
         held_out = {path for paths in val_images.values() for path in paths}
         train, val = _partition(records, [record.path in held_out for record in records])
         rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
@@ -283,22 +346,26 @@ def _split_share(
         ]
         single = [printable(name) for name, paths in val_images.items() if name and not paths]
         if single:
-            notes.append(f"held out none of class {join_names(single)}, which has only one image")
+            notes.append(
+                f"held out none of class {join_names(single)}, which has only one image, or copies"
+            )
         return train, val, notes
-    return _split_units(records, index, spec, val_share=val_share, seed=seed, fold=None)
+    return _split_units(records, index, spec, copies, val_share=val_share, seed=seed, fold=None)
 
 
 def _split_units(
     records: list[ImageRecord],
     index: DatasetIndex,
     spec: DatasetSpec,
+    copies: Copies,
     *,
     val_share: float,
     seed: int,
     fold: Fold | None,
 ) -> TrainValSplit:
     groups = None if spec.group is None else _groups(records, index, spec.group)
-    units = make_units(records, groups, [relative(record.path, index.root) for record in records])
+    names = [relative(record.path, index.root) for record in records]
+    units = make_units(records, groups, names, copies)
     shares: tuple[float, ...] = (1 - val_share, val_share)
     val_part = 1
     if fold is not None:
