@@ -80,7 +80,7 @@ LEAST_SECONDS, MOST_SECONDS = 50.0, 86_400.0
 REFERENCE = 80e9
 # Held out of a data set without validation images: a fifth, until measuring them once takes this
 # share of the time; not fewer than these many, nor more.
-VALIDATION_TIME = 0.01
+VALIDATION_TIME = 0.007
 LEAST_VALIDATION, MOST_VALIDATION = 1000, 5000
 # And of each class not fewer than these, where a fifth of it has them.
 VALIDATION_OF_CLASS = 5

@@ -54,9 +54,9 @@ MOST_SECONDS = 2.0
 # The first steps of a size allocate memory and choose kernels; they do not count as its pace.
 WARM_STEPS = 2
 # Validations of a run: their share of its time, at least, and at most where passes over the images
-# are fewer.
+# are fewer. With five the number of steps is corrected after an epoch of images of full size.
 VALIDATIONS_SHARE = 0.04
-LEAST_VALIDATIONS = 3
+LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # Settings in epochs: whoever gives one thinks of passes over the images.
 IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
