@@ -187,6 +187,39 @@ def test_two_processes_killed_at_any_moment_resume_to_the_same_result(tiny_confi
     assert tally.while_saving >= 2
 
 
+PRETRAINING = {"mixup": 0, "cutmix": 0, "pooling": "mean", "class_token": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["mae", "lejepa", "student"])
+def test_pretrainings_and_students_killed_at_any_moment_resume_to_the_same_result(
+    tiny_config, tmp_path, whole, what
+):
+    changes: dict[str, Any] = {"task": what, **PRETRAINING}
+    if what == "student":
+        changes = {"teacher": str(whole[0]), "feature_cache": str(tmp_path / "cache")}
+    config = tiny_config(**{**EVERYTHING, **changes})
+    draw, tally = random.Random(6), Tally()
+    started = time.monotonic()
+    complete(train, config, tmp_path / "whole", log=tmp_path / "log")
+    duration = time.monotonic() - started
+    while tally.killed < 3 and tally.missed < 20:
+        kills = draw_kills(draw, duration, saving=tally.killed == 1, twice=tally.killed == 2)
+        tally.kill(config, tmp_path / "run", tmp_path / "whole", kills)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.killed == 3
+    stopped = 0
+    for number in range(2):
+        run = tmp_path / f"signalled{number}"
+        with Job(train, config, run, log=tmp_path / "log") as job:
+            job.ended(draw.uniform(0.3, 0.9) * duration)
+            job.send(signal.SIGTERM)
+            stopped += job.wait() == [143]
+        complete(train, config, run, True, log=tmp_path / "log")
+        assert differences(run, tmp_path / "whole") == []
+    assert stopped
+
+
 @pytest.mark.slow
 def test_a_run_signalled_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole):
     folder, duration = whole
