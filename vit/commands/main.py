@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
+from vit.cpu_cores import limit_active_waiting
 from vit.errors import VitError
 from vit.text import printable
 
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
+    limit_active_waiting()
     try:
         code = main([*first, *sys.argv[1:]])
         sys.stdout.flush()
