@@ -52,7 +52,7 @@ def test_a_tuning_is_resumed_by_its_folder_alone(tmp_path, capsys):
         (["digits", "--time", "5m", "--trials", "0"], "not a whole number of at least 1"),
         (["digits", "--time", "5m", "--trials", "1"], "compares at least 2"),
         (["--resume", "--out", "nowhere"], "no tuning to resume there"),
-        (["digits", "--time", "5m", "--model", "x"], "captions have no plan"),
+        (["digits", "--time", "5m", "--model", "x"], "leave out --model, --weights and --method"),
     ],
 )
 def test_invalid_arguments_are_one_line_errors(words, message, capsys):

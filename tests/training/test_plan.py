@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -14,14 +15,26 @@ from vit.commands.main import main
 from vit.config import Config
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
-from vit.training.plan import PROBE, is_planned, look_at_images, notes_of, plan_training
+from vit.evaluation.flop_counter import FlopCounter
+from vit.model.captioner import Captioner
+from vit.training.plan import (
+    PROBE,
+    is_planned,
+    look_at_images,
+    notes_of,
+    plan_training,
+    probe_network,
+)
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_NETWORKS,
+    CaptionStats,
     Facts,
     counted_passes,
+    decoder_depth,
     even_batch,
     flops_of,
+    flops_with_captions,
     make_plan,
     network_settings,
 )
@@ -310,6 +323,63 @@ def test_flops_of_the_rules_are_those_of_the_network():
             assert flops_of(network, {}) == pytest.approx(counted, rel=0.05)
 
 
+CAPTIONED = dataclasses.replace(
+    PHOTOS,
+    classes=0,
+    captions=CaptionStats(count=15_000, tokens=12.0, longest=40, vocab_size=3000, most_vocab=8192),
+)
+
+
+def test_captions_get_a_decoder_and_whole_images():
+    config = planned(CAPTIONED, task="caption")
+    assert config.decoder.decoder_depth == 3
+    assert config.decoder.vocab_size == 8192
+    assert config.decoder.decoder_dim is None  # that of the network
+    augment = config.augment
+    assert (augment.hflip, augment.min_crop, augment.auto_augment) == (0.0, 1.0, "none")
+    assert (config.model.stem, config.training.optimizer) == ("conv", "muon")
+    grey = planned(dataclasses.replace(CAPTIONED, side=28, grey=True), task="caption")
+    assert (grey.augment.rotate, grey.augment.min_crop) == (0.0, 1.0)  # no characters
+    longer = planned(dataclasses.replace(CAPTIONED, seconds=10_000.0), task="caption")
+    assert (longer.augment.min_crop, longer.augment.auto_augment) == (0.5, "none")
+    given = {"task": "caption", "min_crop": 0.9, "decoder_depth": 1, "tokenizer": "wordpiece"}
+    chosen = planned(CAPTIONED, **given)
+    assert (chosen.augment.min_crop, chosen.decoder.decoder_depth) == (0.9, 1)
+    assert chosen.decoder.vocab_size is None
+    with_classes = planned(dataclasses.replace(CAPTIONED, classes=4), task="classify,caption")
+    assert (with_classes.model.pooling, with_classes.model.class_token) == ("mean", False)
+
+
+def test_more_captions_get_a_deeper_decoder():
+    depths = [
+        decoder_depth(CAPTIONED.captions._replace(count=count))
+        for count in (10, 4999, 5000, 600_000, 10**6, 10**9)
+    ]
+    assert depths == [2, 2, 3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("seconds", [60.0, 250.0, 1000.0, 4000.0, 40_000.0])
+def test_a_decoder_costs_passes_and_more_time_never_plans_less(seconds):
+    facts = dataclasses.replace(CAPTIONED, seconds=seconds)
+    plan = make_plan(facts, {})
+    alone = make_plan(dataclasses.replace(facts, captions=None, classes=10), {})
+    assert plan.flops <= 1.6 * alone.flops  # the network is no larger for its decoder
+    assert plan.passes < alone.passes or plan.settings["dim"] < alone.settings["dim"]
+    assert work(facts) <= work(dataclasses.replace(facts, seconds=2 * seconds))
+    deeper = make_plan(facts, {"decoder_depth": 12, "decoder_dim": 512, **USUAL})
+    assert deeper.flops > 3 * make_plan(facts, USUAL).flops
+
+
+def test_flops_of_the_rules_are_those_of_the_captioner():
+    stats = CaptionStats(count=100, tokens=9.0, longest=20, vocab_size=500, most_vocab=8192)
+    for row in (PHOTO_NETWORKS[1], TINY_NETWORKS[0]):
+        network = probe_network(row, stats).eval()
+        images, ids = torch.zeros(1, 3, row.side, row.side), torch.zeros(1, 9, dtype=torch.int64)
+        with torch.no_grad(), FlopCounter() as counter:
+            network(images, ids)
+        assert flops_with_captions(row, {}, stats) == pytest.approx(counter.total, rel=0.06)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -317,11 +387,13 @@ def test_flops_of_the_rules_are_those_of_the_network():
         ({"depth": 3, "time": "5m"}, True),
         ({"model": "vit_tiny_patch16_224"}, False),
         ({"weights": "timm/x"}, False),
-        ({"task": "caption"}, False),
+        ({"task": "caption"}, True),
+        ({"task": "classify,caption", "decoder_depth": 2}, True),
+        ({"task": "caption", "weights": "timm/x"}, False),
         ({"task": "multilabel"}, True),
     ],
 )
-def test_a_model_weights_or_captions_leave_no_plan_to_make(given, expected):
+def test_a_model_or_weights_leave_no_plan_to_make(given, expected):
     assert is_planned(given) is expected
 
 
@@ -443,7 +515,7 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
 def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
     timed = []
 
-    def speed(_config, _accelerator, row):
+    def speed(_config, _accelerator, row, _captions):
         timed.append(row)
         return 1e9
 
@@ -458,7 +530,7 @@ def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
 def test_a_time_for_tiny_images_needs_no_network_of_photographs_timed(monkeypatch):
     timed = []
 
-    def speed(_config, _accelerator, row):
+    def speed(_config, _accelerator, row, _captions):
         timed.append(row.patch)
         return 1e9
 
@@ -510,3 +582,55 @@ def test_a_listing_is_used_only_where_the_same_was_asked_for(photos):
     assert open_data(config, listing).classes == ("a", "b")  # it is not listed again
     multilabel = make_config({"data": str(photos), "task": "multilabel"})
     assert open_data(multilabel, listing).classes == ("a", "b", "c")
+
+
+@pytest.fixture
+def captions(photos):
+    """A list of the images, in which some have several captions."""
+    paths = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*.png"))
+    rows = [f"{path},noise of class {path[0]}, number {n}" for n, path in enumerate(paths)]
+    (photos / "list.csv").write_text("\n".join(["image,caption", *rows, *rows[::3]]) + "\n")
+    return photos / "list.csv"
+
+
+@pytest.mark.auto_precision
+def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
+    timed = []
+
+    def recorded(row, stats):
+        timed.append(probe_network(row, stats))
+        return timed[-1]
+
+    monkeypatch.setattr("vit.training.plan.probe_network", recorded)
+    chosen = {"data": str(captions), "task": "caption", "time": "20s"}
+    config, plan = plan_training(chosen)
+    assert {type(network) for network in timed} == {Captioner}
+    stats = plan.facts.captions
+    assert plan.facts.images <= stats.count <= 16
+    assert stats.tokens > 5
+    assert len(timed[0].decoder.blocks) == config.decoder.decoder_depth == 2
+    assert timed[0].decoder.token_embed.num_embeddings == stats.vocab_size
+    assert (config.model.pooling, config.model.num_classes) == ("none", 0)
+    assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
+
+
+@pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
+def test_the_plan_of_captions_is_printed_and_saved_and_trains(captions, tmp_path, capsys):
+    words = [str(captions), "--task", "caption", "--epochs", "1", "--dim", "32", "--depth", "1"]
+    file = str(tmp_path / "plan.yaml")
+    assert main(["plan", *words, "--save", file]) == 0
+    printed = capsys.readouterr().out
+    assert "captions of " in printed
+    assert "decoder_depth " in printed
+    assert "with the decoder" in printed
+    assert "weights auto" not in printed
+    assert main(["train", *words, "--out", str(tmp_path / "run"), "-j", "0"]) == 0
+    assert "note: planned a convolutional stem, 1 blocks of 32 and 2 of a decoder" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", "-c", file, "--out", str(tmp_path / "again"), "-j", "0"]) == 0
+    first, second = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "again")
+    )
+    assert first == second

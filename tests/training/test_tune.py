@@ -26,7 +26,10 @@ from vit.training.tune import tune
         ({"data": "digits", "time": "5m", "epochs": 3}, "epochs=3: trials have lengths"),
         ({"data": "digits", "time": "5m", "patience": 3}, "patience=3: trials have lengths"),
         ({"data": "digits", "time": "5m", "weights": "runs/x"}, "leave out --model, --weights"),
-        ({"data": "digits", "time": "5m", "task": "caption"}, "captions have no plan"),
+        (
+            {"data": "digits", "time": "5m", "task": "caption"},
+            "a search needs the score of classes",
+        ),
         (
             {"data": "digits", "time": "5m", "lr": 1e-3, "depth": 2, "batch_size": 8}
             | {"min_crop": 1.0, "drop_path": 0.0, "smoothing": 0.0, "weight_decay": 0.0},

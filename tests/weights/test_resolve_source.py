@@ -253,6 +253,16 @@ def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
     assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
 
 
+def test_a_missing_run_is_a_short_line_that_no_hub_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "unreachable_reason", lambda: pytest.fail("the hub was asked"))
+    remedy = "give another path, or hf/OWNER/NAME of the hub"
+    assert refusal("runs/x") == f"there is no folder runs; here is nothing; {remedy}"
+    (tmp_path / "runs/y").mkdir(parents=True)
+    assert refusal("runs/x") == f"runs/x is not there; in runs is y; {remedy}"
+    assert refusal("runs/yy") == "runs/yy is not there; did you mean runs/y?"
+
+
 @pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, ".", "..", "a//b", "a/../b"])
 def test_invalid_names_raise(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     pretrained = chooses_weights(chosen)
     if not (is_planned(chosen) or pretrained):
         raise ConfigError(
-            "a plan chooses the network of a classifier: leave out --model and --method, and "
-            "--weights or give --weights auto; captions have no plan"
+            "a plan chooses the network: leave out --model and --method, and --weights or give "
+            "--weights auto"
         )
     config, plan = plan_training(settings_to_plan(chosen))
     print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))

@@ -27,6 +27,8 @@ from vit.paths import did_you_mean
 from vit.text import printable
 
 MAX_BYTES = 1_000_000
+RUNS = "runs"
+"""Folder of run folders without --out."""
 TIMM_NAMES = ("img_size", "in_chans", "embed_dim", "reg_tokens")
 """Names of model settings in timm's create_model, which people type."""
 # model settings in every config.json; the default of a newer one is what older runs did
@@ -323,8 +325,8 @@ TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or fa
 
 
 def default_run_folder(data: str) -> Path:
-    """The default run folder: `runs/<name of the data>`."""
-    return Path("runs") / (Path(data).resolve().name or "run")
+    """The default run folder: `RUNS/<name of the data>`."""
+    return Path(RUNS) / (Path(data).resolve().name or "run")
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -83,6 +83,7 @@ class Captioning(Task):
     """
 
     metric = "val_cider"
+    planned = True
     activation_name = "softmax"
     trained_head = "the decoder"
     classifies = False

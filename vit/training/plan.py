@@ -16,17 +16,23 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from vit.config import Config
+from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
+from vit.config.model_config import ModelConfig
 from vit.config.parser import all_settings, checked, flatten, make_config
+from vit.config.presets import preset
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.training_config import TASKS
+from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
+from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.free_space import free_bytes
 from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError
 from vit.evaluation.model_summary import cost_of
-from vit.model.build import create_model
+from vit.model.build import build_captioner, build_classifier
+from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.tasks.task import get_task
 from vit.text import format_duration
@@ -40,12 +46,14 @@ from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_SIDE,
     TRAINING_FLOPS,
+    CaptionStats,
     Facts,
     Network,
     Plan,
     affordable_passes,
     counted_passes,
-    flops_of,
+    decoder_depth,
+    flops_with_captions,
     ladder_for,
     make_plan,
     needed_passes,
@@ -67,6 +75,8 @@ from vit.training.plan_weights import (
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
 HEADERS, DECODED = 64, 12
+# Captions that a tokenizer is trained on to learn how many tokens they have.
+TOKENIZED = 5000
 # Large JPEGs are decoded at an eighth of their size, no smaller than this.
 LOOKED_AT = (256, 256)
 # Long side by short side from which the middle square is too little of an image to be silent about.
@@ -83,7 +93,7 @@ BEFORE = ("task", "time", "seed")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
-    """Whether these settings leave a plan to make: no model, weights or method, and classes."""
+    """Whether these settings leave a plan to make: no model, weights or method."""
     decided = {"model", "weights", "method", "probe_first", "lora_rank"} & set(chosen)
     return not decided and has_plan(chosen)
 
@@ -147,7 +157,10 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     else:
         plan = make_plan(facts, values)
     plan.listing = listing
-    return make_config({**values, **plan.settings}), plan
+    config = make_config({**values, **plan.settings})
+    if facts.captions is not None:  # without classes, there is no head
+        config = get_task(config.training.task).complete(config, [*values])
+    return config, plan
 
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
@@ -156,7 +169,7 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: There are some.
     """
-    if not has_plan(values):
+    if not has_plan(values) or "caption" in values.get("task", ""):
         raise ConfigError(
             f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
             "name, such as timm/vit_small_patch16_224.augreg_in21k"
@@ -210,21 +223,21 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
     side, grey, aspect = look_at_images(splits.train)
     images, seconds = len(splits.train), config.training.seconds
+    captions = caption_stats(splits.train, config) if config.training.captions else None
     speeds: dict[Network, float] = {}
     for row in ladder_for(side)[:MEASURED]:
         network = with_given(row, side, {})
         if seconds is not None and speeds:
             fast = FASTER * next(reversed(speeds.values()))
-            if affordable_passes(flops_of(network, {}), images, seconds, fast) < needed_passes(
-                row, images
-            ):
+            cost = flops_with_captions(network, {}, captions)
+            if affordable_passes(cost, images, seconds, fast) < needed_passes(row, images):
                 break
-        speeds[network] = measured_flops(config, accelerator, network)
+        speeds[network] = measured_flops(config, accelerator, network, captions)
     flops = speeds.get(PROBE)
     if flops is None and seconds is not None and side <= TINY_SIDE:
         flops = next(iter(speeds.values()))  # a second less of planning
     elif flops is None:  # what decides how long the training takes is the same for all images
-        flops = measured_flops(config, accelerator, PROBE)
+        flops = measured_flops(config, accelerator, PROBE, captions)
     return Facts(
         images=images,
         classes=len(splits.classes),
@@ -239,6 +252,23 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=seconds,
         processes=accelerator.num_processes,
+        captions=captions,
+    )
+
+
+def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
+    """How many captions there are, and how long they are, in tokens learned from some of them."""
+    captions = [caption for sample in samples for caption in sample.captions]
+    some = captions[:: max(len(captions) // TOKENIZED, 1)]
+    tokenizer = train_tokenizer(some)
+    ids = CaptionIds([some], tokenizer, config.decoder.caption_tokens or DEFAULT_MAX_TOKENS)
+    words = sum(len(caption.split()) for caption in captions)
+    return CaptionStats(
+        count=len(captions),
+        tokens=ids.mean_tokens,
+        longest=ids.longest_kept,
+        vocab_size=tokenizer.size,
+        most_vocab=default_vocab_size(words),
     )
 
 
@@ -262,42 +292,76 @@ def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
     return int(median(sides)), not colours, median(aspects)
 
 
-def measured_flops(config: Config, accelerator: Accelerator, row: Network) -> float:
-    """Floating-point operations a second of training steps of `row`, over all processes."""
+def measured_flops(
+    config: Config, accelerator: Accelerator, row: Network, captions: CaptionStats | None = None
+) -> float:
+    """Floating-point operations a second of training steps of `row`, over all processes.
+
+    Args:
+        config: Settings of the devices and the training.
+        accelerator: The devices.
+        row: The network.
+        captions: Of a network with a decoder, which then takes part.
+    """
     device = accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        settings: dict[str, Any] = {**network_settings(row), "num_heads": row.dim // 32}
-        if stem_reaches(row.patch, {}):
-            settings["stem"] = "conv"
-        else:
-            settings = {n: v for n, v in settings.items() if not n.startswith("stem")}
-        network = create_model("vit_tiny_patch16_224", **settings).to(device)
+        network = probe_network(row, captions).to(device)
         images = torch.randn(PROBE_BATCH, 3, row.side, row.side).to(device)
     training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
     precision = inference_precision(config.run.precision, device)
     optimizer = make_optimizer(network, training, depth=row.depth, bf16=precision == "bf16")
     labels = torch.arange(PROBE_BATCH, device=device)
+    if captions is not None:
+        length = round(captions.tokens)
+        labels = labels.remainder(captions.vocab_size)[:, None].expand(-1, length)
     seconds: list[float] = []
     while len(seconds) < 2 or (sum(seconds[1:]) < PROBE_SECONDS and len(seconds) < PROBE_STEPS):
         began = time.perf_counter()
         with autocast(precision, device):
-            loss = F.cross_entropy(network(images).float(), labels)
+            if captions is None:
+                loss = F.cross_entropy(network(images).float(), labels)
+            else:
+                logits = network(images, labels).caption_logits
+                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         loss.item()  # waits for the device
         seconds.append(time.perf_counter() - began)
     step = max_over_processes(accelerator, median(seconds[1:]))
-    return TRAINING_FLOPS * PROBE_BATCH * flops_of(row, {}) * int(accelerator.num_processes) / step
+    flops = flops_with_captions(row, {}, captions)
+    return TRAINING_FLOPS * PROBE_BATCH * flops * int(accelerator.num_processes) / step
+
+
+def probe_network(row: Network, captions: CaptionStats | None) -> VisionTransformer:
+    """The network of `row` that is timed, with a decoder if there are `captions`."""
+    settings: dict[str, Any] = {**network_settings(row), "num_heads": row.dim // 32}
+    if stem_reaches(row.patch, {}):
+        settings["stem"] = "conv"
+    else:
+        settings = {n: v for n, v in settings.items() if not n.startswith("stem")}
+    if captions is None:
+        return build_classifier(ModelConfig(**{**preset("vit_tiny_patch16_224"), **settings}))
+    decoder = DecoderConfig(
+        decoder_depth=decoder_depth(captions),
+        vocab_size=captions.vocab_size,
+        caption_tokens=max(captions.longest, 3),
+    )
+    return build_captioner(ModelConfig(**settings, num_classes=0, pooling="none"), decoder)
 
 
 def plan_lines(plan: Plan, config: Config) -> list[str]:
     """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
     facts = plan.facts
     kind = "grey" if facts.grey else "colour"
+    labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
+    if facts.captions is not None:
+        labels.append(
+            f"{facts.captions.count:,} captions of {facts.captions.tokens:.0f} tokens on average"
+        )
     lines = [
-        f"{facts.images:,} training and {facts.validation:,} validation images, {facts.classes} "
-        f"classes, {kind}, short side {facts.side} px; {facts.device} trains at "
+        f"{facts.images:,} training and {facts.validation:,} validation images, "
+        f"{', '.join(labels)}, {kind}, short side {facts.side} px; {facts.device} trains at "
         f"{facts.flops / 1e9:.0f} GFLOP/s"
     ]
     given = [(name, value, "given") for name, value in plan.given.items() if name != "data"]
@@ -311,14 +375,21 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         return [*lines, *weights_lines(plan)]
     network = dataclasses.replace(config.model, num_classes=facts.classes)
     cost = cost_of(network, batch_size=config.data.batch_size)
+    of_network = (
+        f"{cost.parameters / 1e6:.1f} M parameters, {cost.flops / 1e6:,.0f} MFLOPs an image, "
+        f"{cost.memory.training / 2**30:.2f} GiB in training"
+    )
+    if facts.captions is not None:
+        of_network = (
+            f"{of_network}; with the decoder {plan.flops / 1e6:,.0f} MFLOPs an image and caption"
+        )
     steps = round(plan.passes * facts.images / config.data.batch_size)
     seconds = config.training.seconds
     length = f"{config.training.epochs} epochs" if seconds is None else format_duration(seconds)
     return [
         *lines,
-        f"{plan_name(plan)}: {cost.parameters / 1e6:.1f} M parameters, {cost.flops / 1e6:,.0f} "
-        f"MFLOPs an image, {cost.memory.training / 2**30:.2f} GiB in training; {length}, about "
-        f"{steps:,} steps, {counted_passes(plan.passes)} over the images",
+        f"{plan_name(plan)}: {of_network}; {length}, about {steps:,} steps, "
+        f"{counted_passes(plan.passes)} over the images",
         *notes_of(plan),
     ]
 
@@ -363,7 +434,8 @@ def notes_of(plan: Plan) -> list[str]:
 
 def from_scratch_note(plan: Plan) -> list[str]:
     """What is better than training photographs from scratch: the weights of `--weights auto`."""
-    if plan.facts.side <= TINY_SIDE or plan.given.get("task") in PRETRAINING_TASKS:
+    without = plan.facts.captions is not None or plan.given.get("task") in PRETRAINING_TASKS
+    if plan.facts.side <= TINY_SIDE or without:
         return []
     given = {name: plan.given[name] for name in ("time", "image_size") if name in plan.given}
 
@@ -385,4 +457,7 @@ def plan_name(plan: Plan) -> str:
     """The network of a plan in a few words."""
     every = {**plan.settings, **plan.given}
     stem = "a convolutional stem, " if every.get("stem") == "conv" else ""
-    return f"{stem}{every.get('depth')} blocks of {every.get('dim')}"
+    decoder = ""
+    if plan.facts.captions is not None:
+        decoder = f" and {every.get('decoder_depth')} of a decoder"
+    return f"{stem}{every.get('depth')} blocks of {every.get('dim')}{decoder}"

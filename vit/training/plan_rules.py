@@ -86,8 +86,26 @@ LEAST_VALIDATION, MOST_VALIDATION = 1000, 5000
 VALIDATION_OF_CLASS = 5
 # Below this many steps in a pass, a batch that does not divide the images leaves out too many.
 FEW_STEPS = 10
+# Blocks of the decoder of captions, by the number of captions below which there are so many.
+DECODER_DEPTHS = ((5_000, 2), (1_000_000, 3), (math.inf, 6))
+# A caption describes the whole image: the least crop where passes are many enough to crop at all.
+CAPTION_CROP = 0.5
 # Bytes of decoded images that are kept in memory at most, and the share of what is free.
 MOST_CACHE, CACHE_SHARE = 8 * 2**30, 0.25
+
+
+class CaptionStats(NamedTuple):
+    """Of the captions of the training images."""
+
+    count: int
+    tokens: float
+    """Mean length in tokens, with the end token."""
+    longest: int
+    """Tokens of the longest that is trained on, with begin and end."""
+    vocab_size: int
+    """Tokens of a tokenizer that is trained on them."""
+    most_vocab: int
+    """The most tokens that it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +140,8 @@ class Facts:
     """Time for the whole training; None where nobody gave one."""
     processes: int = 1
     """Among which a batch is divided."""
+    captions: CaptionStats | None = None
+    """Of a task that learns captions."""
 
 
 class Choice(NamedTuple):
@@ -146,7 +166,7 @@ class Plan:
     passes: float = 0.0
     """Passes over the training images that are expected."""
     flops: float = 0.0
-    """Of one image, forward."""
+    """Of one image and its caption, if there is one, forward."""
     listing: "Listing | None" = field(default=None, repr=False)
     """What the data hold, for a training that follows."""
 
@@ -168,6 +188,7 @@ def make_plan(facts: Facts, given: Mapping[str, Any]) -> Plan:
     plan = Plan(facts, given)
     seconds = decide_time(plan)
     decide_network(plan, seconds)
+    decide_decoder(plan)
     decide_optimisation(plan)
     decide_augmentation(plan)
     decide_validation(plan, seconds)
@@ -207,7 +228,7 @@ def decide_network(plan: Plan, seconds: float) -> None:
     network = ladder[0]
     for number, row in enumerate(ladder):
         candidate = with_given(row, facts.side, given)
-        cost = flops_of(candidate, given)
+        cost = flops_with_captions(candidate, given, facts.captions)
         speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
         affordable = affordable_passes(cost, facts.images, seconds, speed)
         if number and affordable < needed_passes(row, facts.images):
@@ -232,13 +253,30 @@ def decide_network(plan: Plan, seconds: float) -> None:
         plan.decide("position", "sinusoidal_2d", "nothing to learn, and any size of image")
     if has_all_folds(given) and "steps" not in given:
         plan.decide("epochs", max(round(plan.passes), 1), f"about {seconds:.0f} s for each fold")
-    plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
-    if given.get("pooling", "mean") in ("mean", "attention"):
+    if facts.classes:
+        plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
+    if facts.classes and given.get("pooling", "mean") in ("mean", "attention"):
         plan.decide("class_token", False, "nothing reads it")
     small = math.ceil(side / 2 / patch) * patch
     growing = {"start_image_size", "patch_sizes"} & set(given)
     if small < side and side >= 24 and not growing:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
+
+
+def decide_decoder(plan: Plan) -> None:
+    """Depth and vocabulary of the decoder of captions; its width is that of the network."""
+    captions = plan.facts.captions
+    if captions is None:
+        return
+    plan.decide("decoder_depth", decoder_depth(captions), f"for {captions.count:,} captions")
+    if plan.given.get("tokenizer", "bpe") == "bpe":
+        text = f"at most; each word that occurs twice, about {captions.vocab_size:,} tokens"
+        plan.decide("vocab_size", captions.most_vocab, text)
+
+
+def decoder_depth(captions: CaptionStats) -> int:
+    """Blocks of a decoder for `captions`."""
+    return next(depth for most, depth in DECODER_DEPTHS if captions.count < most)
 
 
 def affordable_passes(flops: float, images: int, seconds: float, speed: float) -> float:
@@ -357,8 +395,10 @@ def decide_optimisation(plan: Plan) -> None:
 def decide_augmentation(plan: Plan) -> None:
     """How training images vary, and how all of them are resized."""
     tiny = plan.facts.side <= TINY_SIDE
-    characters = tiny and plan.facts.grey
-    if characters:
+    characters = tiny and plan.facts.grey and plan.facts.captions is None
+    if plan.facts.captions is not None:
+        decide_caption_crops(plan)
+    elif characters:
         why = "small and grey: characters, which are neither mirrored nor cut"
         plan.decide("hflip", 0.0, why)
         if plan.given.get("random_crop") != "simple":
@@ -372,11 +412,24 @@ def decide_augmentation(plan: Plan) -> None:
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
-    if plan.passes >= MANY_PASSES and not characters and plan.given.get("color_jitter") != 0:
+    varies = not characters and plan.facts.captions is None  # captions name colours
+    if plan.passes >= MANY_PASSES and varies and plan.given.get("color_jitter") != 0:
         why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
         plan.decide("auto_augment", "three", why)
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
     plan.decide("crop_share", 1.0, "the whole short side counts")
+
+
+def decide_caption_crops(plan: Plan) -> None:
+    """Neither mirror images nor small crops: captions name left, right and what is at the edges."""
+    plan.decide("hflip", 0.0, "captions name left and right")
+    if plan.given.get("random_crop") == "simple":
+        return
+    if plan.passes < MANY_PASSES:
+        plan.decide("min_crop", 1.0, "captions describe the whole image")
+    else:
+        why = f"{counted_passes(plan.passes)}, and captions name what is at the edges"
+        plan.decide("min_crop", CAPTION_CROP, why)
 
 
 def decide_validation(plan: Plan, seconds: float) -> None:
@@ -450,3 +503,19 @@ def flops_of(network: Network, given: Mapping[str, Any]) -> float:
         if index >= layers - pools:
             pixels /= 2
     return total
+
+
+def flops_with_captions(
+    network: Network, given: Mapping[str, Any], captions: CaptionStats | None
+) -> float:
+    """`flops_of`, with those of a decoder for a caption of mean length if there are `captions`."""
+    total = flops_of(network, given)
+    if captions is None:
+        return total
+    dim = given.get("decoder_dim") or network.dim
+    hidden = given.get("decoder_hidden_dim") or 4 * dim
+    depth = given.get("decoder_depth", decoder_depth(captions))
+    words, image = captions.tokens, (network.side / network.patch) ** 2
+    matrices = (12 * dim + 4 * hidden) * dim * words + 4 * network.dim * dim * image
+    attention = 4 * (words + image) * words * dim
+    return total + depth * (matrices + attention) + 2 * dim * captions.vocab_size * words

@@ -234,12 +234,16 @@ def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
     if not is_planned(values):
         raise ConfigError(
             "tuning begins with a plan, which chooses the network of a classifier: leave out "
-            "--model, --weights and --method; captions have no plan"
+            "--model, --weights and --method"
         )
-    if (task := values.get("task")) in PRETRAINING_TASKS:
+    if (task := values.get("task")) in PRETRAINING_TASKS or "caption" in (task or ""):
         raise ConfigError(
-            f"task={task}: a search needs the score of classes; tune the training with labels that "
-            "follows"
+            f"task={task}: a search needs the score of classes; "
+            + (
+                "vit train has a plan for captions"
+                if "caption" in (task or "")
+                else "tune the training with labels that follows"
+            )
         )
     if values.get("folds") is not None:
         raise ConfigError(

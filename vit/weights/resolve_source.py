@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vit.config.parser import RUNS
 from vit.errors import WeightsError
 from vit.paths import did_you_mean, names_in, path_argument
 from vit.text import join_names, printable
@@ -141,8 +142,12 @@ def _means_path(text: str) -> bool:
         return True
     if text.startswith((TIMM, "hf/")):
         return False
-    # a mistyped runs/petz must not be looked up on the hub
-    return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
+    # a mistyped runs/petz must not be looked up on the hub, also where there are no runs yet
+    return (
+        text.count("/") > 1
+        or text.startswith(f"{RUNS}/")
+        or ("/" in text and Path(text).parent.is_dir())
+    )
 
 
 def _missing_path_message(path: Path) -> str:
@@ -158,7 +163,8 @@ def _missing_path_message(path: Path) -> str:
         return f"{what}{hint}"
     names = names_in(folder)
     inside = "here" if folder == Path() else f"in {printable(folder)}"
-    return f"{what}; {inside} is {join_names(names, 3) if names else 'nothing'}; give another path"
+    remedy = "another path" if path.is_absolute() else "another path, or hf/OWNER/NAME of the hub"
+    return f"{what}; {inside} is {join_names(names, 3) if names else 'nothing'}; give {remedy}"
 
 
 def _unprefixed_name_message(path: Path, text: str) -> str:

@@ -68,9 +68,18 @@ def test_pipes_and_huge_files_are_not_compared(tmp_path):
     assert equal_files(map(str, sorted(tmp_path.iterdir()))) == []
 
 
+def test_small_classes_among_larger_ones_get_a_note(make_tree):
+    root = make_tree({"a": 20, "b": 20})
+    assert not has_note(open_data(root), "very few")
+    splits = open_data(make_tree({"c": 8, "d": 4}))
+    assert has_note(splits, "classes of fewer than 10 training images, very few: d 3, c 6")
+    assert not has_note(splits, "imbalanced")
+
+
 def test_imbalanced_and_small_classes_get_a_note(make_tree):
     splits = open_data(make_tree({"a": 60, "b": 4}))
     assert has_note(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")
+    assert has_note(splits, "classes of fewer than 10 training images, very few: b 3")
     splits = open_data(make_tree({"a": 2, "b": 2}))
     assert has_note(
         open_data(make_tree({"train/a": 1, "train/b": 1, "val/a": 1})), "only 2 training"

@@ -55,16 +55,20 @@ def name_notes(classes: Sequence[str]) -> list[str]:
 
 
 def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
-    """A note that there are very few images a class; empty if there are enough.
+    """A note that there are very few images a class, or of some classes; empty if there are enough.
 
     Args:
         counts: Images of each class.
         total: Number of images, if an image may have several classes.
     """
     total = sum(counts.values()) if total is None else total
-    if total >= FEW_IMAGES * len(counts):
+    if total < FEW_IMAGES * len(counts):
+        return f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
+    few = sorted((number, name) for name, number in counts.items() if number < FEW_IMAGES)
+    if not few:
         return ""
-    return f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
+    names = join_names([f"{printable(name)} {number}" for number, name in few])
+    return f"classes of fewer than {FEW_IMAGES} training images, very few: {names}"
 
 
 def imbalance_note(counts: Mapping[str, int]) -> str:
