@@ -1,6 +1,7 @@
 """Building a training: a network with several patch sizes compiles once for each."""
 
 from functools import partialmethod
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,28 @@ from accelerate import Accelerator
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from vit.training.setup import make_training
+from vit.config.parser import make_config
+from vit.data.dataset_types import Sample, Splits
+from vit.training.setup import make_training, steps_line
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "line"),
+    [
+        ({"epochs": 3}, 1200, "1,200 steps in 3 epochs"),
+        ({"epochs": 1}, 1, "1 step in 1 epoch"),
+        (
+            {"epochs": 2, "epoch_steps": 10, "batch_size": 4},
+            20,
+            "20 steps in 2 epochs of 10 steps, 8.0 passes over the images",
+        ),
+        ({"weights": "runs/x", "method": "probe"}, 0, "a linear probe, which makes no steps"),
+    ],
+)
+def test_steps_of_a_probe_are_not_counted(settings, steps, line):
+    samples = (Sample("a.png", 0),) * 10
+    splits = Splits(("a", "b"), samples, samples, (), made=False, root=Path())
+    assert steps_line(make_config({"data": "photos", **settings}), splits, steps) == line
 
 
 @pytest.mark.slow

@@ -202,7 +202,9 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
 
 def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
     """Number of steps and epochs, and the passes over the images if `epoch_steps` is set."""
-    epochs = f"{total_steps:,} steps in {config.training.epochs} epochs"
+    if config.finetune.method == "probe":
+        return "a linear probe, which makes no steps"
+    epochs = f"{plural(total_steps, 'step')} in {plural(config.training.epochs, 'epoch')}"
     if config.training.epoch_steps is None:
         return epochs
     passes = total_steps * config.data.batch_size / len(splits.train)

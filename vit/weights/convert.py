@@ -335,8 +335,22 @@ def _huggingface(
 
     processor = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
     own = processor(images=image, return_tensors="pt")["pixel_values"]
-    if not head:
-        model = AutoModel.from_pretrained(folder).eval()
-        return model(pixels).pooler_output, model(own).pooler_output
-    model = AutoModelForImageClassification.from_pretrained(folder).eval()
-    return model(pixels).logits, model(own).logits
+    kind = AutoModelForImageClassification if head else AutoModel
+    with _without_progress_bars():
+        model = kind.from_pretrained(folder).eval()
+    ours, theirs = model(pixels), model(own)
+    return (ours.logits, theirs.logits) if head else (ours.pooler_output, theirs.pooler_output)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep the progress bars of transformers out of the output, if they are on."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
