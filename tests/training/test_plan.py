@@ -326,7 +326,7 @@ def test_flops_of_the_rules_are_those_of_the_network():
 CAPTIONED = dataclasses.replace(
     PHOTOS,
     classes=0,
-    captions=CaptionStats(count=15_000, tokens=12.0, longest=40, vocab_size=3000, most_vocab=8192),
+    captions=CaptionStats(total=15_000, tokens=12.0, longest=40, vocab_size=3000, most_vocab=8192),
 )
 
 
@@ -352,8 +352,8 @@ def test_captions_get_a_decoder_and_whole_images():
 
 def test_more_captions_get_a_deeper_decoder():
     depths = [
-        decoder_depth(CAPTIONED.captions._replace(count=count))
-        for count in (10, 4999, 5000, 600_000, 10**6, 10**9)
+        decoder_depth(CAPTIONED.captions._replace(total=total))
+        for total in (10, 4999, 5000, 600_000, 10**6, 10**9)
     ]
     assert depths == [2, 2, 3, 3, 6, 6]
 
@@ -371,7 +371,7 @@ def test_a_decoder_costs_passes_and_more_time_never_plans_less(seconds):
 
 
 def test_flops_of_the_rules_are_those_of_the_captioner():
-    stats = CaptionStats(count=100, tokens=9.0, longest=20, vocab_size=500, most_vocab=8192)
+    stats = CaptionStats(total=100, tokens=9.0, longest=20, vocab_size=500, most_vocab=8192)
     for row in (PHOTO_NETWORKS[1], TINY_NETWORKS[0]):
         network = probe_network(row, stats).eval()
         images, ids = torch.zeros(1, 3, row.side, row.side), torch.zeros(1, 9, dtype=torch.int64)
@@ -606,7 +606,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
     config, plan = plan_training(chosen)
     assert {type(network) for network in timed} == {Captioner}
     stats = plan.facts.captions
-    assert plan.facts.images <= stats.count <= 16
+    assert plan.facts.images <= stats.total <= 16
     assert stats.tokens > 5
     assert len(timed[0].decoder.blocks) == config.decoder.decoder_depth == 2
     assert timed[0].decoder.token_embed.num_embeddings == stats.vocab_size

@@ -264,7 +264,7 @@ def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
     ids = CaptionIds([some], tokenizer, config.decoder.caption_tokens or DEFAULT_MAX_TOKENS)
     words = sum(len(caption.split()) for caption in captions)
     return CaptionStats(
-        count=len(captions),
+        total=len(captions),
         tokens=ids.mean_tokens,
         longest=ids.longest_kept,
         vocab_size=tokenizer.size,
@@ -357,7 +357,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
     if facts.captions is not None:
         labels.append(
-            f"{facts.captions.count:,} captions of {facts.captions.tokens:.0f} tokens on average"
+            f"{facts.captions.total:,} captions of {facts.captions.tokens:.0f} tokens on average"
         )
     lines = [
         f"{facts.images:,} training and {facts.validation:,} validation images, "

@@ -97,7 +97,8 @@ MOST_CACHE, CACHE_SHARE = 8 * 2**30, 0.25
 class CaptionStats(NamedTuple):
     """Of the captions of the training images."""
 
-    count: int
+    total: int
+    """Number of captions."""
     tokens: float
     """Mean length in tokens, with the end token."""
     longest: int
@@ -268,7 +269,7 @@ def decide_decoder(plan: Plan) -> None:
     captions = plan.facts.captions
     if captions is None:
         return
-    plan.decide("decoder_depth", decoder_depth(captions), f"for {captions.count:,} captions")
+    plan.decide("decoder_depth", decoder_depth(captions), f"for {captions.total:,} captions")
     if plan.given.get("tokenizer", "bpe") == "bpe":
         text = f"at most; each word that occurs twice, about {captions.vocab_size:,} tokens"
         plan.decide("vocab_size", captions.most_vocab, text)
@@ -276,7 +277,7 @@ def decide_decoder(plan: Plan) -> None:
 
 def decoder_depth(captions: CaptionStats) -> int:
     """Blocks of a decoder for `captions`."""
-    return next(depth for most, depth in DECODER_DEPTHS if captions.count < most)
+    return next(depth for most, depth in DECODER_DEPTHS if captions.total < most)
 
 
 def affordable_passes(flops: float, images: int, seconds: float, speed: float) -> float:
@@ -509,13 +510,14 @@ def flops_with_captions(
     network: Network, given: Mapping[str, Any], captions: CaptionStats | None
 ) -> float:
     """`flops_of`, with those of a decoder for a caption of mean length if there are `captions`."""
-    total = flops_of(network, given)
+    encoder = flops_of(network, given)
     if captions is None:
-        return total
+        return encoder
     dim = given.get("decoder_dim") or network.dim
     hidden = given.get("decoder_hidden_dim") or 4 * dim
     depth = given.get("decoder_depth", decoder_depth(captions))
     words, image = captions.tokens, (network.side / network.patch) ** 2
     matrices = (12 * dim + 4 * hidden) * dim * words + 4 * network.dim * dim * image
     attention = 4 * (words + image) * words * dim
-    return total + depth * (matrices + attention) + 2 * dim * captions.vocab_size * words
+    logits = 2 * dim * captions.vocab_size * words
+    return float(encoder + depth * (matrices + attention) + logits)

@@ -298,6 +298,17 @@ def test_sources_without_captions_are_refused(tmp_path):
         opened(tar, image_column="png")
 
 
+@pytest.mark.parametrize("command", ["train", "check", "plan"])
+def test_a_list_of_captions_without_their_task_is_named(tmp_path, capsys, command):
+    write_images(tmp_path / "写真")
+    path = tmp_path / "説明.txt"
+    path.write_text("".join(f"{name}, 赤い、四角\n" for name in IMAGES), encoding="utf-8")
+    for more in ([], ["--images", str(tmp_path / "写真")]):
+        assert main([command, str(path), *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("説明.txt is a list of captions: learn them with --task caption")
+
+
 def test_images_without_a_caption_are_left_out_with_a_note(tmp_path):
     members = {}
     for name, captions in IMAGES.items():

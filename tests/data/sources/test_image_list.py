@@ -189,6 +189,10 @@ def test_columns_may_be_named(write):
     ("header", "asked", "message"),
     [
         ("picture,kind", {}, "line 1: no column of images among picture, kind; expected file_"),
+        ("picture,kind", {}, "say which with --image-column and --label-column"),
+        ("picture,label", {}, "say which with --image-column$"),
+        ("picture,caption", {"captions": True}, "say which with --image-column$"),
+        ("Bild,Text hier", {"captions": True}, "--image-column and --caption-column$"),
         ("image,kind", {}, "no column of classes among image, kind; expected label, labels"),
         ("image,caption", {}, "for captions, --task caption"),
         ("image,label", {"label_column": "lable"}, "lable: no such column.*did you mean label?"),

@@ -24,7 +24,12 @@ from vit.data.sources.dataset_spec import (
 from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker, unsupported_advice
 from vit.data.sources.image_folder import EMPTY_CLASS, split_folders
 from vit.data.sources.list_files import has_caption_lists
-from vit.data.sources.open_dataset import is_folder_source, locate_in_lists, read_source
+from vit.data.sources.open_dataset import (
+    is_folder_source,
+    locate_in_lists,
+    read_source,
+    refuse_captions,
+)
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -121,6 +126,7 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     spec = DatasetSpec(data) if isinstance(data, str) else data
     if not is_folder_source(spec.data) or spec != DatasetSpec(spec.data, group=spec.group):
         return list_source(spec)
+    refuse_captions(spec.data)
     root, _ = resolve_folder(spec.data)
     listing = list_folder(root)
     if has_caption_lists(str(root)):  # maybe meant for captions, and its folders are no classes

@@ -99,7 +99,16 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     image = named("image_column", spec.image_column) if spec.image_column else image_column(names)
     if not image:
         expected = ", ".join(IMAGE_COLUMNS[:3])
-        advice = f"expected {expected} in the first line, or say which with --image-column"
+        flags = "--image-column"
+        if spec.captions and not (spec.caption_column or caption_columns(names)):
+            flags += " and --caption-column"
+        elif (
+            spec.labels
+            and not spec.captions
+            and not (spec.label_column or match_name(names, CLASS_COLUMNS))
+        ):
+            flags += " and --label-column"
+        advice = f"expected {expected} in the first line, or say which with {flags}"
         raise wrong(path, f"no column of images among {has}; {advice}", line)
     others = [name for name in names if name != image]
     captions: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
 from vit.data.sources.label_review import apply_labels, apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
+from vit.data.sources.list_formats import has_captions
 from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
 from vit.data.sources.torchvision_datasets import read_torchvision
@@ -98,6 +99,16 @@ def check_source_exists(data: str) -> None:
         resolve_folder(data)
 
 
+def refuse_captions(data: str) -> None:
+    """Refuse a list of captions, where no captions are read.
+
+    Raises:
+        DataError: `data` is one.
+    """
+    if is_folder_source(data) and os.path.isfile(data) and has_captions(data):
+        raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
+
+
 def read_source(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of any source.
 
@@ -106,6 +117,8 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
         ConfigError: A setting does not apply to this kind of source.
     """
     read = _find_reader(spec.data, captions=spec.captions)
+    if not spec.captions:
+        refuse_captions(spec.data)
     if spec.allow_outside and read is not read_lists:
         raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
     if spec.caption_column is not None and not spec.captions:
