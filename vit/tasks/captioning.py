@@ -84,6 +84,7 @@ class Captioning(Task):
 
     metric = "val_cider"
     planned = True
+    writes_captions = True
     activation_name = "softmax"
     trained_head = "the decoder"
     classifies = False

@@ -275,6 +275,8 @@ class Task(ABC):
     """Whether `vit plan` has rules for its network and settings."""
     planned_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings that the plan takes as given, unless the user chose them."""
+    writes_captions: ClassVar[bool] = False
+    """Whether it has a decoder, for which there are no listed weights and no search."""
 
     activation_name: ClassVar[str] = "identity"
     """A key of ACTIVATIONS, which exported files record."""

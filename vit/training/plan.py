@@ -169,7 +169,7 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: There are some.
     """
-    if not has_plan(values) or "caption" in values.get("task", ""):
+    if not has_plan(values) or get_task(values.get("task", "classify")).writes_captions:
         raise ConfigError(
             f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
             "name, such as timm/vit_small_patch16_224.augreg_in21k"

@@ -41,6 +41,7 @@ from vit.evaluation.tune_report import (
     verdict,
 )
 from vit.stop_signals import Interrupted
+from vit.tasks.task import get_task
 from vit.text import format_duration, percent, printable, quoted
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
@@ -236,14 +237,15 @@ def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
             "tuning begins with a plan, which chooses the network of a classifier: leave out "
             "--model, --weights and --method"
         )
-    if (task := values.get("task")) in PRETRAINING_TASKS or "caption" in (task or ""):
+    task = values.get("task", "classify")
+    if get_task(task).writes_captions:
         raise ConfigError(
-            f"task={task}: a search needs the score of classes; "
-            + (
-                "vit train has a plan for captions"
-                if "caption" in (task or "")
-                else "tune the training with labels that follows"
-            )
+            f"task={task}: a search needs the score of classes; vit train has a plan for captions"
+        )
+    if task in PRETRAINING_TASKS:
+        raise ConfigError(
+            f"task={task}: a search needs the score of classes; tune the training with labels that "
+            "follows"
         )
     if values.get("folds") is not None:
         raise ConfigError(

@@ -298,6 +298,7 @@ def test_sources_without_captions_are_refused(tmp_path):
         opened(tar, image_column="png")
 
 
+@pytest.mark.auto_precision
 @pytest.mark.parametrize("command", ["train", "check", "plan"])
 def test_a_list_of_captions_without_their_task_is_named(tmp_path, capsys, command):
     write_images(tmp_path / "写真")
