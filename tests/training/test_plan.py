@@ -15,6 +15,7 @@ from vit.commands.main import main
 from vit.config import Config
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
+from vit.errors import ConfigError
 from vit.evaluation.flop_counter import FlopCounter
 from vit.model.captioner import Captioner
 from vit.training.plan import (
@@ -366,8 +367,11 @@ def test_a_decoder_costs_passes_and_more_time_never_plans_less(seconds):
     assert plan.flops <= 1.6 * alone.flops  # the network is no larger for its decoder
     assert plan.passes < alone.passes or plan.settings["dim"] < alone.settings["dim"]
     assert work(facts) <= work(dataclasses.replace(facts, seconds=2 * seconds))
-    deeper = make_plan(facts, {"decoder_depth": 12, "decoder_dim": 512, **USUAL})
-    assert deeper.flops > 3 * make_plan(facts, USUAL).flops
+
+
+def test_a_decoder_that_was_chosen_is_reckoned_with():
+    deeper = make_plan(CAPTIONED, {"decoder_depth": 12, "decoder_dim": 512, **USUAL})
+    assert deeper.flops > 3 * make_plan(CAPTIONED, USUAL).flops
 
 
 def test_flops_of_the_rules_are_those_of_the_captioner():
@@ -510,6 +514,14 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     assert plan.facts.images + plan.facts.validation == 12
     assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
     assert len(plan.facts.speeds) == 3  # of networks that ran here
+
+
+def test_labels_that_do_not_fit_the_task_are_refused_before_anything_is_timed(photos, monkeypatch):
+    monkeypatch.setattr("vit.training.plan.measured_flops", lambda *_: pytest.fail("timed"))
+    rows = [f"{path.relative_to(photos)},a|b" for path in sorted(photos.glob("*/*.png"))]
+    (photos / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+    with pytest.raises(ConfigError, match="use --task multilabel"):
+        plan_training({"data": str(photos / "list.csv"), "task": "classify", "precision": "fp32"})
 
 
 def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):

@@ -143,6 +143,8 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
     splits = open_data(config, listing, compare=False)
+    # what does not fit the task is refused before anything is measured
+    get_task(config.training.task).check_data(config, splits, [*values], lambda _line: None)
     facts = facts_of(config, splits, accelerator)
     if pretrained:
         one_class = not (splits.multilabel or config.training.multilabel)
