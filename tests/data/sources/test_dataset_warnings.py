@@ -69,7 +69,7 @@ def test_pipes_and_huge_files_are_not_compared(tmp_path):
 
 
 def test_small_classes_among_larger_ones_get_a_note(make_tree):
-    root = make_tree({"a": 20, "b": 20})
+    root = make_tree({"a": 32, "b": 32})
     assert not has_note(open_data(root), "very few")
     splits = open_data(make_tree({"c": 8, "d": 4}))
     assert has_note(splits, "classes of fewer than 10 training images, very few: d 3, c 6")
