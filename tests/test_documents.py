@@ -343,3 +343,49 @@ def test_what_the_first_page_says_to_type_leads_to_a_model(tmp_path, monkeypatch
     capfd.readouterr()
     exec(code, {})
     assert capfd.readouterr().out.startswith("cat.jpg ")
+
+
+TINY = "--image-size 16 --patch-size 8 --dim 32 --depth 2 --num-heads 2 --epochs 1"
+TUTORIALS = {
+    "tutorial-imbalance.md": ["runs/plain", "runs/balanced", "runs/labels", "labels-new.csv"],
+    "tutorial-captions.md": ["runs/captions", "captions-new.csv"],
+    "tutorial-cluster.md": ["runs/rehearsal", "shards", "runs/photos"],
+}
+"""What following each tutorial leaves in the folder of one's own images."""
+
+
+def own_images(folder: Path) -> None:
+    """photos/, a list of several labels and one of captions: a dozen digits of each class."""
+    labels, captions = ["image,labels"], ["image,caption"]
+    for source in sorted((digits_folder() / "train").iterdir()):
+        for at, file in enumerate(sorted(source.iterdir())[:12]):
+            name = f"photos/{source.name}/{file.name}"
+            new = [f"new-images/{file.name}", f"new-labelled/{source.name}/{at % 6}.png"]
+            for target in (name, *new):
+                (folder / target).parent.mkdir(parents=True, exist_ok=True)
+                Image.open(file).resize((32, 32)).save(folder / target)
+            labels.append(f"{name},{'' if at == 0 else source.name + '|' + 'odd' * (at % 2)}")
+            captions.append(f"{source.name}/{file.name},the digit {source.name} by hand")
+    (folder / "labels.csv").write_text("\n".join(labels))
+    (folder / "captions.csv").write_text("\n".join(captions))
+
+
+@pytest.mark.slow
+@pytest.mark.auto_precision
+@pytest.mark.parametrize("tutorial", TUTORIALS)
+def test_what_a_tutorial_says_to_type_runs(tutorial, tmp_path, monkeypatch, capfd):
+    """Its commands, with one epoch of a tiny network for the time; without downloads and GPUs."""
+    own_images(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in [words for page, words in commands() if page == tutorial]:
+        if "shapes" in words or any(word.startswith("timm/") for word in words):
+            continue
+        if words[0] == "train" and words[-1] != "--resume":
+            words = ["--task" if word == "-c" else word for word in words]  # the recipe is larger
+            words = ["caption" if word.endswith(".yaml") else word for word in words]
+            at = words.index("--time") if "--time" in words else len(words)
+            words = [*words[:at], *words[at + 2 :], *TINY.split()]
+        if words[0] == "plan":
+            words += ["--device", "cpu"]
+        assert main(words) in (0, 1), capfd.readouterr().err  # 1: vit check has warnings
+    assert all((tmp_path / name).exists() for name in TUTORIALS[tutorial])
