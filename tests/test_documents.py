@@ -102,10 +102,11 @@ def check_make(words: list[str]) -> None:
 
 
 def check_torchrun(words: list[str]) -> None:
-    """torchrun has the flags."""
+    """torchrun has the flags, and starts a file, or this package as a module."""
     from torch.distributed.run import get_args_parser
 
-    assert get_args_parser().parse_args(words).training_script.endswith(".py")
+    args = get_args_parser().parse_args(words)
+    assert args.training_script == "vit" if args.module else args.training_script.endswith(".py")
 
 
 def check_accelerate(words: list[str]) -> None:
