@@ -252,6 +252,14 @@ def test_a_faster_machine_gets_the_network_of_more_time():
     assert work(fast) == pytest.approx(work(slow), rel=0.5)
 
 
+@pytest.mark.parametrize("task", ["mae", "lejepa"])
+def test_a_pretraining_has_no_classes_and_pools_like_the_classifier_it_begins(task):
+    facts = dataclasses.replace(CAPTIONED, captions=None)
+    assert facts.classes == 0
+    model = planned(facts, task=task).model
+    assert (model.pooling, model.class_token) == ("mean", False)
+
+
 def test_what_was_given_stays_and_the_rest_adapts():
     config = planned(PHOTOS, dim=96, patch_size=14, image_size=70, optimizer="adamw", epochs=3)
     model, training = config.model, config.training

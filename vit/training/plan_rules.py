@@ -254,10 +254,10 @@ def decide_network(plan: Plan, seconds: float) -> None:
         plan.decide("position", "sinusoidal_2d", "nothing to learn, and any size of image")
     if has_all_folds(given) and "steps" not in given:
         plan.decide("epochs", max(round(plan.passes), 1), f"about {seconds:.0f} s for each fold")
-    if facts.classes:
+    if facts.classes or facts.captions is None:  # for captions alone, a decoder reads every token
         plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
-    if facts.classes and given.get("pooling", "mean") in ("mean", "attention"):
-        plan.decide("class_token", False, "nothing reads it")
+        if given.get("pooling", "mean") in ("mean", "attention"):
+            plan.decide("class_token", False, "nothing reads it")
     small = math.ceil(side / 2 / patch) * patch
     growing = {"start_image_size", "patch_sizes"} & set(given)
     if small < side and side >= 24 and not growing:
