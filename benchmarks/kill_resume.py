@@ -2,12 +2,13 @@
 
     python benchmarks/kill_resume.py --runs 100
     python benchmarks/kill_resume.py --runs 20 --processes 2
+    python benchmarks/kill_resume.py --runs 20 --task mae
 
 Each run is a command line as people type it, on the built-in digits, with everything random
 switched on and two loader processes. All of its processes get SIGKILL at a random moment of the
 training, in half of the runs while a file is being written. Then it is resumed to its end, and its
-model.safetensors and metrics.jsonl (the times blanked) are compared byte by byte with those of a
-run that nothing disturbed. Linux only; the standard library only.
+weights and metrics.jsonl (the times blanked) are compared byte by byte with those of a run that
+nothing disturbed. Linux only; the standard library only.
 """
 
 import argparse
@@ -30,9 +31,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SETTINGS = (
     "--image-size 16 --patch-size 4 --dim 48 --depth 3 --num-heads 3 --epochs 3 --batch-size 64 "
-    "--warmup-epochs 1 --color-jitter 0.3 --mixup 0.2 --cutmix 1 --dropout 0.1 --drop-path 0.1 "
-    "--ema 0.9 --workers 2 --checkpoint-steps 4 --device cpu --precision fp32"
+    "--warmup-epochs 1 --color-jitter 0.3 --dropout 0.1 --drop-path 0.1 --ema 0.9 --workers 2 "
+    "--checkpoint-steps 4 --device cpu --precision fp32"
 )
+COMMANDS = {
+    "classify": ("train", "--mixup 0.2 --cutmix 1"),
+    "mae": ("pretrain", "--method mae"),
+    "lejepa": ("pretrain", "--method lejepa"),
+}
 TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')
 LIMIT = 180.0  # seconds for what takes some
 
@@ -42,18 +48,20 @@ class Command:
 
     Args:
         folder: The run folder.
+        task: A key of COMMANDS.
         processes: That train together.
         resume: Continue the run in the folder.
     """
 
-    def __init__(self, folder: Path, *, processes: int, resume: bool = False) -> None:
+    def __init__(self, folder: Path, *, task: str, processes: int, resume: bool = False) -> None:
         words = [sys.executable]
         if processes > 1:
             words += ["-m", "torch.distributed.run", "--standalone"]
             words += ["--nproc-per-node", str(processes)]
-        words += ["-m", "vit", "train"]
+        name, settings = COMMANDS[task]
+        words += ["-m", "vit", name]
         # a resumed run brings its own settings
-        words += [] if resume else ["digits", *SETTINGS.split()]
+        words += [] if resume else ["digits", *SETTINGS.split(), *settings.split()]
         words += ["--out", str(folder)] + ["--resume"] * resume
         self.mark = uuid.uuid4().hex
         self.log = folder.with_suffix(".log")
@@ -120,10 +128,10 @@ def wait_for_start(command: Command, folder: Path) -> float:
 
 
 def strike(
-    folder: Path, processes: int, *, moment: float, saving: bool, delay: float
+    folder: Path, task: str, processes: int, *, moment: float, saving: bool, delay: float
 ) -> Attempt | None:
     """Train until a kill; None where the training was over before."""
-    command = Command(folder, processes=processes)
+    command = Command(folder, task=task, processes=processes)
     try:
         began = wait_for_start(command, folder)
         if command.ended(moment):
@@ -166,9 +174,8 @@ def untimed(folder: Path) -> bytes:
 def differences(folder: Path, whole: Path) -> list[str]:
     """Which files of a run are not those of the undisturbed one."""
     found = [path.name for path in folder.rglob("*.tmp")]
-    name = "model.safetensors"
-    if (folder / name).read_bytes() != (whole / name).read_bytes():
-        found.append(name)
+    weights = [path.name for path in whole.glob("*.safetensors")]
+    found += [n for n in weights if (folder / n).read_bytes() != (whole / n).read_bytes()]
     if untimed(folder) != untimed(whole):
         found.append("metrics.jsonl")
     return found
@@ -180,10 +187,10 @@ def went_on_from(log: Path) -> str:
     return found[-1] if found else "0"
 
 
-def run_all(runs: int, processes: int, seed: int, place: Path) -> int:
+def run_all(runs: int, task: str, processes: int, seed: int, place: Path) -> int:
     """Print a line a run; answers with how many were identical."""
     whole, draw, started = place / "whole", random.Random(seed), time.monotonic()
-    command = Command(whole, processes=processes)
+    command = Command(whole, task=task, processes=processes)
     began = wait_for_start(command, whole)
     if faults := command.finish():
         raise SystemExit(f"{faults[0]}: see {command.log}")
@@ -196,11 +203,11 @@ def run_all(runs: int, processes: int, seed: int, place: Path) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_suffix(".log").unlink(missing_ok=True)
         moment, delay = draw.uniform(0, duration), draw.uniform(0, 0.003) * saving
-        struck = strike(folder, processes, moment=moment, saving=saving, delay=delay)
+        struck = strike(folder, task, processes, moment=moment, saving=saving, delay=delay)
         if struck is None:
             continue  # it was over before: another moment
         done += 1
-        resumed = Command(folder, processes=processes, resume=True)
+        resumed = Command(folder, task=task, processes=processes, resume=True)
         faults = resumed.finish() or differences(folder, whole)
         identical, torn = identical + (not faults), torn + struck.half_written
         if faults:
@@ -215,8 +222,8 @@ def run_all(runs: int, processes: int, seed: int, place: Path) -> int:
     minutes = (time.monotonic() - started) / 60
     print(f"\n{identical}/{runs} identical; {torn} of the kills left a file half written")
     print(
-        f"{processes} process{'es' * (processes > 1)}, seed {seed}, {minutes:.1f} minutes on "
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+        f"{task}, {processes} process{'es' * (processes > 1)}, seed {seed}, {minutes:.1f} minutes "
+        f"on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     )
     return identical
 
@@ -225,11 +232,12 @@ def main() -> None:
     """Parse, run, and end with 1 where a run differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=100, help="kills that must strike")
+    parser.add_argument("--task", choices=COMMANDS, default="classify", help="what is trained")
     parser.add_argument("--processes", type=int, default=1, help="that train together")
     parser.add_argument("--seed", type=int, default=0, help="decides the moments")
     asked = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="kill-resume-"))
-    identical = run_all(asked.runs, asked.processes, asked.seed, place)
+    identical = run_all(asked.runs, asked.task, asked.processes, asked.seed, place)
     if identical == asked.runs:
         shutil.rmtree(place)
     else:
