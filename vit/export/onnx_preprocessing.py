@@ -13,8 +13,9 @@ numbers of 11 bits. Half precision is too coarse for the positions.
 Only the pixels of the crop are computed, in groups of neighbours: the window of the image that a
 group depends on is gathered and multiplied by a small matrix.
 
-Like Pillow 13, the columns come first if the height shrinks by more than twice as many pixels as
-the width.
+The graph takes the order of the installed Pillow, whose pixels the network was trained on: from
+version 13 on, the columns come first if the height shrinks by more than twice as many pixels as the
+width.
 
 The operator Resize with antialias=1 is not used: OpenVINO ignores antialias (2026.4), and
 onnxruntime rounds differently.
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import PIL
 from numpy.typing import DTypeLike, NDArray
 
 from vit.data.preprocessing import MAX_RESIZED_PIXELS, Preprocessing
@@ -40,6 +42,7 @@ ONE = 1 << 22  # a weight of 1 in fixed point
 HALF = 1 << 11
 GROUP = 16
 SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}
+ROWS_FIRST = int(PIL.__version__.split(".")[0]) < 13  # whatever the shape
 SMALLEST = 1e-9  # replaces a sum of no weights, of pixels that are cut off
 
 
@@ -168,7 +171,8 @@ def preprocessing_nodes(preprocessing: Preprocessing) -> Nodes:
     nodes = Nodes(PREFIX)
     tall, wide = axes_of(Value(nodes, "images", np.uint8), preprocessing)
     lower, narrower = (axis.size - axis.resized for axis in (tall, wide))
-    columns_first = lower.compare("Greater", (narrower * 2).op("Max", 0))
+    least = 2**62 if ROWS_FIRST else (narrower * 2).op("Max", 0)
+    columns_first = lower.compare("Greater", least)
     branches = {
         name: branch(nodes, f"{PREFIX}{name}/", preprocessing, columns_first=first)
         for name, first in (("then_branch", True), ("else_branch", False))
