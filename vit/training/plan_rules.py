@@ -54,7 +54,7 @@ PHOTO_NETWORKS = (
 # With these the first convolution takes every pixel.
 TINY_NETWORKS = (
     Network(32, 8, 128, 4, 2, 4, 16, passes=0, stem_stride=1),
-    Network(32, 4, 128, 3, 4, 3, 32, passes=12, stem_stride=1),
+    Network(32, 4, 128, 3, 4, 3, 32, passes=24, stem_stride=1),
     Network(32, 4, 192, 6, 2, 3, 24, passes=50, stem_stride=1),
     Network(32, 4, 256, 8, 2, 3, 32, passes=110, stem_stride=1),
     Network(32, 4, 320, 10, 2, 3, 40, passes=170, stem_stride=1),

@@ -45,7 +45,7 @@ from vit.training.validation import validate
 Notify = Callable[[str], None]
 
 # Share of the time that stays free, since no two minutes of a machine are alike.
-MARGIN = 0.01
+MARGIN = 0.005
 # One measurement (of steps at one size, of validation) takes this share of the time, within these
 # seconds.
 SHARE = 0.004
