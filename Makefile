@@ -34,7 +34,7 @@ lowest:             ## the default tests with the lower bounds of all libraries,
 	.venv-lowest/bin/python -m pytest -n auto --auto-precision fp32
 
 lowest-lock:        ## packaging/lowest.txt again, after a change of the lower bounds in pyproject.toml
-	uv pip compile --quiet --python-version 3.11 --resolution lowest-direct --extra test --no-emit-package vit-toolkit \
+	uv pip compile --quiet --upgrade --python-version 3.11 --resolution lowest-direct --extra test --no-emit-package vit-toolkit \
 		--custom-compile-command "make lowest-lock" pyproject.toml --output-file packaging/lowest.txt
 
 notebooks:          ## what the notebooks of docs/notebooks print, executed and saved again (pip install '.[dev]')

@@ -210,7 +210,12 @@ found["shapes"] = heavy()
 print(json.dumps(found))
 """
 OURS = {"vit", "PIL", "einops", "numpy", "safetensors", "simplejpeg", "tokenizers", "yaml"}
-OLD_TORCH = {"sympy", "mpmath", "cython_runtime"} if torch.__version__ < "2.9" else set()
+OLD_TORCH = (
+    {"sympy", "mpmath", "cython_runtime", "triton", "colorama"}
+    | {"torch._dynamo", "torch._inductor", "torch.onnx"}
+    if torch.__version__ < "2.9"
+    else set()
+)
 """What torch 2.8 imports itself."""
 
 

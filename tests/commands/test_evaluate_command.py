@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.markers import same_initial_weights
 from vit.commands.main import main
 from vit.data.corruptions import CORRUPTIONS
 from vit.data.workbook import read_sheet
@@ -196,6 +197,7 @@ def test_slices_and_robustness_are_printed_and_in_the_page(
         assert part in text
 
 
+@same_initial_weights
 def test_without_a_worse_slice_there_is_one_line(tiny_run, tiny_data, capsys):
     assert main(["evaluate", str(tiny_run), str(tiny_data), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

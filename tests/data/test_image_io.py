@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 
@@ -405,6 +406,8 @@ def test_transparent_palette_entries_are_composited_over_white(write):
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "P"])
 def test_other_colour_modes_are_converted_to_rgb(write, mode):
+    if mode == "YCbCr" and int(PIL.__version__.split(".")[0]) < 13:
+        pytest.skip("Pillow 12 cannot read the YCbCr TIFF that it writes")
     image = Image.fromarray(CORNERS).convert("RGB")
     if mode == "LAB":
         from PIL import ImageCms

@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
+from tests.markers import same_initial_weights
 from vit.errors import ConfigError, DataError, VitError
 from vit.export import quantization
 from vit.export.onnx_graph import Graph
@@ -40,6 +41,7 @@ def static(graph, noise_of):
     return quantize(graph, list(noise_of(32)))
 
 
+@same_initial_weights
 def test_int8_outputs_are_close_to_float32(graph, static, noise_of):
     images = noise_of(64, seed=1)
     wanted, found = answers(graph, images), answers(static, images)

@@ -5,6 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
+from tests.markers import same_initial_weights
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
 from vit.generation.logits_processors import LogitsProcessor, stable_topk
@@ -69,6 +70,7 @@ def cut(row):
     return words[: words.index(END) + 1] if END in words else words
 
 
+@same_initial_weights
 @pytest.mark.parametrize("min_tokens", [0, 1, 5])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_greedy_decoding_equals_transformers(gpt2, min_tokens, penalty):

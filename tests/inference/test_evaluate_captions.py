@@ -11,6 +11,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.inference.captioners import SAID, save_captioner, write_captions
+from tests.markers import same_initial_weights
 from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
@@ -134,6 +135,7 @@ def trained(request, data, tmp_path_factory):
     return folder, min(events, key=lambda e: e["val_loss"])
 
 
+@same_initial_weights
 def test_evaluation_reproduces_the_scores_of_the_training(trained, data):
     folder, event = trained
     scores = evaluate(folder, str(data), **PRECISE)

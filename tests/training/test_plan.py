@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "portraits and panoramas": ({"side": 200, "aspect": 4.7}, {**USUAL, **COLOUR}),
     "strips of 3,000 x 40": (
         {"side": 40, "aspect": 75.0},
-        {"image_size": 40, "patch_size": 4, "dim": 128, "min_crop": 1.0},
+        {"image_size": 40, "patch_size": 8, "dim": 128, "min_crop": 0.6},
     ),
     "images of 8 px": ({"side": 8}, {"image_size": 16, "patch_size": 4, "hflip": 0.5}),
     "characters": (
@@ -348,7 +348,7 @@ def test_captions_get_a_decoder_and_whole_images():
     assert (augment.hflip, augment.min_crop, augment.auto_augment) == (0.0, 1.0, "none")
     assert (config.model.stem, config.training.optimizer) == ("conv", "muon")
     grey = planned(dataclasses.replace(CAPTIONED, side=28, grey=True), task="caption")
-    assert (grey.augment.rotate, grey.augment.min_crop) == (0.0, 1.0)  # no characters
+    assert (grey.augment.rotate, grey.augment.min_crop) == (0.0, 0.5)  # no characters
     longer = planned(dataclasses.replace(CAPTIONED, seconds=10_000.0), task="caption")
     assert (longer.augment.min_crop, longer.augment.auto_augment) == (0.5, "none")
     given = {"task": "caption", "min_crop": 0.9, "decoder_depth": 1, "tokenizer": "wordpiece"}
@@ -646,7 +646,7 @@ def test_the_plan_of_captions_is_printed_and_saved_and_trains(captions, tmp_path
     assert "with the decoder" in printed
     assert "weights auto" not in printed
     assert main(["train", *words, "--out", str(tmp_path / "run"), "-j", "0"]) == 0
-    assert "note: planned a convolutional stem, 1 blocks of 32 and 2 of a decoder" in (
+    assert "note: planned a convolutional stem, 1 block of 32 and 2 of a decoder" in (
         capsys.readouterr().err
     )
     assert main(["train", "-c", file, "--out", str(tmp_path / "again"), "-j", "0"]) == 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.conftest import COLOURS as SEVERAL_COLOURS
 from tests.conftest import save_untrained
+from tests.markers import same_initial_weights
 from tests.training.conftest import COLOURS, TRAIN
 from tests.training.runs import events
 from vit.data.image_io import read_image
@@ -106,6 +107,7 @@ def answers_of(config, lines=None) -> torch.Tensor:
     return found
 
 
+@same_initial_weights
 def test_the_answers_are_the_calibrated_predictions_by_class_names(student, teacher, tmp_path):
     lines: list[str] = []
     config = student(num_classes=3, feature_cache=str(tmp_path))

@@ -35,7 +35,7 @@ from vit.model.build import build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.tasks.task import get_task
-from vit.text import format_duration
+from vit.text import format_duration, plural
 from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import max_over_processes, on_main
@@ -462,4 +462,4 @@ def plan_name(plan: Plan) -> str:
     decoder = ""
     if plan.facts.captions is not None:
         decoder = f" and {every.get('decoder_depth')} of a decoder"
-    return f"{stem}{every.get('depth')} blocks of {every.get('dim')}{decoder}"
+    return f"{stem}{plural(every['depth'], 'block')} of {every.get('dim')}{decoder}"

@@ -23,6 +23,7 @@ from vit.text import printable
 
 DIGEST = "sha256"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+SAFETENSORS_FULL = ("os error 28", "code: 28")  # its versions word it differently
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -130,7 +131,9 @@ def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in DISK_FULL or "os error 28" in str(error)
+        full = getattr(error, "errno", None) in DISK_FULL or any(
+            code in str(error) for code in SAFETENSORS_FULL
+        )
         reason = getattr(error, "strerror", None) or error
         if full:
             left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"

@@ -103,7 +103,7 @@ def test_pipeline_answers_as_predict_does(name, settings, photographs, randomise
         most = 0.2 if moves(shape, preprocessing) else 0.01
         assert all(abs(scores[label] - score) < most for label, score in ours.predictions)
         if not moves(shape, preprocessing):
-            assert ours.predictions[0][0] == other[0]["label"]
+            assert scores[ours.predictions[0][0]] > other[0]["score"] - most
 
 
 @pytest.mark.parametrize("name", PREPARED)
