@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "portraits and panoramas": ({"side": 200, "aspect": 4.7}, {**USUAL, **COLOUR}),
     "strips of 3,000 x 40": (
         {"side": 40, "aspect": 75.0},
-        {"image_size": 40, "patch_size": 8, "dim": 128, "min_crop": 0.6},
+        {"image_size": 40, "patch_size": 8, "dim": 128, "min_crop": 1.0},
     ),
     "images of 8 px": ({"side": 8}, {"image_size": 16, "patch_size": 4, "hflip": 0.5}),
     "characters": (

@@ -62,8 +62,6 @@ TINY_NETWORKS = (
 )
 # How the passes that are needed shrink with the number of images, and the fewest.
 PASSES_POWER, LEAST_PASSES = 0.35, 2.0
-# Below this many passes over tiny images, crops cost more than the variety is worth.
-FEW_PASSES = 20
 # From this many planned passes on, of which three quarters are made, the variety of 3-Augment pays.
 MANY_PASSES = 45
 # Weight decay x learning rate x steps of a run; and the limits of weight decay.
@@ -406,10 +404,9 @@ def decide_augmentation(plan: Plan) -> None:
             plan.decide("min_crop", 1.0, why)
         plan.decide("rotate", 10.0, "characters lean")
         plan.decide("translate", 0.08, "and are not centred")
-    elif tiny and plan.passes < FEW_PASSES and not {"random_crop", "min_crop"} & set(plan.given):
-        why = f"{counted_passes(plan.passes)} learn most from whole images"
-        plan.decide("min_crop", 1.0, why)
-        plan.decide("translate", 0.07, f"{why}, a little shifted")
+    elif tiny and not {"random_crop", "min_crop"} & set(plan.given):
+        plan.decide("min_crop", 1.0, "of so few pixels none can be missed")
+        plan.decide("translate", 0.07, "whole images, a little shifted")
     elif plan.given.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
