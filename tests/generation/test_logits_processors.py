@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
 from tests.markers import same_initial_weights
@@ -19,15 +19,14 @@ class GPT2:
     """An IncrementalDecoder of transformers' GPT-2; each image is another first word."""
 
     def __init__(self, model, rows):
-        self.model, self.cache = model, None
+        self.model, self.cache = model, DynamicCache(config=model.config)
         self.first = torch.arange(2, 2 + rows).unsqueeze(1)
 
     def __call__(self, ids):
-        if self.cache is None:
+        if self.cache.get_seq_length() == 0:
             ids = torch.cat([self.first, ids], dim=1)
-        out = self.model(ids, past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
-        return out.logits[:, -1]
+        # by position: transformers 5.24 renamed `past_key_values` to `cache`
+        return self.model(ids, self.cache, use_cache=True).logits[:, -1]
 
     def select_rows(self, rows):
         self.cache.reorder_cache(rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaRotaryEmbedding,
@@ -400,11 +400,13 @@ def test_a_language_model_equals_gpt2_of_transformers(cross):
     expected = theirs(ids, encoder_hidden_states=memory).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(ours(ids, memory), expected, rtol=0, atol=1e-4)
-    cache, past = ours.init_cache(memory), None
+    cache, their_cache = ours.init_cache(memory), DynamicCache(config=theirs.config)
+    if cross:
+        their_cache = EncoderDecoderCache(their_cache, DynamicCache(config=theirs.config))
     for part in ids.split([4, 1, 1, 3], dim=1):
-        output = theirs(part, encoder_hidden_states=memory, past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        torch.testing.assert_close(ours.decode(part, cache), output.logits, rtol=0, atol=1e-4)
+        # by position: transformers 5.24 renamed `past_key_values` to `cache`
+        expected = theirs(part, their_cache, encoder_hidden_states=memory, use_cache=True).logits
+        torch.testing.assert_close(ours.decode(part, cache), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
