@@ -10,8 +10,9 @@ from PIL import Image
 import vit
 from vit.data.image_io import read_image
 from vit.errors import ConfigError, WeightsError
-from vit.inference.model_runner import PrepackedLinear, can_prepack, prepack
+from vit.inference.model_runner import PrepackedLinear, can_prepack, prepack, to_probabilities
 from vit.inference.predictor import Predictor
+from vit.tasks.task import ScaledLogits
 from vit.weights.load_model import load_model
 from vit.weights.saved_model import LoadedRun, load_run
 
@@ -129,6 +130,19 @@ def test_a_network_without_a_head_returns_embeddings_only(tmp_path, images):
 def test_the_number_of_threads_changes_no_digit(run, images, workers):
     one = Predictor(run, device="cpu", batch_size=2, workers=workers)(images)
     assert one == Predictor(run, device="cpu", batch_size=2, workers=2)(images)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 37])
+@pytest.mark.parametrize("activation", [torch.nn.Softmax(dim=1), torch.nn.Sigmoid()], ids=str)
+def test_the_place_in_a_batch_changes_no_digit_of_calibrated_scores(classes, activation):
+    """Vector instructions round powers differently from the code for the last elements."""
+    logits = 3 * torch.randn(65, classes, generator=torch.Generator().manual_seed(0))
+    calibrated = torch.nn.Sequential(ScaledLogits(0.9, 1.2), activation)
+    whole = to_probabilities(logits, calibrated)
+    torch.testing.assert_close(whole, calibrated(logits.double()), rtol=1e-12, atol=0)
+    for start, size in ((0, 1), (64, 1), (7, 3), (33, 32)):
+        part = to_probabilities(logits[start : start + size], calibrated)
+        assert torch.equal(part, whole[start : start + size])
 
 
 def test_a_list_continued_at_a_block_gives_the_same_digits(run, images):
