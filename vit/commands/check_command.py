@@ -22,9 +22,6 @@ MAX_ERROR_LINES = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(
-        write_list=None, html=None, weights=None, rows=None, workers=None, device=None
-    )
     parser.add_argument(
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
@@ -35,27 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="a page with thumbnails, which needs no network; an older file is replaced",
     )
     parser.add_argument(
         "--weights",
         metavar="SOURCE",
-        default=argparse.SUPPRESS,
         help="a run folder, timm/NAME, hf/OWNER/NAME, ...: its features find suspected labels and "
         "more images that are alike",
     )
     parser.add_argument(
         "--rows",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="rows.jsonl of vit train --folds, or of vit evaluate --out: predictions that find "
         "suspected labels, of networks that have not seen the images",
     )
     parser.add_argument(
         "--write-list",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="suspected labels as a list (.csv, .jsonl, .xlsx) of image, label and likely class, "
         "to review: vit train --exclude FILE leaves its images out, --corrections FILE takes its "
         "labels; an older file is replaced",
@@ -63,14 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="D",
-        default=argparse.SUPPRESS,
         help="where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)",
     )
     parser.add_argument(
         "-j",
         "--workers",
         type=positive_int,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="processes that read images (default: one a core, at most 16)",
     )

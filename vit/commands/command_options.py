@@ -3,6 +3,7 @@
 import argparse
 import re
 import typing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_parser import SETTING
@@ -38,24 +39,17 @@ def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = T
     Returns:
         The argument group, for further flags.
     """
-    # defaults are set here and suppressed below, so that the help can describe them in words
-    parser.set_defaults(batch_size=None, device=None, workers=None)
-    parser.set_defaults(merge_tokens=None, patch_size=None, intensity_range=None)
     group = parser.add_argument_group("network (how it runs)")
     group.add_argument(
         "-b",
         "--batch-size",
         type=positive_int,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="images in one pass through the network (default: 4 to 64 on a CPU, the more the "
         "smaller the images; else 64)",
     )
     group.add_argument(
-        "--device",
-        default=argparse.SUPPRESS,
-        metavar="D",
-        help="cpu, cuda, cuda:N or mps (default: the best one here)",
+        "--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best one here)"
     )
     group.add_argument(
         "--precision",
@@ -68,7 +62,6 @@ def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = T
         "-j",
         "--workers",
         type=positive_int,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="threads that read images, and compute on a CPU (default: one a core, at most 8)",
     )
@@ -82,7 +75,6 @@ def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = T
         "--intensity-range",
         nargs=2,
         type=float,
-        default=argparse.SUPPRESS,
         metavar=("LOW", "HIGH"),
         help="values of images of more than 8 bits per channel that become black and white "
         "(default: as in training)",
@@ -98,14 +90,12 @@ def add_patch_options(group: Any) -> None:
     group.add_argument(
         "--merge-tokens",
         type=count,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="patches merged in each block: faster, less exact (default: as in training)",
     )
     group.add_argument(
         "--patch-size",
         type=positive_int,
-        default=argparse.SUPPRESS,
         metavar="P",
         help="pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, "
         "smaller more exact (default: as in training)",
@@ -205,18 +195,16 @@ def probability(word: str) -> float:
 
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json."""
-    parser.set_defaults(json=None)
-    parser.add_argument("--json", metavar="FILE", default=argparse.SUPPRESS, help=what)
+    parser.add_argument("--json", metavar="FILE", help=what)
 
 
 def add_csv_options(group: Any) -> None:
-    """Add --csv-separator and --csv-digits; both are None unless given."""
+    """Add --csv-separator and --csv-digits."""
     from vit.output.prediction_results import SEPARATORS
 
     group.add_argument(
         "--csv-separator",
         choices=[*SEPARATORS],
-        default=argparse.SUPPRESS,
         help="separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel "
         "opens in most of Europe",
     )
@@ -224,7 +212,6 @@ def add_csv_options(group: Any) -> None:
         "--csv-digits",
         type=csv_digits,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="decimal digits of scores in CSV, or full for all (default: 4)",
     )
 
@@ -288,33 +275,34 @@ def settings_from_args(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_task_option(parser: argparse.ArgumentParser, purpose: str) -> None:
     """Add `--task`, for commands that read a dataset as a training of that task does."""
-    parser.set_defaults(task=None)
     parser.add_argument(
         "--task",
         choices=choices_of(all_settings()["task"].kind),
-        default=argparse.SUPPRESS,
         help=f"{purpose}: classes, captions or both (default: classes, one or several an image)",
     )
 
 
+CONTENTS = {"image": "the images", "label": "the classes", "caption": "the captions"}
+"""Column of a list -> its content."""
+
+
 def add_list_options(
-    parser: argparse.ArgumentParser, usual: str = "found by its usual names"
+    parser: argparse.ArgumentParser,
+    usual: str = "found by its usual names",
+    *,
+    columns: Sequence[str] = tuple(CONTENTS),
 ) -> None:
-    """Add flags of image lists; `usual` describes the default of the column flags."""
-    parser.set_defaults(images=None, image_column=None, label_column=None, caption_column=None)
+    """Add flags of image lists; `usual` describes the default of the flags of `columns`."""
     parser.add_argument(
         "--images",
         metavar="DIR",
-        default=argparse.SUPPRESS,
         help="folder of the images of a list (default: its own, or the one beside it with them)",
     )
-    columns = (("image", "the images"), ("label", "the classes"), ("caption", "the captions"))
-    for name, of in columns:
+    for name in columns:
         parser.add_argument(
             f"--{name}-column",
             metavar="COLUMN",
-            default=argparse.SUPPRESS,
-            help=f"column of {of} in a list or table (default: {usual})",
+            help=f"column of {CONTENTS[name]} in a list or table (default: {usual})",
         )
     parser.add_argument(
         "--allow-outside",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(html=None, tta=None, compile=False)
+    parser.set_defaults(tta=None, compile=False)
     for name, letter in (("run_a", "A"), ("run_b", "B")):
         parser.add_argument(
             name,
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="a page with the images that only some of them get right, which needs no network; an "
         "older file is replaced",
     )

@@ -18,11 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace FOLDER where it exists")
-    parser.set_defaults(merge_tokens=None)
     parser.add_argument(
         "--merge-tokens",
         type=count,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="0 leaves out the merging that SOURCE was trained with, which no other library has",
     )

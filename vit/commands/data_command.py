@@ -23,13 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size",
         metavar="SIZE",
-        default=argparse.SUPPRESS,
         help="most bytes of a shard, such as 256MB (the default) or 1GB",
     )
     parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace DIR, where vit data has written it",
+        "--overwrite", action="store_true", help="replace DIR, where vit data has written it"
     )
     parser.add_argument(
         "--streaming",
@@ -38,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_task_option(parser, "what is written with the images")
     add_list_options(parser)
-    parser.set_defaults(shard_size=None)
 
 
 def run(args: argparse.Namespace) -> int:

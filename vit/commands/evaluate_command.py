@@ -43,11 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
-    parser.set_defaults(out=None, top_k=None, csv_separator=None, csv_digits=None)
     parser.add_argument(
         "--out",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; "
         "an older file is replaced",
     )
@@ -55,22 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k",
         type=positive_int,
         metavar="K",
-        default=argparse.SUPPRESS,
         help="predicted classes in a row of --out (default: 5)",
     )
     add_csv_options(parser)
-    parser.set_defaults(html=None, slice=[])
     parser.add_argument(
         "--html",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
     parser.add_argument(
         "--slice",
         metavar="COLUMN",
         action="append",
-        default=argparse.SUPPRESS,
+        default=[],
         help="accuracy by the values of a column of a list too; may be repeated (always: by image "
         "size, aspect, brightness, sharpness, file type, frequency of the class, folder)",
     )
@@ -82,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_search_options(parser)
     add_network_options(parser)
-    parser.set_defaults(tta=None)
-    parser.add_argument("--tta", choices=VIEWS, default=argparse.SUPPRESS, help=TTA_HELP)
+    parser.add_argument("--tta", choices=VIEWS, help=TTA_HELP)
     parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 

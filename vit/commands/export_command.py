@@ -21,7 +21,6 @@ EXPORT_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(to=None)
     add = parser.add_argument
     add("run", metavar="RUN", help="a run folder, or of a classifier any weights with a head")
     add(
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--to",
         choices=["onnx", "openvino", "torch", "triton"],
-        default=argparse.SUPPRESS,
         help="format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a "
         "repository of Triton (default: by the ending of --out)",
     )
@@ -47,12 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", action="store_true", help="add the outputs tokens, embedding and attention")
     add("--opset", type=positive_int, metavar="N", help="version of ONNX's operators (default: 20)")
     add("--calibration", metavar="DATA", help="dataset whose training images calibrate int8")
-    add(
-        "--samples",
-        type=positive_int,
-        metavar="N",
-        help="calibration images (default: 200)",
-    )
+    add("--samples", type=positive_int, metavar="N", help="calibration images (default: 200)")
     add("--dynamic", action="store_true", help="int8 without calibration")
     add(
         "--validation",

@@ -28,22 +28,6 @@ from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 WAYS = ("copy", "symlink", "hardlink")
-# options that are None unless given; their help describes the default
-UNSET = (
-    *(
-        "format",
-        "csv_separator",
-        "csv_digits",
-        "out",
-        "explain",
-        "top_k",
-        "threshold",
-        "engine",
-        "tta",
-        "sets",
-    ),
-    *("embeddings", "sort_into", "sort_with"),
-)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -58,7 +42,6 @@ def add_arguments(parser: CommandParser) -> None:
         "vit predict runs/photos 'holiday/*.jpg' --out labels.jsonl --resume",
     )
     parser.usage = "vit predict MODEL INPUT [INPUT ...] [--out FILE [--resume]] [options]"
-    parser.set_defaults(**dict.fromkeys(UNSET))
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -79,123 +62,93 @@ def add_arguments(parser: CommandParser) -> None:
     _add_engines(group)
 
 
-def _add(group: Any, *flags: str, text: str, **options: Any) -> None:
-    """Add a flag whose default is described in its help."""
-    if options.get("action") != "store_true":
-        options["default"] = argparse.SUPPRESS
-    group.add_argument(*flags, help=text, **options)
-
-
 def _add_rows(group: Any) -> None:
-    _add(
-        group,
-        *("-k", "--top-k", "--topk"),
+    group.add_argument(
+        "-k",
+        "--top-k",
+        "--topk",
         type=positive_int,
         metavar="K",
-        text=f"most probable classes to return (default: {TOP_K}; for a multi-label network all "
+        help=f"most probable classes to return (default: {TOP_K}; for a multi-label network all "
         "above their thresholds)",
     )
-    _add(
-        group,
+    group.add_argument(
         "--threshold",
         type=probability,
         metavar="P",
-        text="minimum probability of a class (default: none; for a multi-label network the "
+        help="minimum probability of a class (default: none; for a multi-label network the "
         "threshold of each class)",
     )
-    _add(
-        group,
+    group.add_argument(
         "--reject",
         action="store_true",
-        text="answer `unknown` where the network is too uncertain to be right as often as its "
+        help="answer `unknown` where the network is too uncertain to be right as often as its "
         "calibration promises (98 %% of what is answered, or --target-precision of vit calibrate)",
     )
-    _add(
-        group,
+    group.add_argument(
         "--sets",
         type=probability,
         metavar="COVERAGE",
-        text="add to each row the classes that contain the true one with this probability, such "
+        help="add to each row the classes that contain the true one with this probability, such "
         "as 0.9",
     )
-    _add(
-        group,
+    group.add_argument(
         "--format",
         choices=["table", "jsonl", "csv", "xlsx"],
-        text="output format (default: by the suffix of --out, else table); xlsx is a file for "
+        help="output format (default: by the suffix of --out, else table); xlsx is a file for "
         "Excel and needs --out",
     )
     add_csv_options(group)
 
 
 def _add_outputs(group: Any) -> None:
-    _add(
-        group,
+    group.add_argument(
         "--out",
         metavar="FILE",
-        text="file of results; named FILE.partial until it is complete (default: standard output)",
+        help="file of results; named FILE.partial until it is complete (default: standard output)",
     )
-    _add(
-        group,
+    group.add_argument(
         "--resume",
         action="store_true",
-        text="continue an interrupted FILE.partial; start from the beginning if there is none",
+        help="continue an interrupted FILE.partial; start from the beginning if there is none",
     )
-    _add(
-        group,
+    group.add_argument(
         "--overwrite",
         action="store_true",
-        text="replace FILE, FILE.partial, and drawings of the same names in DIR",
+        help="replace FILE, FILE.partial, and drawings of the same names in DIR",
     )
-    _add(
-        group,
+    group.add_argument(
         "--sort-into",
         metavar="DIR",
-        text="copy each image into DIR/<predicted class>, or DIR/_unsure if the class is below "
+        help="copy each image into DIR/<predicted class>, or DIR/_unsure if the class is below "
         "--threshold; originals are not changed",
     )
-    _add(
-        group,
-        "--sort-with",
-        choices=WAYS,
-        text="how images are placed in --sort-into (default: copy)",
+    group.add_argument(
+        "--sort-with", choices=WAYS, help="how images are placed in --sort-into (default: copy)"
     )
-    _add(
-        group,
+    group.add_argument(
         "--embeddings",
         metavar="FILE",
-        text="file of image embeddings, the input of the network's head, as .npy or .parquet "
+        help="file of image embeddings, the input of the network's head, as .npy or .parquet "
         "(needs --out)",
     )
-    _add(
-        group,
+    group.add_argument(
         "--explain",
         metavar="DIR",
-        text="write attribution maps into this folder, per caption word or per top class, as PNG "
+        help="write attribution maps into this folder, per caption word or per top class, as PNG "
         "and JSON",
     )
 
 
 def _add_engines(group: Any) -> None:
-    _add(
-        group,
+    group.add_argument(
         "--engine",
         choices=ENGINES,
-        text="inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray "
+        help="inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray "
         "distributes over a cluster",
     )
-    _add(
-        group,
-        "--tta",
-        choices=VIEWS,
-        text=TTA_HELP,
-    )
-    _add(
-        group,
-        "--compile",
-        action="store_true",
-        text=COMPILE_HELP,
-    )
+    group.add_argument("--tta", choices=VIEWS, help=TTA_HELP)
+    group.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from vit.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(device=None, workers=None)
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument(
         "data",
@@ -18,10 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the images of the training are now (default: where they were)",
     )
     parser.add_argument(
-        "--device",
-        metavar="D",
-        default=argparse.SUPPRESS,
-        help="cpu, cuda, cuda:N or mps (default: that of the training)",
+        "--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: that of the training)"
     )
     parser.add_argument(
         "--corruptions",
@@ -34,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=count,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="loader processes (default: as in training)",
     )
 

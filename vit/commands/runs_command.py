@@ -11,7 +11,6 @@ from vit.output.prediction_results import to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(html=None)
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         "--out",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="the table as a page that sorts and links to the reports, which needs no network; an "
         "older file is replaced",
     )

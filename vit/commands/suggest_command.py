@@ -2,7 +2,7 @@
 
 import argparse
 
-from vit.commands.command_options import add_json_option, count, positive_int
+from vit.commands.command_options import add_json_option, add_list_options, count, positive_int
 from vit.commands.command_output import Progress, notify, write_json
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_output, open_output
@@ -13,10 +13,6 @@ MAX_FAILED = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(
-        n=300, out=None, labels=None, order=None, exclude=None, html=None, seed=0, images=None
-    )
-    parser.set_defaults(image_column=None, device=None, batch_size=None, workers=None)
     parser.add_argument(
         "data",
         metavar="IMAGES",
@@ -30,16 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "which images are alike",
     )
     parser.add_argument(
-        "-n",
-        type=positive_int,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="number of images (default: 300)",
+        "-n", type=positive_int, default=300, metavar="N", help="number of images (default: 300)"
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="list (.csv, .xlsx, .jsonl) of image, label and likely class, whose labels an "
         "annotator fills in: vit train IMAGES --labels FILE (default: CSV on standard output)",
     )
@@ -51,68 +42,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labels",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="list of images with their labels so far, such as an earlier --out: these are not "
         "suggested again, and say which images are uncertain",
     )
     parser.add_argument(
         "--order",
         choices=("typical", "uncertain"),
-        default=argparse.SUPPRESS,
         help="typical images of every kind, or uncertain and different ones (default: typical, "
         "and uncertain with --labels)",
     )
     parser.add_argument(
-        "--exclude",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="list of images that are not to be suggested",
+        "--exclude", metavar="FILE", help="list of images that are not to be suggested"
     )
     parser.add_argument(
-        "--seed",
-        type=count,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="seed of the clustering (default: 0)",
+        "--seed", type=count, default=0, metavar="N", help="seed of the clustering (default: 0)"
     )
     parser.add_argument(
         "--html",
         metavar="FILE",
-        default=argparse.SUPPRESS,
         help="a page with thumbnails and file names, which needs no network; an older file is "
         "replaced",
     )
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
-    parser.add_argument(
-        "--images",
-        metavar="DIR",
-        default=argparse.SUPPRESS,
-        help="folder of the images of a list (default: its own, or the one beside it with them)",
-    )
-    parser.add_argument(
-        "--image-column",
-        metavar="COLUMN",
-        default=argparse.SUPPRESS,
-        help="column of the images in a list or table (default: found by its usual names)",
-    )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="allow a list to name images outside of its folder, or of --images",
-    )
+    add_list_options(parser, columns=("image",))
     parser.add_argument(
         "-b",
         "--batch-size",
         type=positive_int,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="images in one pass through the network (default: 4 to 64)",
     )
     parser.add_argument(
-        "--device",
-        metavar="D",
-        default=argparse.SUPPRESS,
-        help="cpu, cuda, cuda:N or mps (default: the best one here)",
+        "--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best one here)"
     )
     parser.add_argument(
         "--precision",
@@ -125,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=positive_int,
         metavar="N",
-        default=argparse.SUPPRESS,
         help="threads that read images (default: one a core, at most 8)",
     )
 

@@ -12,7 +12,6 @@ from vit.text import printable, quoted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run_folder=None, engine=None)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -31,13 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="run_folder",
         metavar="RUN",
-        default=argparse.SUPPRESS,
         help="the run, or other weights, that X.onnx is compared with (default: what it names)",
     )
     parser.add_argument(
         "--engine",
         choices=["onnx", "openvino"],
-        default=argparse.SUPPRESS,
         help="what computes the file (default: by its suffix)",
     )
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
