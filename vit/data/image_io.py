@@ -186,7 +186,7 @@ def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
         return image.size
 
 
-def check_header(path: str | os.PathLike[str]) -> bool:
+def check_header(path: PathLike | EncodedImage) -> bool:
     """Check what can be checked without decoding: file type, format, size, a truncated PNG.
 
     Returns:
@@ -268,8 +268,7 @@ def check_pixels(pixels: int, limit: int, name: str) -> None:
 
 
 def _open_encoded(image: EncodedImage) -> BinaryIO:
-    if not image.data:
-        raise UnusableFile("an empty file (0 bytes)")
+    _check_bytes(len(image.data))
     return io.BytesIO(image.data)
 
 
@@ -364,10 +363,14 @@ def _check_status(status: os.stat_result) -> None:
         raise UnusableFile("a folder, not an image")
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("not a regular file (a pipe, socket or device)")
-    if not status.st_size:
+    _check_bytes(status.st_size)
+
+
+def _check_bytes(size: int) -> None:
+    if not size:
         raise UnusableFile("an empty file (0 bytes)")
-    if status.st_size > MAX_BYTES:
-        raise UnusableFile(f"{status.st_size:,} bytes are more than the limit of {MAX_BYTES:,}")
+    if size > MAX_BYTES:
+        raise UnusableFile(f"{size:,} bytes are more than the limit of {MAX_BYTES:,}")
 
 
 def read_all(file: IO[bytes]) -> bytes:

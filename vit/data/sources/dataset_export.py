@@ -27,7 +27,7 @@ from PIL import Image
 
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.image_io import FORMATS, check_header
+from vit.data.image_io import FORMATS, EncodedImage, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
@@ -309,7 +309,8 @@ def _streamed_images(
             uncaptioned += 1
             continue
         try:
-            check_bytes(row.content, f"{spec.data}/{split.name or 'train'}/{row.name}")
+            name = f"{spec.data}/{split.name or 'train'}/{row.name}"
+            check_header(EncodedImage(name, row.content))
         except BadImage as bad:
             report.bad.append(bad)
             continue
@@ -405,25 +406,6 @@ def _with_file_names(images: Iterable[ImageFile]) -> Iterator[tuple[str, ImageFi
                 image_format = opened.format or "PNG"
             last += FORMAT_SUFFIXES.get(image_format, f".{image_format.lower()}")
         yield "/".join([*parts, last]), image
-
-
-def check_bytes(content: bytes, name: str) -> None:
-    """Check the header of an encoded image.
-
-    Args:
-        content: The encoded image.
-        name: Its name in the error.
-
-    Raises:
-        BadImage: It is no image.
-    """
-    with tempfile.NamedTemporaryFile(prefix="vit-") as file:
-        file.write(content)
-        file.flush()
-        try:
-            check_header(file.name)
-        except BadImage as bad:
-            raise BadImage(name, bad.reason) from None
 
 
 def write_folder(
