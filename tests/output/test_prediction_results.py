@@ -18,7 +18,7 @@ from vit.output.prediction_results import (
     csv_lines,
     csv_text,
     display_width,
-    json_line,
+    json_lines,
     table_lines,
     to_json,
     write_workbook,
@@ -52,9 +52,14 @@ SPEECHES = [
 LAYOUT = Layout(top_k=2, classes=[*NASTY, "other"], images=NASTY)
 
 
+def json_of(answer, **options):
+    _, line = json_lines(Layout(top_k=0, classes=(), images=(), **options))
+    return line(answer)
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_json_gives_every_name_back(answer):
-    line = json_line(answer)
+    line = json_of(answer)
     line.encode("utf-8")
     assert line.isprintable() is False  # the line end is the only character that is not
     assert line[:-1].isprintable()
@@ -70,7 +75,7 @@ def test_json_gives_every_name_back(answer):
 
 
 def test_json_keeps_readable_names_readable():
-    assert "猫" in json_line(Prediction("猫.jpg"))
+    assert "猫" in json_of(Prediction("猫.jpg"))
 
 
 def test_json_refuses_what_is_not_json():
@@ -179,7 +184,7 @@ def test_every_format_writes_answers_and_errors(style):
 
 @pytest.mark.parametrize("answer", SPEECHES)
 def test_json_gives_every_caption_back(answer):
-    line = json_line(answer, multilabel=True)
+    line = json_of(answer, n_best=2)
     assert line[:-1].isprintable()
     assert json.loads(line) == {
         "image": answer.image,
@@ -190,7 +195,7 @@ def test_json_gives_every_caption_back(answer):
             {"caption": "b", "score": -2.0, "ended": False},
         ],
     }
-    assert json.loads(json_line(answer)).keys() == {"image", "caption", "score"}
+    assert json.loads(json_of(answer)).keys() == {"image", "caption", "score"}
 
 
 def test_captions_are_safe_in_csv_and_in_a_table():

@@ -20,7 +20,7 @@ from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.output.prediction_results import json_line
+from vit.output.prediction_results import Layout, json_lines
 from vit.tasks.task import Evaluation, Task, forward, get_task
 from vit.training.train import train
 from vit.weights.saved_model import load_run
@@ -176,7 +176,8 @@ def test_a_prediction_is_the_number(predictions):
         ((name, number),) = prediction.predictions
         assert name == "brightness"
         assert number == pytest.approx(float(Path(path).parent.name), abs=0.3)
-        row = json.loads(json_line(prediction))
+        _, line = json_lines(Layout(1, ("brightness",), (path,)))
+        row = json.loads(line(prediction))
         assert row["predictions"] == [{"label": "brightness", "score": number}]
 
 

@@ -181,49 +181,37 @@ Truth = str | float | Sequence[str] | None
 
 
 def json_lines(layout: Layout) -> tuple[str, Line]:
-    """No header; a line is {"image", "error"}, or {"image"} and what the network says:
+    """No header; a line is {"image", "error"}, or {"image"} and the prediction:
 
-    "predictions": [{"label", "score"}], "caption", "score", and where more than one was asked for
+    "predictions": [{"label", "score"}], "caption", "score", and where several were requested
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
     Where no class was probable enough, "predictions" is an empty list. A row of an evaluation has
     `Prediction.truth` after the image.
     With `reject` there is "unknown", true or false, and if true its "reason"; with `sets` the class
     names of the "set".
     """
-    multilabel, named = layout.n_best > 1, layout.top_k > 0
-    options = {"multilabel": multilabel, "named": named}
-    options |= {"reject": layout.reject, "sets": layout.sets}
-    return "", lambda prediction: json_line(prediction, **options)
 
+    def line(prediction: Prediction) -> str:
+        record: dict[str, Any] = {"image": prediction.image, **prediction.truth}
+        if prediction.error is not None:
+            return to_json({**record, "error": prediction.error}) + "\n"
+        captions = [caption_record(caption) for caption in prediction.captions]
+        if captions:
+            record |= captions[0]
+        if layout.n_best > 1:
+            record["captions"] = captions
+        if prediction.predictions or layout.top_k or not captions:
+            pairs = prediction.predictions
+            record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
+        if layout.reject:
+            record["unknown"] = prediction.unknown is not None
+            if prediction.unknown is not None:
+                record["reason"] = prediction.unknown
+        if layout.sets:
+            record["set"] = list(prediction.prediction_set)
+        return to_json(record) + "\n"
 
-def json_line(
-    prediction: Prediction,
-    *,
-    multilabel: bool = False,
-    named: bool = False,
-    reject: bool = False,
-    sets: bool = False,
-) -> str:
-    """One line of `json_lines`: with all captions if `multilabel`, of a network with classes if
-    `named`, with `unknown` if `reject`, with the prediction set if `sets`."""
-    record: dict[str, Any] = {"image": prediction.image, **prediction.truth}
-    if prediction.error is not None:
-        return to_json({**record, "error": prediction.error}) + "\n"
-    captions = [caption_record(caption) for caption in prediction.captions]
-    if captions:
-        record |= captions[0]
-    if multilabel:
-        record["captions"] = captions
-    if prediction.predictions or named or not captions:
-        pairs = prediction.predictions
-        record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
-    if reject:
-        record["unknown"] = prediction.unknown is not None
-    if reject and prediction.unknown is not None:
-        record["reason"] = prediction.unknown
-    if sets:
-        record["set"] = list(prediction.prediction_set)
-    return to_json(record) + "\n"
+    return "", line
 
 
 def caption_record(caption: "Caption") -> dict[str, Any]:
