@@ -450,7 +450,7 @@ class TestLoadExported:
         rows = list(load_exported("a.xml", engine="openvino").probabilities(input_images))
         np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
         load_exported(file, engine="openvino", threads=2)
-        assert opened == [("a.xml", {}), (file, {"threads": 2})]
+        assert opened == [("a.xml", {"threads": None}), (file, {"threads": 2})]
 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])

@@ -6,7 +6,7 @@ import os
 from vit.commands.command_options import add_json_option
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
-from vit.exported.load_exported import EXPORTED
+from vit.exported.load_exported import exported_engine
 from vit.output.output_file import check_output, standard_output
 from vit.text import printable, quoted
 
@@ -46,7 +46,7 @@ def check_order(model: str, images: list[str]) -> None:
     Raises:
         VitError: An exported file, or a run folder, is among the images.
     """
-    exported = [word for word in images if word.lower().endswith(tuple(EXPORTED))]
+    exported = [word for word in images if exported_engine(word)]
     runs = [word for word in images if os.path.isfile(os.path.join(word, "model.safetensors"))]
     if not exported and not runs:
         return

@@ -22,7 +22,7 @@ from vit.export.reference_outputs import (
     by_reference_code,
 )
 from vit.export.sample_images import comparison_images
-from vit.exported.load_exported import EXPORTED, load_exported
+from vit.exported.load_exported import exported_engine, load_exported
 from vit.inference.image_arguments import find_images, input_paths
 from vit.paths import did_you_mean, path_argument
 from vit.text import printable
@@ -234,7 +234,7 @@ def verify(
 def is_source(model: PathLike) -> bool:
     """Whether `model` is a run folder or another source of weights, and not an exported file."""
     name = os.fspath(model)
-    if os.path.isdir(name) or name.lower().endswith(tuple(EXPORTED)):
+    if os.path.isdir(name) or exported_engine(name):
         return os.path.isdir(name)
     if os.path.exists(name):
         return name.lower().endswith(SUFFIXES)
@@ -243,8 +243,7 @@ def is_source(model: PathLike) -> bool:
 
 def open_exported(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
     """Open an exported file with `engine`, by default that of its suffix."""
-    suffix = Path(exported).suffix.lower()
-    engine = engine or EXPORTED.get(suffix)
+    engine = engine or exported_engine(exported)
     if engine is None and not os.path.exists(exported):
         remedy = did_you_mean(exported) or "; give X.onnx or X.xml, or a run folder"
         raise WeightsError(f"{printable(exported)} is not there{remedy}")

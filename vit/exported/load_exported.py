@@ -1,5 +1,6 @@
 """Loads a network that `vit export` wrote: X.onnx with onnxruntime, X.xml with OpenVINO."""
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 """File suffix -> default engine."""
+
+
+def exported_engine(model: object) -> str | None:
+    """The default engine of `model` if it names a file of `vit export`, by its suffix."""
+    if not isinstance(model, str | os.PathLike):
+        return None
+    name = os.fspath(model).lower()
+    return next((engine for suffix, engine in EXPORTED.items() if name.endswith(suffix)), None)
 
 
 def load_exported(
@@ -65,9 +74,11 @@ def load_exported(
     if engine == "openvino":
         from vit.exported.openvino_session import OpenVINOSession
 
-        graph = OpenVINOSession(path) if threads is None else OpenVINOSession(path, threads=threads)
         classifier = ExportedClassifier(
-            graph, batch_size=batch_size, workers=workers, intensity_range=intensity_range
+            OpenVINOSession(path, threads=threads),
+            batch_size=batch_size,
+            workers=workers,
+            intensity_range=intensity_range,
         )
     else:
         classifier = ExportedClassifier(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vit.errors import BadImage, ConfigError
-from vit.exported.load_exported import EXPORTED, load_exported
+from vit.exported.load_exported import exported_engine, load_exported
 from vit.exported.onnx_classifier import OUTPUT, ExportedClassifier
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.output.prediction_results import Prediction, resolve_top_k
@@ -48,7 +48,7 @@ class ExportedPredictor:
 
     def __init__(self, path: PathLike, *, notify: Callable[[str], object], **settings: Any) -> None:
         name = os.fspath(path)
-        network = load_exported(name, engine=EXPORTED[Path(name).suffix.lower()], **settings)
+        network = load_exported(name, **settings)
         if not isinstance(network, ExportedClassifier):
             raise ConfigError(
                 f"{printable(name)} writes captions, which are measured with the run: vit evaluate "
@@ -98,11 +98,6 @@ class ExportedPredictor:
         ]
 
 
-def is_exported(model: object) -> bool:
-    """Whether `model` is the name of an exported file."""
-    return isinstance(model, str | os.PathLike) and os.fspath(model).lower().endswith((*EXPORTED,))
-
-
 def open_evaluated(
     model: PathLike | LoadedRun, *, notify: Callable[[str], object], **settings: Any
 ) -> Predictor | ExportedPredictor:
@@ -117,6 +112,6 @@ def open_evaluated(
     Raises:
         VitError: The model or a setting cannot be used.
     """
-    if isinstance(model, LoadedRun) or not is_exported(model):
-        return Predictor(model, notify=notify, **settings)
-    return ExportedPredictor(model, notify=notify, **settings)
+    if not isinstance(model, LoadedRun) and (engine := exported_engine(model)):
+        return ExportedPredictor(model, engine=engine, notify=notify, **settings)
+    return Predictor(model, notify=notify, **settings)

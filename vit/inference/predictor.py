@@ -18,7 +18,7 @@ from vit.data.image_io import IntensityRange
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.classification_metrics import ranking
-from vit.exported.load_exported import EXPORTED
+from vit.exported.load_exported import exported_engine
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
 from vit.inference.batch_pipeline import (
@@ -138,7 +138,7 @@ class Predictor:
         self.precision = resolve_precision(precision, self.device)
         if isinstance(run, LoadedRun):
             loaded = run
-        elif isinstance(run, str | os.PathLike) and os.fspath(run).lower().endswith((*EXPORTED,)):
+        elif exported_engine(run):
             raise ConfigError(
                 f"{printable(os.fspath(run))} is a file of vit export, which torch does not run: "
                 "from vit.exported.load_exported import load_exported; "

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
@@ -25,21 +26,30 @@ from vit.text import printable
 if TYPE_CHECKING:
     import pyarrow as pa
 
+LONGEST_PIECE = 512
+"""Images that are predicted again when a worker dies."""
+PIECES_PER_WORKER = 8
+"""Of a list that is long enough, so that no worker waits long at the end."""
+MAX_ATTEMPTS = 3
+"""Attempts at a piece whose worker dies each time, before its images are failures."""
+MAX_READ_THREADS = 8
+"""Threads of a worker that read images."""
+
 
 class AttemptCounter:
-    """How often each piece was begun."""
+    """Counts the attempts at each piece."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
+        self.counts = Counter[int]()
 
     def attempt(self, piece: int) -> int:
-        """Counts once more, and returns the count."""
-        self.counts[piece] = self.counts.get(piece, 0) + 1
+        """Count one more attempt; return their number."""
+        self.counts[piece] += 1
         return self.counts[piece]
 
 
 class SharedAttemptCounter:
-    """One Counter that all workers of a cluster ask; it takes no core."""
+    """An AttemptCounter that all workers of a cluster share; it takes no core."""
 
     def __init__(self) -> None:
         import ray
@@ -49,7 +59,7 @@ class SharedAttemptCounter:
         ).remote()
 
     def __call__(self, piece: int) -> int:
-        """As `attempt` of the Counter."""
+        """As `AttemptCounter.attempt`."""
         import ray
 
         return int(ray.get(self.counter.attempt.remote(piece)))
@@ -58,7 +68,7 @@ class SharedAttemptCounter:
 def shares(
     resources: dict[str, float], device: str | None, workers: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """How many workers there are, and what each takes of the cluster.
+    """Number of workers, and the resources of each, as options of `ray.remote`.
 
     Raises:
         ConfigError: `device` is a GPU, and the cluster has none.
@@ -73,14 +83,14 @@ def shares(
 
 @contextmanager
 def cluster(workers: int | None) -> Iterator[ModuleType]:
-    """The cluster that is there, that of RAY_ADDRESS, or one of this machine for a while.
+    """The connected cluster, that of RAY_ADDRESS, or a local one until the end of the `with`.
 
-    Gives the module ray, which is slow to import.
+    Yields the module ray, which is slow to import.
 
     Raises:
         VitError: Ray is not installed, or cannot start.
     """
-    # nothing leaves this machine, and nothing that Ray heals is told
+    # no telemetry, and no messages about failures that Ray recovers from
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
@@ -121,7 +131,7 @@ def ordered_and_quiet() -> Iterator[None]:
     level = logger.level
     context.execution_options.preserve_order = True
     context.enable_progress_bars = context.print_on_execution_start = False
-    logger.setLevel(logging.CRITICAL)  # an error is raised too, and told in one line
+    logger.setLevel(logging.CRITICAL)  # errors are raised too
     try:
         yield
     finally:
@@ -135,7 +145,7 @@ def raise_worker_errors() -> Iterator[None]:
     """Re-raise errors of workers as a VitError of one line.
 
     Raises:
-        VitError: That of the worker, or that Ray gave up.
+        VitError: That of the worker, or an error of Ray.
     """
     from ray.exceptions import RayError
 
@@ -149,17 +159,11 @@ def raise_worker_errors() -> Iterator[None]:
             cause = getattr(cause, "cause", None) or cause.__cause__
         if isinstance(cause, VitError):
             raise cause from None
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise RunError(
-            f"Ray gave up: {printable(said[-1] if said else type(error).__name__)}; the logs of "
+            f"Ray gave up: {printable(lines[-1] if lines else type(error).__name__)}; the logs of "
             "its workers are in /tmp/ray/session_latest/logs"
         ) from None
-
-
-LONGEST_PIECE = 512  # images that are answered again when a worker dies
-SHARES = 8  # pieces of each worker, where the list is long enough: none waits long at the end
-ATTEMPTS = 3  # at a piece whose worker dies each time: then it is its images that kill
-MOST_THREADS = 8  # of a worker, that read images
 
 
 def predict_with_ray(
@@ -175,20 +179,20 @@ def predict_with_ray(
     separator: str = ",",
     digits: int | None = None,
 ) -> int:
-    """Answer for all `images` into one file; returns how many have an error instead.
+    """Predict all `images` into one file; return the number of failures.
 
     The cluster is that of RAY_ADDRESS, else one of this machine, for as long as it takes. Each
     machine needs this package, and the model and images at the same paths or at URLs.
 
     Args:
-        model: Whatever a Predictor takes, or what vit export wrote.
+        model: As for Predictor, or a file of vit export.
         images: Paths, or URLs that fsspec opens.
-        out: A path, or a URL; it appears when it is complete.
+        out: A path, or a URL; the file appears when it is complete.
         style: jsonl, csv, table or parquet.
-        top_k: Most probable classes to name.
+        top_k: Number of most probable classes in a row.
         settings: Of the Predictor.
-        workers: Each with one Predictor; one a GPU, or one a core, when left out.
-        notify: Called with a line about what is used.
+        workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
+        notify: Called with a line about the workers.
         separator, digits: Of CSV, as in Layout.
 
     Raises:
@@ -199,7 +203,7 @@ def predict_with_ray(
     model = os.path.abspath(model) if os.path.exists(model) else model
     with redirect_stdout(sys.stderr), cluster(workers) as ray, ordered_and_quiet():
         size, share = shares(ray.cluster_resources(), settings.get("device"), workers)
-        settings = {"workers": min(share["num_cpus"], MOST_THREADS), **settings}
+        settings = {"workers": min(share["num_cpus"], MAX_READ_THREADS), **settings}
         with raise_worker_errors():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
         if about["several"]:
@@ -220,12 +224,17 @@ def predict_with_ray(
             separator=separator,
             digits=digits,
         )
-        asked = (model, settings | about["settings"], max(layout.top_k, 1), SharedAttemptCounter())
-        return _write(out, style, layout, _rows(tables, images, asked, size, share))
+        arguments = (
+            model,
+            settings | about["settings"],
+            max(layout.top_k, 1),
+            SharedAttemptCounter(),
+        )
+        return _write(out, style, layout, _rows(tables, images, arguments, size, share))
 
 
 def _write(out: str, style: str, layout: Layout, rows: Iterator[Prediction]) -> int:
-    """Write `rows`; returns how many have an error."""
+    """Write `rows`; return the number of failures."""
     failed = 0
 
     def counted() -> Iterator[Prediction]:
@@ -240,17 +249,17 @@ def _write(out: str, style: str, layout: Layout, rows: Iterator[Prediction]) -> 
 
 
 def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
-    """The list in pieces with the columns `number` and `path`, each but the last whole blocks.
+    """The list as tables with the columns `number` and `path`, all but the last of whole blocks.
 
     Args:
         images: Paths or URLs; paths are made absolute.
-        block: Images after which a list may be cut, and every digit stays.
-        workers: That share the pieces.
+        block: A list gives the same results when it is continued at a multiple of this.
+        workers: Number of workers.
     """
     import pyarrow as pa
 
     most = max(1, LONGEST_PIECE // block)
-    size = block * min(most, max(1, len(images) // (block * workers * SHARES)))
+    size = block * min(most, max(1, len(images) // (block * workers * PIECES_PER_WORKER)))
     paths = [os.fsencode(name if is_url(name) else os.path.abspath(name)) for name in images]
     starts = range(0, len(paths), size)
     return [
@@ -265,14 +274,14 @@ def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
 
 
 class Worker:
-    """Answers for pieces, with one predictor; lives in a process of Ray's.
+    """Predicts pieces; an actor of Ray.
 
     Args:
         model: As for `predict_with_ray`.
         settings: Of the predictor.
         top_k: At least 1.
-        began: Called with the number of the first image of a piece; returns how often that
-            piece was begun, this time included.
+        attempt: Called with the number of the first image of a piece; returns the number of
+            attempts at that piece, including this one.
     """
 
     def __init__(
@@ -280,31 +289,31 @@ class Worker:
     ) -> None:
         self.attempt = attempt
         self.predictor = _opened(model, settings)
-        self.draws = getattr(settings.get("search"), "temperature", 0) > 0
+        self.samples = getattr(settings.get("search"), "temperature", 0) > 0
         self.top_k = top_k
 
     def __call__(self, piece: "pa.Table") -> "pa.Table":
-        """A table of `pieces` -> its numbers and its answers as JSON."""
+        """A table of `pieces` -> a table of `number` and `answer`, predictions as JSON."""
         import pyarrow as pa
 
         numbers = piece["number"].to_pylist()
-        if self.attempt(numbers[0]) > ATTEMPTS:
-            why = f"workers died {ATTEMPTS} times at this image, or at one of its piece"
+        if self.attempt(numbers[0]) > MAX_ATTEMPTS:
+            why = f"workers died {MAX_ATTEMPTS} times at this image, or at one of its piece"
             lost = to_text(Prediction("", error=f"{why} of {len(numbers)}"))
             return pa.table({"number": numbers, "answer": [lost] * len(numbers)})
         images = [os.fsdecode(path) for path in piece["path"].to_pylist()]
         return pa.table({"number": numbers, "answer": self.answers(images, numbers[0])})
 
     def answers(self, images: list[str], first: int) -> list[str]:
-        """Of paths or URLs, of which the first has the number `first` in the whole list."""
-        more = {"first": first} if self.draws else {}  # words are drawn by this number
+        """Predictions of paths or URLs as JSON; `first` is the index of the first in the list."""
+        more = {"first": first} if self.samples else {}  # sampling is seeded by the index
         with fetched(images) as (paths, errors):
             found = self.predictor.stream(paths, top_k=self.top_k, **more)
             return [to_text(row, errors.get(place)) for place, row in enumerate(found)]
 
 
 def to_text(row: Prediction, error: str | None = None) -> str:
-    """A prediction without its image; `error` is one that it did not know of."""
+    """A prediction as JSON, without its image; `error` replaces its own."""
     found = {
         "predictions": row.predictions,
         "error": error or row.error,
@@ -313,22 +322,22 @@ def to_text(row: Prediction, error: str | None = None) -> str:
     return json.dumps(found)
 
 
-def from_text(image: str, text: str) -> Prediction:
-    """The inverse of `to_text`; captions come back without the numbers of their tokens."""
-    found = json.loads(text)
+def from_text(image: str, answer: str) -> Prediction:
+    """The inverse of `to_text`; captions have no token ids."""
+    found = json.loads(answer)
     return Prediction(
         image,
         tuple((label, score) for label, score in found["predictions"]),
         error=found["error"],
-        captions=tuple(Caption(said, score, (), ended) for said, score, ended in found["captions"]),
+        captions=tuple(Caption(text, score, (), ended) for text, score, ended in found["captions"]),
     )
 
 
 def _opened(model: str, settings: dict[str, Any]) -> Any:
-    """A Predictor, or a runner of what vit export wrote."""
-    from vit.exported.load_exported import EXPORTED, load_exported
+    """A Predictor, or an exported network."""
+    from vit.exported.load_exported import exported_engine, load_exported
 
-    engine = EXPORTED.get(os.path.splitext(model)[1].lower())
+    engine = exported_engine(model)
     if engine is None:
         from vit.inference.predictor import Predictor
 
@@ -337,7 +346,7 @@ def _opened(model: str, settings: dict[str, Any]) -> Any:
 
 
 def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What one worker finds, and all then use."""
+    """Properties of the network, and settings that all workers use."""
     predictor = _opened(model, settings)
     settings = {"batch_size": predictor.batch_size, "precision": predictor.precision}
     return {
@@ -354,20 +363,20 @@ def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 def _rows(
     tables: "list[pa.Table]",
     images: Sequence[str],
-    asked: tuple[str, dict[str, Any], int, Callable[[int], int]],
+    arguments: tuple[str, dict[str, Any], int, Callable[[int], int]],
     size: int,
     share: dict[str, Any],
 ) -> Iterator[Prediction]:
-    """Answers for all `images` in their order.
+    """Predictions of all `images` in order.
 
     Raises:
-        RunError: Ray lost or doubled a row.
+        RunError: Ray lost or repeated a row.
     """
     import ray.data
 
     answered = ray.data.from_arrow(tables).map_batches(
         Worker,
-        fn_constructor_args=asked,
+        fn_constructor_args=arguments,
         batch_size=None,  # a piece stays whole
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=2),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vit.errors import ConfigError
-from vit.exported.load_exported import EXPORTED
+from vit.exported.load_exported import exported_engine
 from vit.inference.ray_inference import cluster, raise_worker_errors, shares
 from vit.serving.application import Application
 from vit.serving.http_server import KEEP_ALIVE_SECONDS, bind, describe, url_of
@@ -237,5 +237,5 @@ def _obey_signals(
 
 def shared_path(source: str) -> str:
     """A path as all processes of this machine find it; names of weights stay."""
-    exported = source.lower().endswith(tuple(EXPORTED))
-    return os.path.abspath(source) if exported or os.path.exists(source) else source
+    is_file = exported_engine(source) or os.path.exists(source)
+    return os.path.abspath(source) if is_file else source

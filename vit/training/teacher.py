@@ -31,7 +31,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.exported.load_exported import EXPORTED
+from vit.exported.load_exported import exported_engine
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
 from vit.text import join_names, percent, plural, printable
@@ -181,15 +181,15 @@ class ExportedTeacher(Teacher):
 
     Args:
         name: The file.
+        engine: Engine that computes it.
         batch_size: Images per forward pass.
     """
 
-    def __init__(self, name: str, batch_size: int) -> None:
+    def __init__(self, name: str, engine: str, batch_size: int) -> None:
         from vit.exported.load_exported import load_exported
         from vit.exported.onnx_classifier import ExportedClassifier
 
-        suffix = Path(name).suffix.lower()
-        found = load_exported(name, engine=EXPORTED[suffix], batch_size=batch_size)
+        found = load_exported(name, engine=engine, batch_size=batch_size)
         if not isinstance(found, ExportedClassifier) or not found.shares:
             raise no_classifier(name, "its outputs are no probabilities of classes")
         self.name, self.classifier, self.classes = name, found, found.classes
@@ -223,8 +223,8 @@ def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Te
     name = config.distillation.teacher
     assert name is not None, "called for a run with a teacher"
     teacher: Teacher
-    if Path(name).suffix.lower() in EXPORTED:
-        teacher = ExportedTeacher(name, BATCH_SIZES["cpu"])
+    if engine := exported_engine(name):
+        teacher = ExportedTeacher(name, engine, BATCH_SIZES["cpu"])
     else:
         # one process downloads, the others find the files
         on_main(accelerator, lambda: locate_weights(name))
