@@ -107,8 +107,6 @@ def test_invalid_settings_and_files_are_refused(content, tmp_path):
         openvino_session.OpenVINOSession(content, precision="int4")
     with pytest.raises(ConfigError, match=r"^threads=0: must be at least 1$"):
         openvino_session.OpenVINOSession(content, threads=0)
-    with pytest.raises(ConfigError, match=r"^provider='TPU': OpenVINO has .*CPU.* here"):
-        openvino_session.OpenVINOSession(content, ["TPU"])
     with pytest.raises(WeightsError, match=r"no\.onnx is missing"):
         openvino_session.OpenVINOSession(tmp_path / "no.onnx")
     (tmp_path / "noise.bin").write_bytes(b"noise")

@@ -177,7 +177,7 @@ def class_scores(label: str, hits: float, count: float, answered: float) -> dict
     }
 
 
-def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:
+def calibration_error(confidences: Tensor, right: Tensor) -> float:
     """Mean distance between confidence and accuracy, over equally wide bins of confidence.
 
     A bin contains its upper edge. Bins weigh by their images.
@@ -185,14 +185,13 @@ def calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -
     Args:
         confidences: Probability of each answer, (images,).
         right: Whether each answer is right, (images,).
-        bins: Number of bins over [0, 1].
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
-    return _mean_gap(confidences, right, bin_of(confidences, bins), bins)
+    return _mean_gap(confidences, right, bin_of(confidences))
 
 
-def chance_calibration_error(probabilities: Tensor, *, bins: int = BINS) -> float:
+def chance_calibration_error(probabilities: Tensor) -> float:
     """`calibration_error` that scores have by chance on average if they are perfectly calibrated.
 
         sum over bins of sqrt(2/pi v) / images          v: sum of p (1 - p) in the bin
@@ -201,8 +200,8 @@ def chance_calibration_error(probabilities: Tensor, *, bins: int = BINS) -> floa
     mean of its absolute value. Arguments as for `calibration_error`.
     """
     p = probabilities.double()
-    variances = torch.zeros(bins, dtype=torch.float64)
-    variances.index_add_(0, bin_of(p, bins), p * (1 - p))
+    variances = torch.zeros(BINS, dtype=torch.float64)
+    variances.index_add_(0, bin_of(p), p * (1 - p))
     return float((2 / math.pi * variances).clamp(min=0).sqrt().sum()) / len(p)
 
 
@@ -215,26 +214,26 @@ def debiased_error(error: float, by_chance: float) -> float:
     return math.sqrt(max(0.0, error**2 - by_chance**2))
 
 
-def adaptive_calibration_error(confidences: Tensor, right: Tensor, *, bins: int = BINS) -> float:
+def adaptive_calibration_error(confidences: Tensor, right: Tensor) -> float:
     """The same over bins of equally many images, whose edges are quantiles of confidence.
 
     Equal confidences share a bin, so few different ones make fewer bins.
     """
     confidences = confidences.double().contiguous()
     ordered = confidences.sort().values
-    ends = torch.arange(1, bins) * len(ordered) // bins - 1
+    ends = torch.arange(1, BINS) * len(ordered) // BINS - 1
     edges = ordered[ends.clamp(min=0)]
-    return _mean_gap(confidences, right, torch.bucketize(confidences, edges), bins)
+    return _mean_gap(confidences, right, torch.bucketize(confidences, edges))
 
 
 def reliability(
-    confidences: Tensor, right: Tensor, *, bins: int = BINS
+    confidences: Tensor, right: Tensor
 ) -> list[tuple[int, float, float, tuple[float, float]]]:
     """Of each bin of confidence with an image: count, mean confidence, accuracy and its interval.
 
     Arguments as for `calibration_error`.
     """
-    place = bin_of(confidences, bins)
+    place = bin_of(confidences)
     rows = []
     for number in sorted(set(place.tolist())):
         inside = place == number
@@ -244,9 +243,9 @@ def reliability(
     return rows
 
 
-def bin_of(probabilities: Tensor, bins: int = BINS) -> Tensor:
+def bin_of(probabilities: Tensor) -> Tensor:
     """Index of the equally wide bin of each probability; a bin contains its upper edge."""
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     return torch.bucketize(probabilities.double().contiguous(), edges[1:-1])
 
 
@@ -263,7 +262,7 @@ def class_gaps(probabilities: Tensor, labels: Tensor) -> Tensor:
     return sums.scatter_add(0, bin_of(probabilities), gaps)
 
 
-def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor, bins: int) -> float:
+def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor) -> float:
     gaps = right.double() - confidences.double()
-    sums = torch.zeros(bins, dtype=torch.float64).index_add(0, place, gaps)
+    sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, gaps)
     return float(sums.abs().sum()) / len(confidences)

@@ -31,14 +31,7 @@ class Clusters(NamedTuple):
     """Squared distance of each point from the centre of its cluster, (points,)."""
 
 
-def kmeans(
-    points: Tensor,
-    clusters: int,
-    *,
-    seed: int,
-    weights: Tensor | None = None,
-    max_iterations: int = MAX_ITERATIONS,
-) -> Clusters:
+def kmeans(points: Tensor, clusters: int, *, seed: int, weights: Tensor | None = None) -> Clusters:
     """Cluster `points`; the same arguments give the same clusters on the same machine.
 
     Args:
@@ -46,12 +39,11 @@ def kmeans(
         clusters: From 1 to the number of points.
         seed: Of the initialisation.
         weights: Of the points, (points,), at least 0; 1 by default.
-        max_iterations: Lloyd's iterations at most.
     """
     weights = points.new_ones(len(points)) if weights is None else weights.to(points.dtype)
     centres = initial_centres(points, weights, clusters, seed=seed)
     assigned, squares = nearest_centres(points, centres)
-    for _ in range(max_iterations):
+    for _ in range(MAX_ITERATIONS):
         centres = _means(points, weights, assigned, squares, centres)
         before = assigned
         assigned, squares = nearest_centres(points, centres)

@@ -6,7 +6,7 @@ Only its Core is used, which sends no telemetry; OpenVINO's converter would.
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -29,11 +29,10 @@ ELEMENT_TYPES = {"u8": "tensor(uint8)", "f32": "tensor(float)"}
 
 
 class OpenVINOSession:
-    """A graph in OpenVINO; an InferenceSession.
+    """A graph in OpenVINO on the CPU; an InferenceSession.
 
     Args:
         source: X.xml with X.bin beside it, X.onnx, or the bytes of the latter.
-        providers: The device, by OpenVINO's name; default: the CPU.
         threads: Compute threads; default: OpenVINO's choice.
         precision: Arithmetic of float32 operators. OpenVINO's own default is bf16 where the CPU
             supports it; here it is fp32.
@@ -42,26 +41,20 @@ class OpenVINOSession:
         signature: Type and shape of each input and output; a dynamic axis is None.
 
     Raises:
-        ConfigError: The device is missing or lacks the precision, or `threads` is less than 1.
+        ConfigError: The CPU lacks the precision, or `threads` is less than 1.
         WeightsError: The file is missing or unusable, or X.bin belongs to another X.xml.
         VitError: OpenVINO is not installed.
     """
 
     def __init__(
-        self,
-        source: Source,
-        providers: Sequence[str] | None = None,
-        *,
-        threads: int | None = None,
-        precision: Precision = "fp32",
+        self, source: Source, *, threads: int | None = None, precision: Precision = "fp32"
     ) -> None:
         core = openvino_core()
-        device = _device(core, providers)
-        settings = _settings(core, device, threads, precision)
+        settings = _settings(core, threads, precision)
         model = read_model(core, source)
         self.metadata = rt_metadata(model)
         try:
-            compiled = core.compile_model(model, device, settings)
+            compiled = core.compile_model(model, "CPU", settings)
         except RuntimeError as error:
             raise WeightsError(
                 f"{source_name(source)}: OpenVINO cannot compile it ({error_text(error)}); "
@@ -198,24 +191,14 @@ def _weights_of(path: str) -> str:
     return f"{path.removesuffix('.xml')}.bin"
 
 
-def _device(core: Any, providers: Sequence[str] | None) -> str:
-    requested, available = list(providers or ["CPU"]), list(core.available_devices)
-    if len(requested) != 1 or requested[0] not in available:
-        raise ConfigError(
-            f"provider={', '.join(requested)!r}: OpenVINO has {', '.join(available)} here; choose "
-            "one"
-        )
-    return requested[0]
-
-
-def _settings(core: Any, device: str, threads: int | None, precision: str) -> dict[str, Any]:
+def _settings(core: Any, threads: int | None, precision: str) -> dict[str, Any]:
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: must be at least 1")
     if precision not in HINTS:
         raise ConfigError(f"precision={precision!r}: choose one of {', '.join(HINTS)}")
-    capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES")
+    capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if precision == "bf16" and "BF16" not in capabilities:
-        raise ConfigError(f"precision='bf16': {device} has no bf16 here; leave it out")
+        raise ConfigError("precision='bf16': CPU has no bf16 here; leave it out")
     settings = {"INFERENCE_PRECISION_HINT": HINTS[precision], "PERFORMANCE_HINT": "LATENCY"}
     return settings if threads is None else {**settings, "INFERENCE_NUM_THREADS": threads}
 

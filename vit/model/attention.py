@@ -221,7 +221,6 @@ class CrossAttention(nn.Module):
 
     Args:
         memory_dim: Width of a token of the memory.
-        bias: Whether the projections to queries, keys and values have a bias.
         dim, num_heads, num_kv_heads, q_norm, k_norm, attention_dropout, dropout: As in
             SelfAttention.
     """
@@ -235,7 +234,6 @@ class CrossAttention(nn.Module):
         num_kv_heads: int | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
-        bias: bool = True,
         attention_dropout: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
@@ -244,8 +242,8 @@ class CrossAttention(nn.Module):
         self.kv_heads = resolve_kv_heads(dim, num_heads, num_kv_heads)
         self.queries_per_kv = num_heads // self.kv_heads
         self.attention_dropout = attention_dropout
-        self.q = nn.Linear(dim, dim, bias=bias)
-        self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads), bias=bias)
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads))
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
         self.proj = nn.Linear(dim, dim)

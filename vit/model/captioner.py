@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
+from vit.model.attention import AttentionContext
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache
 from vit.model.sequence_packing import check_packable
@@ -44,16 +44,13 @@ class Captioner(VisionTransformer):
         super().__init__(**parts)
         self.decoder = decoder
 
-    def encode_images(
-        self, images: Tensor, *, attention_fn: AttentionFunction = dot_product_attention
-    ) -> tuple[Tensor, Tensor]:
+    def encode_images(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Class logits, (batch, classes or 0), and the memory, (batch, tokens, dim).
 
         Args:
             images: (batch, channels, height, width).
-            attention_fn: Implementation of attention.
         """
-        tokens, context = self.encode(images, attention_fn=attention_fn)
+        tokens, context = self.encode(images)
         return self.forward_head(tokens, context), tokens
 
     def encode_images_packed(self, images: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

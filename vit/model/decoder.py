@@ -115,24 +115,17 @@ class TextDecoder(nn.Module):
         """
         return self.logits(self.hidden_states(ids, self.init_cache(memory), padding=padding))
 
-    def decode(
-        self,
-        ids: Tensor,
-        cache: KVCache,
-        *,
-        attention_fn: AttentionFunction = dot_product_attention,
-    ) -> Tensor:
+    def decode(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Logits after each of some further tokens, which are added to the cache.
 
         Args:
             ids: (batch, new), int64.
             cache: From `init_cache`, or as an earlier call left it.
-            attention_fn: Implementation of attention.
 
         Returns:
             (batch, new, vocab).
         """
-        return self.logits(self.hidden_states(ids, cache, attention_fn=attention_fn))
+        return self.logits(self.hidden_states(ids, cache))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """(..., dim) -> (..., vocab)"""
@@ -149,8 +142,9 @@ class TextDecoder(nn.Module):
         """Output of the last norm, (batch, new, dim); further tokens are added to the cache.
 
         Args:
-            ids, cache, attention_fn: As for `decode`.
+            ids, cache: As for `decode`.
             padding: As for `forward`; only with an empty cache, which does not store padding.
+            attention_fn: Implementation of attention.
 
         Raises:
             ValueError: There are more tokens than positions.

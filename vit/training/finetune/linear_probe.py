@@ -259,7 +259,6 @@ def fit_probe(
     seed: int,
     folds: int = 5,
     strengths: Sequence[float] | None = None,
-    device: torch.device | str = "cpu",
 ) -> Probe:
     """Fit a linear head; its L2 penalty is chosen by stratified cross-validation.
 
@@ -270,14 +269,13 @@ def fit_probe(
         seed: Decides the folds.
         folds: Number of folds, at least 2.
         strengths: Strengths to try; 10 to 1e-5, extended where the best is at an end, if None.
-        device: cpu or cuda.
 
     Raises:
         ValueError: The shapes do not fit, or a value is impossible.
     """
     check_fit(features, labels, classes, folds, strengths)
     basis = Eigenbasis.of(features.float().cpu())
-    inputs, labels = basis.rotate(features.float().to(device)), labels.to(device)
+    inputs = basis.rotate(features.float())
     sweep = PenaltySweep(inputs, labels, classes, basis.variance, folds=folds, seed=seed)
     trials = sweep.run(strengths)
     best = choose_penalty(trials) if trials else None
@@ -337,13 +335,7 @@ def head_weights(
 
 @torch.no_grad()
 def knn_accuracy(
-    train: Tensor,
-    labels: Tensor,
-    val: Tensor,
-    val_labels: Tensor,
-    *,
-    k: int = 20,
-    device: torch.device | str = "cpu",
+    train: Tensor, labels: Tensor, val: Tensor, val_labels: Tensor, *, k: int = 20
 ) -> float:
     """Accuracy of k-NN by cosine similarity; a neighbour has exp(similarity / 0.07) votes.
 
@@ -353,15 +345,14 @@ def knn_accuracy(
         val: (validation images, dim), at least one.
         val_labels: Classes of `val`.
         k: Neighbours, at most those in `train`.
-        device: cpu or cuda.
     """
-    keys = F.normalize(train.float().to(device), dim=1)
+    keys = F.normalize(train.float(), dim=1)
     classes = int(labels.max()) + 1
     rows = max(BLOCK // max(len(keys), classes), 1)
     correct = 0
     for some, own in zip(torch.split(val, rows), torch.split(val_labels, rows), strict=True):
-        similar = F.normalize(some.float().to(device), dim=1) @ keys.T
-        nearest, which = (found.cpu() for found in similar.topk(min(k, len(keys)), dim=1))
+        similar = F.normalize(some.float(), dim=1) @ keys.T
+        nearest, which = similar.topk(min(k, len(keys)), dim=1)
         # relative to the nearest neighbour, so that no power overflows
         power = ((nearest - nearest[:, :1]) / TEMPERATURE).exp()
         votes = power.new_zeros(len(some), classes).scatter_add_(1, labels[which], power)
