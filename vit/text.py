@@ -1,10 +1,10 @@
-"""Text formatting: safe names, plurals, lists of names, byte sizes, durations, large numbers."""
+"""Text formatting: safe names, plurals, lists of names, sizes, durations, numbers, tables."""
 
 import os
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 JOINERS = "\u200c\u200d"
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -88,6 +88,19 @@ def printable(name: object) -> str:
 def quoted(path: object) -> str:
     """`path` quoted for a shell, for commands that users copy."""
     return shlex.quote(printable(path))
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
+    """Lines of a table; the columns `left`, by index, are aligned left, all others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (
+            f"{cell:{'<' if index in left else '>'}{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def csv_mark(texts: Iterable[str]) -> str:

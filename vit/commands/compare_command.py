@@ -15,7 +15,7 @@ from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, open_output, standard_output
 from vit.paths import is_saved_model
-from vit.text import printable
+from vit.text import align_columns, printable
 
 if TYPE_CHECKING:
     from vit.inference.compare import Comparison, RunsComparison
@@ -127,12 +127,5 @@ def several_lines(result: dict[str, Any]) -> list[str]:
                 row["verdict"],
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(
-            [f"{cell:>{width}}" for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-            + [row[-1]]
-        )
-        for row in rows
-    ]
+    table = align_columns(rows, left={len(titles) - 1})
     return [*lines, "", *table, "", result["sentence"]]

@@ -36,7 +36,7 @@ from vit.evaluation.flop_counter import (
 from vit.model.build import assemble_model
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import format_bytes, format_count, printable
+from vit.text import align_columns, format_bytes, format_count, printable
 
 MAX_NUMBERS = 2**60
 """Elements of a tensor: more bytes cannot be counted in 64 bits."""
@@ -329,7 +329,7 @@ def summary_lines(name: str, config: ModelConfig, cost: Cost) -> list[str]:
         f"{format_count(cost.flops, '.2f')} FLOPs for an image of {size}"
     )
     rows = [HEADER, *table_rows(cost)]
-    return [head, "", *align_columns(rows), "", NOTE, "", *memory_lines(cost.memory)]
+    return [head, "", *align_columns(rows, left=range(3)), "", NOTE, "", *memory_lines(cost.memory)]
 
 
 def table_rows(cost: Cost) -> list[tuple[str, ...]]:
@@ -390,19 +390,6 @@ def number_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: three columns of words aligned left, the numbers right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells in rows:
-        padded = [
-            cell.ljust(width) if index < 3 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return lines
 
 
 def memory_lines(memory: Memory) -> list[str]:

@@ -32,7 +32,7 @@ from vit.evaluation.wilson_interval import wilson_interval
 from vit.file_lock import lock_file
 from vit.paths import did_you_mean, path_argument
 from vit.score_calibration import ScoreCalibration
-from vit.text import format_duration, format_parameters, percent, printable
+from vit.text import align_columns, format_duration, format_parameters, percent, printable
 
 METRICS = "metrics.jsonl"
 SETTINGS = "config.yaml"
@@ -256,19 +256,13 @@ class RunsTable:
     def lines(self) -> list[str]:
         """The table for a terminal, one line a run, then why runs are broken."""
         columns = self.columns
-        rows = [[one.title for one in columns]]
-        rows += [[printable(one.text(run)) for one in columns] for run in self.runs]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         changes = [self.deviations(run) for run in self.runs]
         notes = [" ".join(f"{name}={value}" for name, value in each.items()) for each in changes]
-        last = ["differs from most in" if any(notes) else "", *map(printable, notes)]
-        lines = []
-        for row, note in zip(rows, last, strict=True):
-            cells = [
-                f"{text:>{width}}" if column.number else f"{text:<{width}}"
-                for column, text, width in zip(columns, row, widths, strict=True)
-            ]
-            lines.append("  ".join([*cells, note]).rstrip())
+        rows = [[*(one.title for one in columns), "differs from most in" if any(notes) else ""]]
+        for run, note in zip(self.runs, notes, strict=True):
+            rows.append([printable(text) for text in (*(one.text(run) for one in columns), note)])
+        left = {index for index, column in enumerate(columns) if not column.number}
+        lines = align_columns(rows, left={*left, len(columns)})
         broken = [run for run in self.runs if run.reason]
         return [*lines, *(f"{printable(run.name)}: {printable(run.reason)}" for run in broken)]
 
