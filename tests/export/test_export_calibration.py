@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vit.errors import ConfigError
-from vit.export.export_formats import export
+from vit.export.export_formats import export_model
 from vit.export.export_onnx import export_onnx
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
@@ -63,7 +63,7 @@ def test_int8_scales_its_own_logits(calibrated_run, images, tmp_path):
 @pytest.mark.slow
 def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
     out = tmp_path / "raw.onnx"
-    report = export(calibrated_run, out, no_calibration=True, notify=None)
+    report = export_model(calibrated_run, out, no_calibration=True, notify=None)
     assert report.agrees
     runner = load_exported(out)
     assert runner.calibration is None
@@ -72,7 +72,7 @@ def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
 
 
 def test_a_program_of_torch_gives_the_calibrated_scores(calibrated_run, tmp_path):
-    export(calibrated_run, tmp_path / "m.pt2", notify=None)
+    export_model(calibrated_run, tmp_path / "m.pt2", notify=None)
     extra = {"score_calibration.json": ""}
     program = torch.export.load(tmp_path / "m.pt2", extra_files=extra)
     assert json.loads(extra["score_calibration.json"])["temperature"] == 3

@@ -15,7 +15,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.export import export_accuracy, export_classifier, onnx_graph
 from vit.export import export_onnx as onnx_export
-from vit.export.export_formats import export
+from vit.export.export_formats import export_model
 from vit.export.export_onnx import export_onnx
 from vit.export.export_options import Options
 from vit.export.float16 import convert_to_float16
@@ -332,7 +332,7 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
 )
 def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, name, asked, allowed):
     run = saved(tmp_path / "run", options)
-    assert export(run, tmp_path / name, **asked).exported.difference < allowed
+    assert export_model(run, tmp_path / name, **asked).exported.difference < allowed
     assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -341,7 +341,7 @@ def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
     """Those of OpenVINO 2026.4 alone are wrong for such networks."""
     stem = {"stem": "conv", "stem_depth": 3, "stem_width": 16}
     run = saved(tmp_path / "run", {**stem, "pooling": "mean", "class_token": False})
-    assert export(run, tmp_path / "net.xml").exported.difference < 1e-3
+    assert export_model(run, tmp_path / "net.xml").exported.difference < 1e-3
     ours = OpenVINOSession(tmp_path / "net.xml")
     for count in (1, 4, 2):
         images = noise(count, 16, 16)
@@ -351,7 +351,7 @@ def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
 
 def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
     out = tmp_path / "a.pt2"
-    report = export(run, out)
+    report = export_model(run, out)
     assert report.to == "torch"
     assert report.verification is None
     assert report.exported.difference < 1e-5
@@ -366,4 +366,4 @@ def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
     assert Preprocessing.from_dict(json.loads(extra["preprocessing.json"])) == loaded.preprocessing
     assert json.loads(extra["classes.json"]) == list(CLASSES)
     with pytest.raises(ConfigError, match="opset=20: a program of torch has no such choice"):
-        export(run, tmp_path / "b.pt2", to="torch", opset=20)
+        export_model(run, tmp_path / "b.pt2", to="torch", opset=20)

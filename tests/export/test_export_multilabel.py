@@ -13,7 +13,7 @@ from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.export_accuracy import Accuracy, compare
-from vit.export.export_formats import export
+from vit.export.export_formats import export_model
 from vit.export.export_onnx import export_onnx
 from vit.export.reference_outputs import ModelOutputs
 from vit.export.verification import verify
@@ -169,10 +169,10 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
 @pytest.mark.slow
 def test_openvino_and_torch_files_keep_the_thresholds(several_run, images, tmp_path):
     pytest.importorskip("openvino")
-    export(several_run, tmp_path / "m.xml", to="openvino", notify=None)
+    export_model(several_run, tmp_path / "m.xml", to="openvino", notify=None)
     runner = load_exported(tmp_path / "m.xml", engine="openvino")
     same(runner(images[:8]), exact(several_run)(images[:8]))
-    export(several_run, tmp_path / "m.pt2", to="torch", notify=None)
+    export_model(several_run, tmp_path / "m.pt2", to="torch", notify=None)
     extra = {"thresholds.json": ""}
     torch.export.load(tmp_path / "m.pt2", extra_files=extra)
     assert json.loads(extra["thresholds.json"]) == [0.3, 0.5, 0.7]

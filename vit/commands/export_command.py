@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
 
     with quick_imports():
-        from vit.export.export_formats import export
+        from vit.export.export_formats import export_model
 
     options = {name: getattr(args, name) for name in EXPORT_OPTIONS}
-    report = export(
+    report = export_model(
         args.run,
         args.out,
         to=args.to,

@@ -164,9 +164,6 @@ def export_torch(
     return Exported(((path, path.stat().st_size),), largest)
 
 
-export = export_model
-"""Its name before it was public."""
-
 FORMATS: dict[str, tuple[str | None, Callable[..., Exported]]] = {
     "onnx": (".onnx", export_onnx),
     "openvino": (".xml", export_openvino),

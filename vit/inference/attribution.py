@@ -150,7 +150,7 @@ def class_attributions_to_json(
     """The maps of the classes of an image as a JSON object."""
     return {
         "image": output.image,
-        "seen": seen_part(predictor),
+        "seen": input_region(predictor),
         "classes": [
             {
                 "label": one.label,
@@ -169,7 +169,7 @@ def class_attributions_to_json(
     }
 
 
-def seen_part(predictor: Predictor) -> dict[str, Any]:
+def input_region(predictor: Predictor) -> dict[str, Any]:
     """The part of an image that the network sees, for JSON."""
     preprocessing = predictor.preprocessing
     return {

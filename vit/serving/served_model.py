@@ -41,7 +41,7 @@ Upload = EncodedImage | Array
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a request asks for; fields as the flags of `vit predict`."""
+    """Options of a request; fields are named as the flags of `vit predict`."""
 
     top_k: int | None = None
     threshold: float | None = None
@@ -387,7 +387,7 @@ class ServedModel:
         from vit.inference import attribution
 
         predictor = cast("Predictor", self.predictor)
-        seen = attribution.seen_part(predictor)
+        seen = attribution.input_region(predictor)
         if output.captions:
             words = attribution.attribute_caption(predictor, output)
             record = attribution.word_attributions_to_json(output, words)

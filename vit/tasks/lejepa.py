@@ -30,7 +30,7 @@ from vit.data.random_seed import random_seed
 from vit.errors import ConfigError
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
-from vit.tasks.pretraining import Pretraining, blank_if_empty, keeping_statistics
+from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
 from vit.tasks.task import TrainingRun
 
 KNOTS, RANGE = 17, 5.0
@@ -144,9 +144,9 @@ def embed_views(
 ) -> Tensor:
     """Embeddings of `views` of `count` images, (views, count, dim), in float32 or wider.
 
-    `empty` says that the one image is a placeholder.
+    With `empty`, the one image is a placeholder.
     """
-    with keeping_statistics(run, empty=empty):
+    with frozen_statistics(run, empty=empty):
         embeddings: list[Tensor] = run.model(tuple(views))
     every = torch.cat([each.view(-1, count, each.shape[-1]) for each in embeddings])
     return every.float() if every.dtype.itemsize < 4 else every

@@ -35,7 +35,7 @@ from vit.model.pixel_decoder import (
     pixel_targets,
     reconstruction_losses,
 )
-from vit.tasks.pretraining import Pretraining, blank_if_empty, keeping_statistics
+from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
 from vit.tasks.task import FinishedRun, TrainingRun
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import PRETRAINING_FILE, LoadedRun
@@ -120,7 +120,7 @@ class MaskedAutoencoding(Pretraining):
         patch_size = run.config.model.patch_size
         shown, weights = blank_if_empty(images)
         noise = noise.to(images.device) if len(noise) else images.new_zeros(1, noise.shape[1])
-        with keeping_statistics(run, empty=not len(images)):
+        with frozen_statistics(run, empty=not len(images)):
             found: Reconstruction = run.model(shown, noise)
         normalise = run.config.pretraining.normalise_pixels
         targets = pixel_targets(shown, patch_size, normalise=normalise)

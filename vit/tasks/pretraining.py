@@ -197,10 +197,10 @@ def blank_if_empty(images: Tensor) -> tuple[Tensor, Tensor]:
     return images.new_zeros(1, *images.shape[1:]), images.new_zeros(1)
 
 
-def keeping_statistics(
+def frozen_statistics(
     run: TrainingRun, *, empty: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Keep the network's running statistics as they are if the batch is `empty`."""
+    """Freeze the running statistics of the network, if the batch is `empty`."""
     return run.frozen_running_stats() if empty else contextlib.nullcontext()
 
 

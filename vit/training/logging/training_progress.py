@@ -69,7 +69,6 @@ class Progress:
     def __init__(self, title: str, total: int, *, visible: bool) -> None:
         self.title = title
         self.total = total
-        self.visible = visible
         self.done, self.loss_sum, self.waited = 0, 0.0, 0.0
         self.started = self.logged = time.perf_counter()
         on_terminal = visible and sys.stderr.isatty()
