@@ -17,7 +17,7 @@ def usable_cores() -> int:
 
 
 def limit_active_waiting() -> None:
-    """Let threads of OpenMP sleep soon, unless the environment says how they wait.
+    """Let threads of OpenMP sleep soon, unless the environment sets how they wait.
 
     Takes effect in processes that have not imported torch.
     """

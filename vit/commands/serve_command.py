@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class StandardError(io.TextIOBase):
-    """Standard error of a server, which goes on where nobody reads it or its disk is full."""
+    """Standard error that ignores write errors: a closed pipe, or a full disk."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):

@@ -390,7 +390,7 @@ def _parse_value(text: str) -> Any:
     """The value in the rest of a YAML line.
 
     Raises:
-        ValueError, YAMLError: It is none, or goes on in the next line.
+        ValueError, YAMLError: It is no value, or continues in the next line.
     """
     value = yaml.safe_load(text)
     if isinstance(value, dict) or (isinstance(value, list) and text[0] != "["):

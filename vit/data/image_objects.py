@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ImageInput = Union[str, os.PathLike[str], Image.Image, Array, "Tensor"]
-"""What a predictor takes for an image."""
+"""Types of images that a predictor accepts."""
 CHANNELS = (1, 3, 4)
 WANTED = "paths, PIL images, numpy arrays or torch tensors"
-_LOAD = threading.Lock()  # Pillow may be asked for one image by two threads
+_LOAD = threading.Lock()  # two threads may load the same PIL image
 
 
 class NamedImage(NamedTuple):

@@ -73,9 +73,9 @@ class Disagreement:
     right: Sequence[bool]
 
     def lines(self) -> list[tuple[str, str, float]]:
-        """Letters, answer and highest probability of those that answer alike; the right ones first.
+        """Letters, answer and highest probability of networks with equal answers; right ones first.
 
-        The order of the others is that of their probability.
+        The others are sorted by their probability.
         """
         places: dict[str, list[int]] = {}
         for place, (answer, _) in enumerate(self.answers):

@@ -64,7 +64,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run folder says of its training.
+    """One training, as its run folder describes it.
 
     Args:
         name: Its path below the searched folder.
@@ -579,7 +579,7 @@ def rank_of(run: RunRecord) -> tuple[str, float] | None:
 
 
 def short_path(path: str | None) -> str:
-    """The last part of a path that says something; names such as `hf:OWNER/NAME` stay whole."""
+    """The last distinctive part of a path; names such as `hf:OWNER/NAME` stay whole."""
     if not path or ":" in path:
         return path or ""
     parts = PurePath(path).parts

@@ -10,7 +10,7 @@ The loss of a captioner is measured twice, as in the validation of its training:
 
 The two are equal for a decoder that ignores the images.
 
-With `out`, each image has a row in a file: what the data say of it, and the prediction.
+With `out`, each image has a row in a file: its ground truth and its prediction.
 
     slices         accuracy by properties of the images; vit/evaluation/accuracy_slices.py
     robustness     the score on corrupted images; vit/data/corruptions.py

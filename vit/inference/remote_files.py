@@ -86,17 +86,17 @@ def _opened(path: str, mode: str) -> Iterator[Any]:
 
 
 def missing(error: ImportError) -> VitError:
-    """What a user is told of a library that is not there."""
+    """The error for a missing library."""
     return VitError(f"{error.name} is not installed: pip install 'vit-toolkit[ray]'")
 
 
 def check_out(out: str, style: str, *, overwrite: bool) -> None:
-    """Refuse, before any work is done, a URL that cannot be written, or a style that needs more.
+    """Check, before any work is done, that a URL can be written and the libraries are installed.
 
-    Files of this disk are checked by vit.commands.command_output.
+    Files on this disk are checked by `vit.output.output_file.check_output`.
 
     Raises:
-        VitError: Something is at `out` and `overwrite` is off, or a library is missing.
+        VitError: `out` exists and `overwrite` is off, or a library is missing.
     """
     try:
         if style == "parquet":
@@ -191,7 +191,7 @@ def _utf8(text: str) -> str:
 
 @contextmanager
 def fetched(images: Sequence[str]) -> Iterator[tuple[list[str], dict[int, str]]]:
-    """Where `images` are on this disk, and by number why one is not; copies go away at the end."""
+    """Local paths of `images`, and errors by index; downloads are deleted after the `with`."""
     with tempfile.TemporaryDirectory(prefix="vit-") as folder:
         paths, errors = [*images], {}
         for number, image in enumerate(images):
@@ -204,7 +204,7 @@ def fetched(images: Sequence[str]) -> Iterator[tuple[list[str], dict[int, str]]]
 
 
 def _fetch(url: str, path: str) -> str | None:
-    """Copy what is at `url`; returns why it cannot be."""
+    """Download `url` to `path`; return the reason if that fails."""
     try:
         import fsspec
 

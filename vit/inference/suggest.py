@@ -2,8 +2,8 @@
 
 IMAGES   data/sources/open_dataset.py    images of any source, without their labels
 labels   data/sources/label_review.py    which of them have a label already
-weights  inference/predictor.py          a feature vector an image, and where a classifier says
-                                         what is uncertain, its margins
+weights  inference/predictor.py          a feature vector per image, and the margins of a
+                                         classifier, if they decide what is uncertain
          inference/active_learning.py    the order of images: typical, or uncertain and different
          data/checks/near_duplicates.py  no near duplicate of another one, or of a labelled image
 list     output/review_list.py           image, label (to fill in), likely -> vit train --labels
@@ -69,7 +69,7 @@ class Suggestions:
     order: str
     """typical or uncertain."""
     source: str
-    """What knows the classes: the network, the labelled images, or nothing."""
+    """Source of the classes: network, labels (the labelled images) or nothing."""
     images: int
     """Readable images without a label."""
     labelled: int
@@ -140,7 +140,7 @@ def suggest(
     Args:
         data: Images of any source that training reads; labels in it are ignored, and of several
             splits the training images are taken. Or a DatasetSpec without labels.
-        weights: Any source of weights, whose features say which images are alike; no head needed.
+        weights: Any source of weights, by whose features images are compared; no head needed.
         n: Number of images.
         labels: List of images and the labels that they have already: these are not suggested.
         order: `typical`, or `uncertain` and different; by default uncertain with `labels`.
@@ -236,7 +236,7 @@ def suggest(
 
 @dataclass(frozen=True)
 class _Table:
-    """What the network says about the readable images."""
+    """Outputs of the network for the readable images."""
 
     paths: list[str]
     features: Tensor
@@ -260,12 +260,12 @@ def _labels_by_path(
 def _source_of_classes(
     predictor: Predictor, order: str, known: dict[str, tuple[str, ...]], weights: str
 ) -> str:
-    """What says how certain the class of an image is: `nothing`, `network` or `labels`.
+    """Source of the margins that measure uncertainty: `nothing`, `network` or `labels`.
 
-    A network says it if its classes are those of the labels: others' classes mean nothing here.
+    It is the network if its classes include those of the labels.
 
     Raises:
-        ConfigError: Nothing can.
+        ConfigError: The order is by uncertainty, and neither has classes.
     """
     if order == "typical":
         return "nothing"

@@ -88,7 +88,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid, *, num_prefix_rows: i
     Args:
         table: (offsets of the old grid + num_prefix_rows, heads).
         old: Rows and columns of the table's grid, in patches.
-        new: Rows and columns wanted.
+        new: Rows and columns of the new grid.
         num_prefix_rows: Rows of the table that are for no offset.
 
     Returns:

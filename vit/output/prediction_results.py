@@ -49,7 +49,7 @@ class Prediction:
         error: Reason of a failure, or None.
         captions: The best first; empty on an error, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
-        truth: What the data say of the image, in rows of an evaluation: `label`, and the
+        truth: Ground truth of the image, in rows of an evaluation: `label`, and the
             probability of it, `label_score`; `true_labels` if there may be several; `references`,
             captions.
         unknown: Reason why the best class is no answer, with `reject`; None if it is one.
@@ -104,7 +104,7 @@ def resolve_top_k(
 
 @dataclass(frozen=True)
 class Layout:
-    """What a writer knows before the first answer: the columns and the words in them.
+    """Columns of the output, which are known before the first prediction.
 
     Args:
         top_k: Classes of an image; 0 from a network without any.
@@ -221,7 +221,7 @@ def caption_record(caption: "Caption") -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON in readable UTF-8; any string comes back from a parser as it was.
+    """Strict JSON in readable UTF-8; a parser returns any string unchanged.
 
     Raises:
         ValueError: A number is not finite.
@@ -247,7 +247,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     | between its classes, with `sets`.
 
     Raises:
-        ConfigError: It may have several, or sets are asked for, and the name of one has a |.
+        ConfigError: The name of a class has a |, and images may have several, or prediction sets.
     """
     if layout.multilabel:
         return _multilabel_cells(layout)
@@ -303,7 +303,7 @@ def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
 
 
 def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
-    """Cells of what the data say of an image."""
+    """Cells of the ground truth of an image."""
     found = (prediction.truth.get(name) for name in layout.truth)
     return [value if isinstance(value, str | float | None) else tuple(value) for value in found]
 

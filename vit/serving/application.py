@@ -52,7 +52,7 @@ ASSETS = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 PROBES = {"/health", "/ready", "/v2/health/live", "/v2/health/ready"}
-"""Paths without secrets; Kubernetes asks for them by an address."""
+"""Paths without secrets, which Kubernetes requests by IP address."""
 OPEN_PATHS = {*ASSETS, *PROBES}
 """Paths that need no token."""
 PAGE_POLICY = (
@@ -143,7 +143,7 @@ class Application:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are wanted."""
+        """Whether new requests are accepted."""
         return not (self.stopping or self.scheduler.failure)
 
     async def health(self, _request: Request) -> Response:

@@ -328,7 +328,7 @@ class BatchScheduler:
             self.accepted -= 1
 
     def close(self) -> bool:
-        """End the threads; returns whether one still computes, which nobody waits for."""
+        """Stop the threads; return whether one still computes, which is not waited for."""
         computing = self._calls > 0
         self.decoders.shutdown(wait=not computing, cancel_futures=True)
         self.compute.shutdown(wait=not computing, cancel_futures=True)

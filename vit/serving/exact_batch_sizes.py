@@ -3,8 +3,8 @@
 The rounding of a matrix product depends on its number of rows, so the last digits of an image's
 scores may depend on the size of its batch, though not on its neighbours. `vit predict` computes
 batches of one size. A size is exact if each image gets the same bits in it as in a batch of that
-size; a server that pads each batch to an exact size gives each image the same answer, whoever else
-asks at the same time.
+size; a server that pads each batch to an exact size gives each image the same answer, whatever
+other requests arrive at the same time.
 """
 
 import time

@@ -113,7 +113,7 @@ def parse_request(
         config: The limits.
 
     Raises:
-        RequestError: It is not well formed, or asks for what the model has not.
+        RequestError: It is not well formed, or requests an output that the model lacks.
     """
     length = len(body)
     if header_length is not None:

@@ -66,12 +66,10 @@ MIN_CIDER_IMAGES = 100
 """Validation images below which CIDEr is too noisy to rank epochs."""
 EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
-
-
 IGNORING_SHARE = 1 / 3
 """Share of a run before which a decoder that ignores the images is not reported."""
 CAPTION_DROPOUT = 0.3
-"""Share of hidden words that is suggested for such a decoder."""
+"""Share of hidden words that is suggested where a decoder ignores the images."""
 
 
 class Captioning(Task):

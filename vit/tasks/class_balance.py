@@ -26,7 +26,7 @@ from vit.tasks.losses import smoothed_cross_entropy
 from vit.text import plural, printable
 
 RARE = 10
-"""Times an epoch that the sampler shows an image, from which on it is told as a warning."""
+"""Repetitions of an image in an epoch from which on a warning is logged."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ClassBalance:
         return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
 
     def notes(self, classes: Sequence[str]) -> list[str]:
-        """What a user is told before the first step, safe on a terminal."""
+        """Notes for the log before the first step, safe on a terminal."""
         present = torch.where(self.counts > 0, self.counts, self.counts.max())
         ends = int(present.argmin()), int(self.counts.argmax())
         names = [

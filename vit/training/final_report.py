@@ -49,7 +49,7 @@ DISTANCE_IMAGES = 2000
 def distance_samples(splits: Splits) -> Sequence[Sample]:
     """The training images that the distance of other images is measured from.
 
-    None if there are too few images to tell how far ordinary ones are.
+    Empty if there are too few images to estimate the distances of ordinary ones.
     """
     samples = splits.train[:: max(1, len(splits.train) // DISTANCE_IMAGES)]
     few = len(samples) < MIN_IMAGES or len(splits.val) < MIN_DISTANCES

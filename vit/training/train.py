@@ -163,7 +163,7 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
         settings: More settings by name.
 
     Returns:
-        The settings, with which `train` does what the plan says, and the plan.
+        Settings with which `train` follows the plan, and the plan.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.

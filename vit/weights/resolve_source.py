@@ -151,7 +151,7 @@ def _means_path(text: str) -> bool:
 
 
 def _missing_path_message(path: Path) -> str:
-    """Say that `path` does not exist, with similar names."""
+    """Message that `path` does not exist, with similar names."""
     folder, hint = path.parent, did_you_mean(path)
     if not folder.is_dir():
         while not folder.is_dir() and folder != folder.parent:

@@ -39,7 +39,7 @@ KINDS: dict[str, Severity] = {
     "bad_shard": "error",
     "bad_label": "error",
     "group_leak": "error",
-    # it goes on, and its result may be wrong
+    # training continues, and its result may be wrong
     "missing_class": "warning",
     "class_names": "warning",
     "imbalance": "warning",

@@ -197,7 +197,7 @@ def _candidates(folder: Path, spec: DatasetSpec | None = None) -> list[str]:
         path
         for path in paths
         if os.path.basename(path) in METADATA
-        # Beside captions, COCO has files of boxes and outlines, which begin alike.
+        # Beside captions, COCO has files of boxes and outlines, which begin in the same way.
         or ((not coco or path in coco or not path.endswith(".json")) and has_captions(path, spec))
     ]
 

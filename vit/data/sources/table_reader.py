@@ -266,7 +266,7 @@ def read_table(
         delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
         on_error: Called with the error of a row that is no CSV or has another number of cells.
         is_text_last: Whether columns of these names end with free text, which may have delimiters
-            and needs no quotes; only asked about two columns.
+            and needs no quotes; called for two columns only.
 
     Raises:
         DataError: It is not text, or has no header.

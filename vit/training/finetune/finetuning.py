@@ -120,7 +120,7 @@ def complete_for_added_classes(
 ) -> Config:
     """Settings of a short training, if the data add classes to those that a run has learned.
 
-    The head of the probe, on features of old and new images, knows all classes before the first
+    The head of the probe, on features of old and new images, has all classes before the first
     step. A few epochs follow with the optimiser and augmentation that trained the network, on all
     images, so that no class is forgotten.
 

@@ -1,7 +1,7 @@
 """environment.jsonl of a run folder: command, versions, devices and git commits.
 
 One line for the start of the training, and one for each time it was resumed by another command or
-in another environment. It is for the report and for whoever repeats the run; nothing depends on it.
+in another environment. It serves the report and the reproduction of a run; no result depends on it.
 """
 
 import json

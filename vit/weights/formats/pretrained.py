@@ -41,8 +41,8 @@ class Pretrained:
         decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
         calibration: Calibration of the scores, as in LoadedRun.
-        from_scratch: Whether a training of ours began with random weights: nobody else's terms
-            apply.
+        from_scratch: Whether a run of this package began with random weights, so that no license
+            of other weights applies.
         notes: Lines for the user: assumptions, and tensors that were left out.
     """
 

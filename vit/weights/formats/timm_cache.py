@@ -1,4 +1,4 @@
-"""Caches what timm knows of a network on disk: timm takes longer to import than an image to label.
+"""Cache of facts about timm networks, on disk: importing timm takes longer than labelling an image.
 
 The facts of a network are a pure function of its name, its arguments, the shapes of its tensors and
 the versions of timm and of this package, which are the name of the cached file.
@@ -24,7 +24,7 @@ from vit.weights.formats.timm_network import RotaryOrder
 
 
 class TimmFacts(NamedTuple):
-    """What timm knows of a network and its weights."""
+    """Facts about a timm network and its weights."""
 
     config: ModelConfig
     rotary_order: RotaryOrder | None
@@ -32,7 +32,7 @@ class TimmFacts(NamedTuple):
     pretrained_cfg: dict[str, Any]
     """Metadata of the weights: preprocessing, license, tag."""
     notes: tuple[str, ...]
-    """What was assumed about the image size."""
+    """Assumptions about the image size."""
     classes: tuple[str, ...] | None
     """Class names that a tag stands for, if they were requested."""
     class_notes: tuple[str, ...]

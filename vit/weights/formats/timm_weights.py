@@ -137,7 +137,7 @@ def timm_facts(
     *,
     named: bool,
 ) -> TimmFacts:
-    """What timm's own network says about weights; imports timm.
+    """Facts about weights from a network that timm builds; imports timm.
 
     Args:
         architecture, model_args, about: As for `read_timm`; `about` is its `pretrained_cfg`.
