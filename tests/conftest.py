@@ -28,7 +28,6 @@ from vit.weights.saved_model import (
     CALIBRATION,
     load_run,
     save_model,
-    set_thresholds,
     store_calibration,
     update_run,
 )
@@ -288,5 +287,5 @@ def several_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("runs") / "multilabel"
     save_untrained(folder, COLOURS, "multilabel", change)
-    set_thresholds(folder, [0.3, 0.5, 0.7])
+    update_run(folder, {"thresholds": [0.3, 0.5, 0.7]})
     return folder

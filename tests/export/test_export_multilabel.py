@@ -27,7 +27,7 @@ from vit.score_calibration import COVERAGES, ScoreCalibration, decision_confiden
 from vit.tasks.task import get_task
 from vit.weights.convert import convert
 from vit.weights.load_model import load_model
-from vit.weights.saved_model import CALIBRATION, load_run, set_thresholds, update_run
+from vit.weights.saved_model import CALIBRATION, load_run, update_run
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_verify_reports_other_thresholds_and_single_label_files(
 ):
     other = tmp_path / "run"
     shutil.copytree(several_run, other)
-    set_thresholds(other, [0.6, 0.5, 0.7])
+    update_run(other, {"thresholds": [0.6, 0.5, 0.7]})
     report = verify(exported, images, run=other)
     assert not report.agrees
     assert "other thresholds" in " ".join(report.complaints())

@@ -13,7 +13,7 @@ from vit.inference.calibrate import calibrate
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.score_calibration import decision_confidence
-from vit.weights.saved_model import load_run, set_thresholds, update_run
+from vit.weights.saved_model import load_run, update_run
 
 COLOURS = ("blue", "green", "red")
 EXACT = {"device": "cpu", "precision": "fp32"}
@@ -64,7 +64,7 @@ def test_a_second_calibration_replaces_the_first(run, tiny_data):
 
 def test_a_multilabel_run_decides_as_before(several_run, several_list, tmp_path):
     folder = shutil.copytree(several_run, tmp_path / "run")
-    set_thresholds(folder, [0.3, 0.5, 0.7])
+    update_run(folder, {"thresholds": [0.3, 0.5, 0.7]})
     images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
     before = Predictor(folder, **EXACT)(images)
     for _ in range(2):

@@ -13,7 +13,7 @@ from vit.errors import ConfigError, DataError
 from vit.inference.compare import compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.weights.saved_model import load_run, save_model, set_thresholds
+from vit.weights.saved_model import load_run, save_model, update_run
 
 EXACT = {"device": "cpu", "precision": "fp32"}
 WORDS = ["--device", "cpu", "--precision", "fp32"]
@@ -115,7 +115,7 @@ def test_networks_of_several_classes_are_compared_by_their_average_precision(
     classes = [run.classes[at] for at in order]
     config = Config(model=run.config, training=TrainingConfig(task="multilabel"))
     save_model(other, run.model, config=config, classes=classes, preprocessing=run.preprocessing)
-    set_thresholds(other, [0.7, 0.3, 0.5])
+    update_run(other, {"thresholds": [0.7, 0.3, 0.5]})
     words = [str(several_run), str(other), str(several_list)]
     assert main(["compare", *words, "--json", str(out), "--html", str(page), *WORDS]) == 0
     found = json.loads(out.read_text())

@@ -146,10 +146,10 @@ def test_a_kill_between_both_files_leaves_a_whole_run(several_run, tmp_path, mon
 
     monkeypatch.setattr(saved_model, "write_text", killed)
     with pytest.raises(KeyboardInterrupt):
-        saved_model.set_thresholds(copy, [0.1, 0.2, 0.3])
+        saved_model.update_run(copy, {"thresholds": [0.1, 0.2, 0.3]})
     assert load_run(copy).thresholds == (0.3, 0.5, 0.7)
     monkeypatch.undo()
-    saved_model.set_thresholds(copy, [0.1, 0.2, 0.3])
+    saved_model.update_run(copy, {"thresholds": [0.1, 0.2, 0.3]})
     assert load_run(copy).thresholds == (0.1, 0.2, 0.3)
 
 

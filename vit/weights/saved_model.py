@@ -357,11 +357,6 @@ def vit_section(content: Any) -> dict[str, Any]:
     return own
 
 
-def set_thresholds(folder: str | os.PathLike[str], thresholds: Sequence[float]) -> None:
-    """Write the thresholds of a multi-label run to its config.json; see `update_run`."""
-    update_run(folder, {"thresholds": list(thresholds)})
-
-
 def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> None:
     """Change what was measured after the training in our section of config.json.
 
