@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.inference.captioners import save_captioner
+from vit.commands.main import main
 from vit.data import text_rendering
 from vit.data.text_rendering import break_lines, draw_centred, escape_missing
 from vit.errors import ConfigError, RunError
@@ -220,6 +221,8 @@ def test_settings_that_cannot_be_explained_are_refused(run, tiny_run, input_imag
     half.model.bfloat16()
     with pytest.raises(ConfigError, match="float32, and weights are bfloat16"):
         next(draw_explanations(Predictor(half), input_images, tmp_path / "x"))
+    with pytest.raises(ConfigError, match="no_deletion: maps of words are never tested"):
+        next(draw_explanations(Predictor(run), input_images, tmp_path / "x", deletion=False))
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="could not be written"):
         next(draw_explanations(Predictor(run), input_images, tmp_path / "file"))
@@ -275,6 +278,32 @@ def test_classes_are_plotted_with_their_deletion_metric(
             assert deletion["better_than_chance"] == (deletion["score"] < lowest * 0.9999)
     assert len(said) == 1
     assert f"beat all 9 random orders for {better} of {len(told)} images" in said[0]
+
+
+def test_maps_alone_are_the_same_and_take_two_passes(tiny_run, input_images, tmp_path, capsys):
+    loaded, images_passed = load_run(tiny_run), []
+    loaded.model.register_forward_hook(lambda _net, _inputs, out: images_passed.append(len(out)))
+    predictor = Predictor(loaded, precision="fp32")
+    counts = []
+    for folder, deletion in (("whole", True), ("alone", False)):
+        [*draw_explanations(predictor, input_images, tmp_path / folder, deletion=deletion)]
+        counts.append(sum(images_passed))
+        images_passed.clear()
+    steps = 2 + 3 * (9 + 2 * 2)  # of four patches
+    saved = len(input_images) * (steps - 1)  # the one is that of the probabilities
+    assert counts[0] - counts[1] == saved
+    records, whole = read(tmp_path / "alone"), read(tmp_path / "whole")
+    for record, tested in zip(records, whole, strict=True):
+        assert record["image"] == tested["image"]
+        for one, other in zip(record["classes"], tested["classes"], strict=True):
+            assert other.pop("deletion")
+            assert one == other | {"probability": pytest.approx(other["probability"], rel=1e-3)}
+    words = ["predict", str(tiny_run), *input_images, "--precision", "fp32", "--no-deletion"]
+    assert main([*words, "--explain", str(tmp_path / "command")]) == 0
+    assert read(tmp_path / "command") == records
+    assert "random orders" not in capsys.readouterr().err
+    with Image.open(next((tmp_path / "alone").glob("*.png"))) as drawn:
+        assert drawn.width == 3 * TILE + 32
 
 
 @pytest.mark.parametrize("resize", ["crop", "squash"])

@@ -133,6 +133,7 @@ def test_a_workbook_has_the_rows_of_the_json_lines(tiny_run, input_images, bad_i
         ({"out": "a.jsonl", "csv_digits": 3}, "csv_digits=3: the format is jsonl"),
         ({"out": "a.csv", "csv_digits": 40}, "csv_digits=40: choose 0 to 17, or full"),
         ({"out": "a.csv", "csv_separator": "|"}, "csv_separator='|': choose one of comma"),
+        ({"no_deletion": True}, "--no-deletion needs --explain DIR"),
         ({"otu": "a.csv"}, "otu is not a setting of a prediction; did you mean out?"),
         ({"model": None}, "model=None (NoneType): give a run folder"),
         ({"inputs": [np.zeros(3)]}, "inputs=array([0., 0., 0.]) (ndarray): give files, folders"),

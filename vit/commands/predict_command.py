@@ -138,6 +138,12 @@ def _add_outputs(group: Any) -> None:
         help="write attribution maps into this folder, per caption word or per top class, as PNG "
         "and JSON",
     )
+    group.add_argument(
+        "--no-deletion",
+        action="store_true",
+        help="draw the maps of --explain without the deletion metric, which takes 119 passes "
+        "an image",
+    )
 
 
 def _add_engines(group: Any) -> None:

@@ -32,6 +32,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, RunError
 from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
+from vit.inference.model_runner import to_probabilities
 from vit.inference.predictor import ImageOutput, Predictor
 from vit.model.attention_maps import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
@@ -51,16 +52,30 @@ UNSPACED = (
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
-def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassAttribution]":
+def attribute_classes(
+    predictor: Predictor, output: ImageOutput, *, deletion: bool = True
+) -> "list[ClassAttribution]":
     """Attribution maps of the two most probable classes, with their deletion metric.
 
     Of a multi-label model: the classes above their thresholds, at most five, or the best one.
+
+    Args:
+        predictor: Predictor of a classifier.
+        output: Its output for an image.
+        deletion: Whether to compute the deletion metric, which costs far more than the maps.
 
     Raises:
         RunError: The network overflowed.
     """
     classes, image, maps = _class_relevance(predictor, output)
     assert output.pixels is not None, "an output without an error has an image"
+    names = [predictor.classes[index] for index in classes]
+    shares = [_normalised(weights.cpu()) for weights in maps]
+    if not deletion:
+        with torch.inference_mode():
+            logits = predictor.model(image.unsqueeze(0))
+        probabilities = to_probabilities(logits, predictor.activation)[0, classes].tolist()
+        return [*map(ClassAttribution, names, probabilities, shares)]
     tested = deletions(
         predictor.model,
         image,
@@ -70,10 +85,8 @@ def attribute_classes(predictor: Predictor, output: ImageOutput) -> "list[ClassA
         seed=zlib.crc32(output.pixels.numpy().tobytes()),  # the same image, the same numbers
         activation=predictor.activation,
     )
-    return [
-        ClassAttribution(predictor.classes[index], _normalised(weights.cpu()), deletion)
-        for index, weights, deletion in zip(classes, maps, tested, strict=True)
-    ]
+    probabilities = [one.curve.probabilities[0] for one in tested]
+    return [*map(ClassAttribution, names, probabilities, shares, tested)]
 
 
 def class_maps(predictor: Predictor, output: ImageOutput) -> list[tuple[int, Tensor]]:
@@ -123,21 +136,26 @@ class ClassAttribution:
 
     Args:
         label: Class name.
+        probability: Of the class, in float32.
         weights: Relevance above that of the weakest patch, (rows, cols), normalised to a sum of 1;
             all 0 where all patches are equal.
-        deletion: Deletion metric of the map.
+        deletion: Deletion metric of the map, unless it was left out.
     """
 
     label: str
+    probability: float
     weights: Tensor
-    deletion: Deletion
+    deletion: Deletion | None = None
 
     @property
     def lines(self) -> list[str]:
         """Text below the plot."""
+        first = f"{self.label} {self.probability:.3f}"
+        if self.deletion is None:
+            return [first]
         result = "" if self.deletion.better else "not "
         return [
-            f"{self.label} {self.deletion.curve.probabilities[0]:.3f}",
+            first,
             f"deletion {self.deletion.curve.score:.3f}",
             f"random {self.deletion.chance:.3f}",
             f"{result}better than chance",
@@ -154,15 +172,9 @@ def class_attributions_to_json(
         "classes": [
             {
                 "label": one.label,
-                "probability": _short(one.deletion.curve.probabilities[0]),
+                "probability": _short(one.probability),
                 "weights": rounded_weights(one.weights),
-                "deletion": {
-                    "deleted": [round(share, DIGITS) for share in one.deletion.curve.deleted],
-                    **_curve(one.deletion.curve),
-                    "reverse": _curve(one.deletion.reverse),
-                    "random_scores": [_short(score) for score in one.deletion.random],
-                    "better_than_chance": one.deletion.better,
-                },
+                **({} if one.deletion is None else {"deletion": _deletion_to_json(one.deletion)}),
             }
             for one in attributions
         ],
@@ -189,6 +201,16 @@ def word_attributions_to_json(
 
 def rounded_weights(weights: Tensor) -> list[list[float]]:
     return [[round(share, DIGITS) for share in row] for row in weights.tolist()]
+
+
+def _deletion_to_json(deletion: Deletion) -> dict[str, Any]:
+    return {
+        "deleted": [round(share, DIGITS) for share in deletion.curve.deleted],
+        **_curve(deletion.curve),
+        "reverse": _curve(deletion.reverse),
+        "random_scores": [_short(score) for score in deletion.random],
+        "better_than_chance": deletion.better,
+    }
 
 
 def _curve(curve: Curve) -> dict[str, Any]:

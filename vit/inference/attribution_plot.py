@@ -4,6 +4,8 @@ Each image becomes a PNG and a JSON file of the same name:
 
     {"image", "caption", "words": [{"text", "weights": [[share of each patch]]}]}
     {"image", "seen", "classes": [{"label", "probability", "weights", "deletion"}]}
+
+without "deletion" if the maps are not tested.
 """
 
 import os
@@ -48,16 +50,21 @@ MAX_STEM = 40
 """Characters of a file name, of four bytes at most: names have at most 255 bytes."""
 
 
-def check_explainable(predictor: Predictor) -> None:
+def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
     """Raise if the predictions of a network cannot be explained.
 
     Raises:
         ConfigError: It merges patches; or it is a classifier with keep_aspect or tta, or with
-            weights that are not float32.
+            weights that are not float32; or a captioner, whose maps are never tested, without
+            `deletion`.
     """
     if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
         raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
     if predictor.caption_generator is not None:
+        if not deletion:
+            raise ConfigError(
+                "no_deletion: maps of words are never tested by deletion; leave it out"
+            )
         return
     if predictor.keep_aspect:
         raise ConfigError(
@@ -82,6 +89,7 @@ def draw_explanations(
     images: Iterable[PathLike],
     folder: PathLike,
     *,
+    deletion: bool = True,
     top_k: int | None = None,
     threshold: float | None = None,
     notify: Callable[[str], object] = lambda _note: None,
@@ -95,15 +103,16 @@ def draw_explanations(
         predictor: Predictor of a classifier or a captioner.
         images: Paths of images.
         folder: Created if missing; existing plots of the same names are replaced.
+        deletion: Whether maps of classes are tested by the deletion metric.
         top_k, threshold: As for `stream`.
         notify: Called at the end with the number of images whose map of the best class was better
             than chance; not for captions.
 
     Raises:
-        ConfigError: As `check_explainable`.
+        ConfigError: As `check_explainable`; or a captioner without `deletion`.
         RunError: A plot cannot be written.
     """
-    check_explainable(predictor)
+    check_explainable(predictor, deletion=deletion)
     folder = Path(folder)
     with explain_write_errors(folder):
         folder.mkdir(exist_ok=True)
@@ -114,7 +123,8 @@ def draw_explanations(
         if output.captions:
             _plot_caption(predictor, output, path)
         elif output.error is None and predictor.caption_generator is None:
-            tested.append(_plot_classes(predictor, output, path))
+            metric = _plot_classes(predictor, output, path, deletion=deletion)
+            tested += [] if metric is None else [metric]
         yield predictor.to_predictions([output], top_k, threshold)[0]
     if tested:
         notify(deletion_summary(tested))
@@ -132,10 +142,12 @@ def _plot_caption(predictor: Predictor, output: ImageOutput, path: Path) -> None
     _write(path, plot_words(output.pixels, words), word_attributions_to_json(output, words))
 
 
-def _plot_classes(predictor: Predictor, output: ImageOutput, path: Path) -> Deletion:
+def _plot_classes(
+    predictor: Predictor, output: ImageOutput, path: Path, *, deletion: bool
+) -> Deletion | None:
     """Plot the maps of the classes; returns the deletion metric of the best class."""
     assert output.pixels is not None, "an output without an error has an image"
-    classes = attribute_classes(predictor, output)
+    classes = attribute_classes(predictor, output, deletion=deletion)
     texts = [view_lines(predictor), *(one.lines for one in classes)]
     plot = plot_attributions(output.pixels, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))

@@ -117,6 +117,8 @@ class PredictionConfig:
     """File of image embeddings, .npy or .parquet."""
     explain: str | None = None
     """Folder of attribution maps."""
+    no_deletion: bool = False
+    """Draw maps of classes without the deletion metric, in a small part of the time."""
     engine: str | None = None
     """torch, onnx, openvino or ray; by default the suffix of the model decides."""
     device: str | None = None
@@ -185,6 +187,7 @@ class PredictionConfig:
             ),
             "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
             "together": self.embeddings is not None and not self.resumable,
+            "--no-deletion needs --explain DIR": self.no_deletion and self.explain is None,
             "--sort-with needs --sort-into DIR": (
                 self.sort_with is not None and self.sort_into is None
             ),
@@ -478,10 +481,16 @@ class PredictionJob:
             from vit.inference.predictor import Predictor
 
             assert isinstance(self.predictor, Predictor), "exported networks have no --explain"
-            check_explainable(self.predictor)
+            deletion = not config.no_deletion
+            check_explainable(self.predictor, deletion=deletion)
             options["top_k"] = self.top_k
             predictions = draw_explanations(
-                self.predictor, images, config.explain, notify=self.notify, **options
+                self.predictor,
+                images,
+                config.explain,
+                deletion=deletion,
+                notify=self.notify,
+                **options,
             )
         else:
             if first and config.samples:
