@@ -136,6 +136,21 @@ def test_confusable_class_names_are_reported(make_tree):
     assert not report.failed
 
 
+def test_a_small_class_and_files_beside_the_classes_are_reported(make_tree):
+    split = {"train/a": 30, "train/b": 5, "val/a": 1}
+    for counts, top in (({"a": 30, "b": 5}, ""), (split, "val")):
+        root = make_tree(counts)
+        for name in ("Thumbs.db", "notes.txt", ".DS_Store", "vit-data.json", f"{top}/photo.psd"):
+            (root / name.lstrip("/")).write_bytes(b"x")
+        report, kinds = found(root)
+        (few,) = [one for one in report.problems if one.kind == "few_pictures"]
+        assert few.detail == "classes of fewer than 10 training images, very few: b 5"
+        left = [p for one in report.problems if one.kind == "ignored_file" for p in one.images]
+        assert sorted(Path(path).name for path in left) == ["Thumbs.db", "notes.txt"]
+        assert kinds["foreign_format"] == 1
+        shutil.rmtree(root)
+
+
 def reasons(file: Path) -> list[str]:
     """Every reason for which a reader refuses an image, with a 7 for each number or word."""
     found = []

@@ -201,6 +201,9 @@ def list_folder(root: Path) -> DatasetListing:
         listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
     elif folders:
         check_validation(listing)
+    if folders and ALL not in folders:  # files beside the splits
+        walk_or_report(listing, root, lambda: walk.loose_images(str(root)))
+        listing.problems += skipped_files(walk)
     return listing
 
 

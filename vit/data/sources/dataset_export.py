@@ -30,7 +30,7 @@ from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, EncodedImage, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, SYSTEM_NAMES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import path_argument
 from vit.text import join_names, plural, printable
@@ -59,8 +59,6 @@ SIZE_UNITS = {
 }
 MIN_SHARD_BYTES = 10**6
 SHARD_SIZE = "256MB"
-MARKER_FILE = "vit-data.json"
-"""Written to every exported folder; only a folder that has it is ever replaced."""
 
 
 class WriteCounts(NamedTuple):

@@ -31,6 +31,8 @@ else:
 SYSTEM_NAMES = frozenset(
     ("__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "__pycache__")
 )
+MARKER_FILE = "vit-data.json"
+"""Written to every exported folder; only a folder that has it is ever replaced."""
 
 
 def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
@@ -60,7 +62,7 @@ class FolderWalker:
         visited: Visited folders, by device and inode.
 
     The other fields are records for `notes`, as names relative to `root`; `hidden_names` are base
-    names, and `ignored_suffixes` counts the suffixes of `ignored_files`.
+    names, and `ignored_suffixes` counts the suffixes of those `ignored_files` that get a note.
     """
 
     root: str
@@ -92,10 +94,21 @@ class FolderWalker:
         return [entry.name for entry in entries if self._is_folder(entry)]
 
     def loose_images(self, folder: str) -> list[str]:
-        """Paths of the images directly in `folder`, where class folders are expected."""
+        """Paths of the images directly in `folder`, where class folders are expected.
+
+        Other files are in `ignored_files` and not in `ignored_suffixes`: lists and texts beside
+        class folders are common, and no reason for a note in every training.
+        """
         entries = [entry for entry in self._entries(folder) if self._is_file(entry)]
         paths = [entry.path for entry in entries if self._suffix(entry) in self.suffixes]
         self.unclassified += map(self.relative_name, paths)
+        self.ignored_files += [
+            self.relative_name(entry.path)
+            for entry in entries
+            if self._suffix(entry) not in self.suffixes
+            and not self._is_hidden(entry)
+            and entry.name != MARKER_FILE
+        ]
         return paths
 
     def _collect(self, folder: str, paths: list[str]) -> None:
