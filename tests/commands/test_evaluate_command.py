@@ -51,7 +51,8 @@ def test_the_json_file_has_the_scores_of_the_function(tiny_run, tiny_data, tmp_p
     assert json.loads(path.read_text(encoding="utf-8")) == scores
     assert scores["per_class"][0].keys() == {"label", "count", "precision", "recall", "f1"}
     captured = capsys.readouterr()
-    assert f"{scores['top1']:.2%}" in captured.out
+    shares = re.findall(r"^(top-1|macro F1) +(\S+%)", captured.out, re.MULTILINE)
+    assert shares == [("top-1", f"{scores['top1']:.2%}"), ("macro F1", f"{scores['macro_f1']:.2%}")]
     assert "weakest classes" in captured.out
     assert captured.err == ""
 

@@ -113,6 +113,12 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
         *("fold", "fold", "mean", "95%", "(95%"),
     ]
     assert "Nadeau and Bengio" in printed
+    mean = json.loads((tmp_path / "folds.json").read_text())["mean"]
+    (line,) = (line for line in printed.splitlines() if line.startswith("mean"))
+    assert line.split()[1:] == [
+        *(f"{mean[name]:.2%}" for name in ("top1", "balanced_accuracy")),
+        f"{mean['loss']:.4f}",
+    ]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (tmp_path / "fold-1/rows.jsonl").unlink()  # as after an earlier version
     assert main(["train", "--resume", "--out", out]) == 0
