@@ -1,5 +1,6 @@
 """Suspected labels: planted ones are found, and are the first of the list."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
-from vit.inference.label_errors import neighbours, similar_pairs, suspects, write_suspects
+from vit.inference.label_errors import (
+    check,
+    neighbours,
+    similar_pairs,
+    suspects,
+    write_suspects,
+)
 
 
 def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +50,19 @@ def test_nearest_neighbours_equal_those_of_the_full_cosine_matrix():
     found = neighbours(features, 5)
     torch.testing.assert_close(found.similarity, expected.values)
     assert torch.equal(found.indices, expected.indices)
+
+
+@pytest.mark.auto_precision
+def test_weights_that_have_learned_the_labels_are_named(tiny_run, tiny_data, tmp_path):
+    for name in ("data/train", "other"):
+        shutil.copytree(tiny_data / "val", tmp_path / name)
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    for trained_on, told in (("data", True), ("data/train", True), ("other", False)):
+        (run / "config.yaml").write_text(f"data: {tmp_path / trained_on}\n")
+        notes: list[str] = []
+        settings = {"device": "cpu", "workers": 1, "cache": False, "notify": notes.append}
+        check(tmp_path / "data", weights=run, **settings)
+        assert any("was trained on these labels, errors included" in one for one in notes) is told
 
 
 def test_each_pair_of_similar_features_is_listed_once():
