@@ -37,8 +37,8 @@ def stated(path: Path) -> list[str]:
     return [f"{figure}%" for text in texts for figure in STATED.findall(text)]
 
 
-def test_there_are_notebooks_of_folders_and_captions():
-    assert [path.stem for path in NOTEBOOKS] == ["captions", "own-images"]
+def test_there_are_notebooks_of_folders_few_images_and_captions():
+    assert [path.stem for path in NOTEBOOKS] == ["captions", "few-images", "own-images"]
 
 
 @notebook
