@@ -85,7 +85,7 @@ def test_the_search_finds_pages_from_disk(open_page):
         field.press("End")  # the search waits for a key
         try:
             page.locator(f'{FIRST}[href*="{wanted}"]').first.wait_for(
-                state="attached", timeout=6000
+                state="attached", timeout=20_000
             )
         except pages.sync_api.TimeoutError:
             links = page.locator(".md-search-result__item > a").all()
