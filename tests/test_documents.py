@@ -39,9 +39,15 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def typed() -> list[tuple[str, list[str]]]:
-    """(page, words) of every simple command in the shell blocks, without redirections."""
+    """(page, words) of every simple command of the shell or a service, without redirections."""
     found = []
-    for page, text in blocks("sh"):
+    services = [
+        (page, line)
+        for page, text in blocks("ini")
+        for line in re.findall(r"^ExecStart=(.+)", text, re.MULTILINE)
+    ]
+    assert services
+    for page, text in [*blocks("sh"), *services]:
         for line in shell_lines(text):
             lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
             lexer.whitespace_split = True
