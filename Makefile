@@ -1,4 +1,4 @@
-.PHONY: bench check docs format gpu lint lowest lowest-lock notebooks release slow test
+.PHONY: bench check docs format gpu lint lowest lowest-lock notebooks release slow test try-release
 
 check: test slow lint    ## everything that must pass before a commit
 
@@ -26,6 +26,9 @@ format:             ## mend what ruff can mend
 
 release:            ## sdist and wheel in dist/, built twice and compared (pip install '.[release]')
 	python packaging/build_release.py
+
+try-release:        ## the wheel of dist/ alone, by the lines of the pages, and the tests of the sdist (pip install '.[test]')
+	python -m tools.try_release
 
 lowest:             ## the default tests with the lower bounds of all libraries, in a virtual environment of their own
 	python -m venv --clear .venv-lowest

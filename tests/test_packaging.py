@@ -1,7 +1,9 @@
 """What a release says about itself in several files agrees, and a build has all files."""
 
+import contextlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -12,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tools import try_release
 from vit.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -142,3 +145,25 @@ def test_the_bill_of_materials_is_part_of_a_release():
     text = read("packaging/build_release.py")
     assert "cyclonedx-py" in text
     assert json.dumps("--output-reproducible") in text
+
+
+def test_a_release_is_tried_with_the_lines_of_the_pages(capsys):
+    first = try_release.documented_lines("start.md")
+    assert first[1].startswith("pip install vit-toolkit")
+    typed = [line.split()[1] for line in first if line.startswith("vit ")]
+    assert typed == ["demo", "check", "train", "predict", "predict"]
+    assert [compile(shlex.split(line)[2], line, "exec") for line in first if "python -c" in line]
+    readme = try_release.documented_lines("README.md", try_release.SECTIONS)
+    assert {line.split()[1] for line in readme} == {"predict", "convert", "export", "verify"}
+    assert capsys.readouterr().out.count("left out, because it ") == len(try_release.LEFT_OUT)
+
+
+@pytest.mark.parametrize("right", [149, 150])
+def test_a_release_fails_with_a_line_or_with_its_predictions(right, tmp_path):
+    with pytest.raises(SystemExit, match="no such command\n\nexit code 3: echo"):
+        try_release.type_line("echo no such command; exit 3", tmp_path)
+    rows = [f"new-images/3-{number}.png,{3 if number < right else 7}" for number in range(200)]
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(["image,label_1", *rows]), encoding="utf-8-sig")
+    with pytest.raises(SystemExit) if right < 150 else contextlib.nullcontext():
+        try_release.check_predictions(table)

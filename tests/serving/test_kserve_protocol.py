@@ -2,11 +2,15 @@
 
 import base64
 import json
+import re
 import struct
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from tests.serving.conftest import running
+from tools.code_blocks import read_blocks
 
 
 def infer(client, body: bytes, model="tiny", **headers):
@@ -128,3 +132,21 @@ def test_lengths_that_do_not_fit_are_refused(client):
         assert "do not fit" in answer.json["error"]
     answer = infer(client, head, Inference_Header_Content_Length="99999")
     assert answer.status == 400
+
+
+@pytest.mark.parametrize("page", ["export.md", "serve.md"])
+def test_the_documented_clients_get_answers(
+    page, tiny_run, exported, files, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("geventhttpclient", reason="pip install 'tritonclient[http]'")
+    (tmp_path / "cat.jpg").write_bytes(files[1][1])
+    monkeypatch.chdir(tmp_path)
+    (code,) = (
+        block.text
+        for block in read_blocks("python")
+        if block.page == page and "tritonclient" in block.text
+    )
+    with running([f"photos={tiny_run}", f"pets={exported}"]) as client:
+        exec(code.replace("8000", str(client.port)), {})
+    rows = {"export.md": r"b'0\.\d+:\d:", "serve.md": r'"predictions": \['}
+    assert re.search(rows[page], capsys.readouterr().out)
