@@ -28,10 +28,10 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
 compare, runs, check, suggest, verify, report, serve, summary; export_model, export_data,
-convert_model and list_models are `vit export`, `data`, `convert` and `models`. Classes: Predictor,
-Search (of captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix
-are raised as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one;
-docs/README.md has a page per question.
+convert_model and list_models are `vit export`, `data`, `convert` and `models`; cross_validate is
+`vit train --folds`. Classes: Predictor, Search (of captions), Config (by make_config),
+VisionTransformer, Captioner. Errors that you can fix are raised as vit.errors.VitError, in one line
+with the remedy. `help(vit.train)` explains one; docs/README.md has a page per question.
 """
 
 import importlib
@@ -49,6 +49,7 @@ from vit.weights.library_registration import register
 if TYPE_CHECKING:
     from vit.commands.serve_command import serve
     from vit.commands.summary_command import summary
+    from vit.commands.train_command import cross_validate
     from vit.config import Config
     from vit.config.parser import make_config
     from vit.data.sources.dataset_export import export_data
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
         "compare_runs",
         "convert_model",
         "create_model",
+        "cross_validate",
         "evaluate",
         "export_data",
         "export_model",
@@ -122,6 +124,7 @@ _HOMES = {
     "compare_runs": "vit.inference.compare",
     "convert_model": "vit.weights.convert",
     "create_model": "vit.model.build",
+    "cross_validate": "vit.commands.train_command",
     "evaluate": "vit.inference.evaluate",
     "export_data": "vit.data.sources.dataset_export",
     "export_model": "vit.export.export_formats",

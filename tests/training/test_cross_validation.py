@@ -8,6 +8,7 @@ import shutil
 import pytest
 from scipy import stats
 
+import vit
 from vit.commands.main import main
 from vit.errors import ConfigError, RunError
 from vit.training.cross_validation import interval, t_quantile, train_folds
@@ -126,6 +127,10 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     assert again.out == printed
     assert f"label errors: {len(suspects(tmp_path))} of 36 images are suspected" in again.err
     assert rows == [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    record = vit.cross_validate(out=out, resume=True)
+    assert (record["mean"], record["failed"]) == (mean, {})
+    with pytest.raises(ConfigError, match="folds is missing: give the number of folds"):
+        vit.cross_validate(data, tmp_path / "new", epochs=1)
     # every image has a row, by the fold that held it out
     where = {row["image"]: row["fold"] for row in rows}
     for fold in (1, 2):

@@ -12,7 +12,7 @@ from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
-from vit.config.merge_settings import collect_settings, names_of_chosen
+from vit.config.merge_settings import call_settings, collect_settings, names_of_chosen
 from vit.config.parser import all_settings, checked, default_run_folder, make_config
 from vit.errors import ConfigError
 from vit.memory_allocator import keep_freed_memory
@@ -181,24 +181,65 @@ def check_show_batch(args: argparse.Namespace) -> None:
 
 
 def run_folds(config: Config | dict[str, Any], args: argparse.Namespace, given: list[str]) -> int:
-    """Train every fold; print their scores with mean and interval, and the label errors."""
-    from vit.inference.out_of_fold import evaluate_fold, join_folds
-    from vit.training.cross_validation import train_folds
-
-    record = train_folds(
-        config,
-        args.out,
-        measure=evaluate_fold,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        given=given,
+    """Train every fold, and print their scores with mean and interval."""
+    record = cross_validate(
+        config, args.out, resume=args.resume, overwrite=args.overwrite, given=given
     )
     if os.environ.get("RANK", "0") == "0":
         print(format_folds(record), flush=True)
-        data = config.data.data if isinstance(config, Config) else str(config["data"])
-        for line in join_folds(Path(args.out or default_run_folder(data)), record["folds"], data):
-            notify(line)
     return int(bool(record["failed"]))
+
+
+def cross_validate(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    given: Sequence[str] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train once for each fold, and evaluate it on the images held out: `vit train --folds`.
+
+        scores = vit.cross_validate("photos/", "runs/folds", folds=5)
+        print(scores["mean"]["top1"], scores["interval"]["top1"])
+
+    Args:
+        config: DATA, a YAML file, settings by name or a Config, as for `vit.train`; `folds` is the
+            number of folds.
+        out: Folder of the run folders fold-1, fold-2 and so on; `runs/<name of the data>` if
+            omitted.
+        resume: Skip finished folds, and resume the one that is not.
+        overwrite: Delete existing runs.
+        given: Names of the settings that the user chose, as for `vit.train`.
+        settings: More settings by name, unless `config` is a Config.
+
+    Returns:
+        The content of OUT/folds.json: `scores` of each fold, their `mean` and `interval`; and
+        `failed`, unreadable images with the reason. Of classes, OUT/rows.jsonl has a row for each
+        image, and OUT/label_errors.csv the suspected labels.
+
+    Raises:
+        VitError: An error that the user can fix; the message has the remedy.
+    """
+    from vit.inference.out_of_fold import evaluate_fold, join_folds
+    from vit.training.cross_validation import train_folds
+
+    config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
+    if stored and not isinstance(config, Config):
+        given = [*config] if given is None else given
+        config = make_config(config)
+    folds = config.data.folds if isinstance(config, Config) else config.get("folds")
+    if folds is None:
+        raise ConfigError("folds is missing: give the number of folds, such as folds=5")
+    record = train_folds(
+        config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite, given=given
+    )
+    if os.environ.get("RANK", "0") == "0":
+        data = config.data.data if isinstance(config, Config) else str(config["data"])
+        for line in join_folds(Path(out or default_run_folder(data)), record["folds"], data):
+            notify(line)
+    return record
 
 
 def as_text(name: str, score: float) -> str:

@@ -111,7 +111,10 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
     data, training = config.data, config.training
     check_channels(config.model.channels)
     if data.folds is not None and data.fold is None:
-        raise ConfigError(f"folds={data.folds}: a run trains one fold; set --fold (1..N)")
+        raise ConfigError(
+            f"folds={data.folds}: a run trains one fold; set --fold (1..N), or train all of them "
+            "with vit.cross_validate"
+        )
     return open_splits(
         task_of(config).dataset_spec(config),
         val_share=data.val_share,
