@@ -47,6 +47,14 @@ def test_at_most_four_images_of_a_problem_and_24_problems_of_a_kind_are_shown(
     assert len(page.find("figure")) == 24 * 4 + 2  # hidden files are not opened
 
 
+def test_a_remedy_is_not_cut_out_of_the_middle_of_a_description(make_report, parse):
+    detail = (
+        "class a has no images; add some, or remove the folder "
+        "(vit train --on-bad-image skip leaves it out)"
+    )
+    assert detail in parse(check_page(make_report([Problem("empty_class", detail)]))).prose
+
+
 def test_statistics_of_the_images(make_report, parse):
     text = parse(check_page(make_report([]))).lines
     assert "Nothing stands in the way of training." in text

@@ -111,7 +111,9 @@ def test_a_class_keeps_the_target_on_its_own(run, tiny_data, capsys):
     rows = evaluate(run, str(tiny_data), **EXACT)["per_class"]
     name = max(rows, key=lambda row: row["recall"])["label"]
     assert main([*words, "--target-precision", "0.001", "--target-class", name]) == 0
-    assert f"answers of class {name} from a score of" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"answers of class {name} from a score of" in printed
+    assert "a training measures them if it holds out 99 images or more" in printed
     calibration = load_run(run).calibration
     assert [*calibration.class_thresholds] == [name]
     images = [str(path) for path in sorted(tiny_data.rglob("*.*g"))]

@@ -75,7 +75,7 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
 
 
 def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; give --epochs"):
+    with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; leave --time"):
         train_folds(config(time="5m"), tmp_path / "a", measure=measured)
     with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
@@ -85,6 +85,16 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         tiny_config(**SETTINGS, val_share=0.3)
     with pytest.raises(ConfigError, match="fold=4: must be from 1 to folds=3"):
         config(fold=4)
+
+
+def test_a_time_of_folds_is_refused_before_a_plan_measures_anything(tmp_path, monkeypatch):
+    def measuring(*_args: object) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr("vit.training.cross_validation.resolve_plan", measuring)
+    settings = {"data": "digits", "folds": 3, "time": "5m"}
+    with pytest.raises(ConfigError, match="leave --time out"):
+        train_folds(settings, tmp_path / "a", measure=measured)
 
 
 def test_a_refused_cross_validation_leaves_nothing_behind(config, tiny_config, tmp_path):

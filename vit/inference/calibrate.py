@@ -21,7 +21,12 @@ from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.classification_metrics import Outcomes, summarize
-from vit.evaluation.fit_calibration import FittedCalibration, describe_calibration, fit_calibration
+from vit.evaluation.fit_calibration import (
+    MIN_DISTANCES,
+    FittedCalibration,
+    describe_calibration,
+    fit_calibration,
+)
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
@@ -92,7 +97,10 @@ def calibrate(
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
     predictor = Predictor(plain, **settings, notify=notify)
     if loaded.distance is None and loaded.thresholds is None:
-        notify("note: this run has no distances from its training images, which trainings measure")
+        notify(
+            "note: this run has no distances from its training images; a training measures them if "
+            f"it holds out {MIN_DISTANCES} images or more"
+        )
     predictor.return_distances()
     spec = (
         data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)

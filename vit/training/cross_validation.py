@@ -69,14 +69,10 @@ def train_folds(
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
+    refuse_time(config)
     config, given, _ = resolve_plan(config, given)
     folds = config.data.folds
     assert folds is not None
-    if config.training.time is not None:
-        raise ConfigError(
-            f"time={config.training.time}: it would be that of each fold; give --epochs, or train "
-            "them one by one with --fold 1, --fold 2 and so on"
-        )
     accelerator = make_accelerator(config.run)
     notify = notifier(accelerator)
     folder = Path(out or default_run_folder(config.data.data))
@@ -116,6 +112,18 @@ def train_folds(
         scores[str(fold)] = on_main(accelerator, partial(numeric_scores, measure, run_folder))
         on_main(accelerator, lambda: write_record(folder, record()))
     return {**record(), "failed": failed}
+
+
+def refuse_time(config: Config | Mapping[str, Any]) -> None:
+    """Raise ConfigError if `config` has a time, before a plan measures anything."""
+    time = config.training.time if isinstance(config, Config) else config.get("time")
+    if time is None:
+        return
+    raise ConfigError(
+        f"time={time}: it would be that of each fold; leave --time out, and the length of a fold "
+        "is chosen for the data, give --epochs, or train the folds one by one with --fold 1, "
+        "--fold 2 and so on"
+    )
 
 
 def resolve_weights_once(

@@ -103,6 +103,16 @@ def test_all_problems_of_a_folder_are_found_at_once(folder):
         assert problem["severity"] == KINDS[problem["kind"]]
 
 
+def test_a_table_that_hides_warnings_names_the_flags_that_show_them(folder):
+    train = folder / "train"
+    for at in range(2):
+        lines = check_dataset(str(folder), workers=1, cache=False).lines(5)
+        assert not any("--html" in line for line in lines)
+        shutil.copy(train / f"a/{at}.png", train / f"b/twin{at}.png")
+    lines = check_dataset(str(folder), workers=1, cache=False).lines(5)
+    assert "the first of each kind; all: --html FILE (with thumbnails), --json FILE" in lines
+
+
 @pytest.mark.parametrize(
     ("tree", "kind"),
     [

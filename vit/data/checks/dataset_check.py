@@ -103,6 +103,8 @@ class CheckReport:
             lines.append(
                 f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.terminal_line(listing.root)}"
             )
+        if any(number > 1 for kind, number in self.kinds().items() if KINDS[kind] != "error"):
+            lines += ["", "the first of each kind; all: --html FILE (with thumbnails), --json FILE"]
         shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)
         skippable = any(problem.kind in SKIPPABLE for problem in shown)
