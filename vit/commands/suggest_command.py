@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
     add_list_options(parser, columns=("image",))
     parser.add_argument(
+        "--label-column",
+        metavar="COLUMN",
+        help="column of the labels in --labels (default: found by its usual names)",
+    )
+    parser.add_argument(
         "-b",
         "--batch-size",
         type=positive_int,
@@ -111,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             images=args.images,
             image_column=args.image_column,
+            label_column=args.label_column,
             allow_outside=args.allow_outside,
             device=args.device,
             batch_size=args.batch_size,

@@ -127,6 +127,7 @@ def suggest(
     seed: int = 0,
     images: str | None = None,
     image_column: str | None = None,
+    label_column: str | None = None,
     allow_outside: bool = False,
     device: str | None = None,
     batch_size: int | None = None,
@@ -147,6 +148,7 @@ def suggest(
         exclude: List of images that are not to be suggested.
         seed: Of the clustering; the same arguments give the same images on the same machine.
         images, image_column, allow_outside: As in DatasetSpec.
+        label_column: Column of the labels in `labels`; by default found by its usual names.
         device, batch_size, precision, workers: As for `Predictor`.
         progress: Called with the stage, the images done and their total.
         notify: Called with notes about the data and the weights.
@@ -171,7 +173,7 @@ def suggest(
     records = index.splits.get("train", index.splits.get("", []))
     if not records:
         raise DataError(f"{printable(spec.data)}: no images to suggest from")
-    known = {} if labels is None else _labels_by_path(labels, index, notify)
+    known = {} if labels is None else _labels_by_path(labels, index, label_column, notify)
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
@@ -250,11 +252,11 @@ class _Table:
 
 
 def _labels_by_path(
-    path: str, index: DatasetIndex, notify: Callable[[str], object]
+    path: str, index: DatasetIndex, column: str | None, notify: Callable[[str], object]
 ) -> dict[str, tuple[str, ...]]:
-    found, _, note = read_labels(path, index)
-    notify(f"note: {note}")
-    return {image: entry.labels for image, entry in found.items()}
+    found = read_labels(path, index, label_column=column)
+    notify(f"note: {found.note}")
+    return {image: entry.labels for image, entry in found.entries.items()}
 
 
 def _source_of_classes(

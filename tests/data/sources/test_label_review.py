@@ -1,5 +1,7 @@
 """Labels of a list, images that a review leaves out, and labels that it corrects."""
 
+import dataclasses
+
 import pytest
 from PIL import Image
 
@@ -147,6 +149,26 @@ def test_a_label_list_may_name_splits_and_several_labels(data, tmp_path):
     }
     with pytest.raises(DataError, match="several labels; --task multilabel"):
         read_source(DatasetSpec(str(data), label_list=str(path), multilabel=False))
+
+
+def test_a_label_list_may_have_any_column_of_labels_and_one_of_groups(data, tmp_path):
+    path = tmp_path / "specimens.csv"
+    rows = [
+        f"train/{name}/{number};{name};site {number}"
+        for number in ("0.png", "1.png", "2.png")
+        for name in ("cat", "dog")
+    ]
+    path.write_text("\r\n".join(["\ufefffile;species;site", *rows]), encoding="utf-8")
+    spec = DatasetSpec(
+        str(data), label_list=str(path), label_column="species", group="site", multilabel=False
+    )
+    splits = open_splits(spec, val_share=0.34, seed=0)
+    assert splits.classes == ("cat", "dog")
+    sites = [{one.path[-5] for one in part} for part in (splits.train, splits.val)]
+    assert [len(part) for part in (splits.train, splits.val)] == [4, 2]
+    assert not sites[0] & sites[1]
+    with pytest.raises(DataError, match=r"that name \(columns that are not read: site\)"):
+        open_splits(dataclasses.replace(spec, group="sites"), val_share=0.34, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ apostrophe before names that would be formulas, and escapes for control characte
 import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, read_list
-from vit.data.sources.list_columns import SEPARATORS
+from vit.data.sources.list_columns import SEPARATORS, Columns
 from vit.errors import ConfigError, DataError
 from vit.text import csv_text, plural, printable
 
@@ -29,54 +30,89 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     """The images of `index` that `spec.label_list` labels, with those labels.
 
     Images that it does not name, and rows without a label, are not used. A column `split` replaces
-    the split of the source.
+    the split of the source, and a column of the name `spec.group` its groups.
 
     Raises:
         DataError: The list cannot be read, has no label, names no image of the data, or has several
             labels of an image where it has one.
     """
     assert spec.label_list is not None
-    found, multilabel, note = read_labels(spec.label_list, index, multilabel=spec.multilabel)
+    labels = read_labels(
+        spec.label_list,
+        index,
+        multilabel=spec.multilabel,
+        label_column=spec.label_column,
+        group=spec.group,
+    )
+    found, columns = labels.entries, labels.columns
     splits: dict[str, list[ImageRecord]] = {}
     for split, records in index.splits.items():
         for record in records:
             if (entry := found.get(record.path)) is not None:
-                labelled = record._replace(labels=entry.labels)
+                group = entry.group if columns.group else record.group
+                labelled = record._replace(labels=entry.labels, group=group)
                 splits.setdefault(entry.split or split, []).append(labelled)
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
-    notes = [*index.notes, note]
+    notes = [*index.notes, labels.note]
     if others:
         notes.append(f"{plural(others, 'image')} without a label: not used")
     lists = dict.fromkeys(splits, printable(spec.label_list))
     locations = {name: index.locations.get(name, lists[name]) for name in splits}
     return dataclasses.replace(
-        index, splits=splits, locations=locations, notes=notes, multilabel=multilabel
+        index,
+        splits=splits,
+        locations=locations,
+        notes=notes,
+        multilabel=labels.multilabel,
+        has_groups=index.has_groups or bool(columns.group),
+        columns=(*dict.fromkeys((*index.columns, *columns.unused)),),
     )
 
 
+@dataclass(frozen=True)
+class LabelList:
+    """The labelled images of a list that a person fills in."""
+
+    entries: dict[str, Entry]
+    """Those with labels, by the path of the image."""
+    multilabel: bool
+    """Whether an image may have several labels."""
+    columns: Columns
+    note: str
+    """The numbers of labelled images, and of rows that are not used."""
+
+
 def read_labels(
-    path: str, index: DatasetIndex, *, multilabel: bool | None = None
-) -> tuple[dict[str, Entry], bool, str]:
+    path: str,
+    index: DatasetIndex,
+    *,
+    multilabel: bool | None = None,
+    label_column: str | None = None,
+    group: str | None = None,
+) -> LabelList:
     """The labelled images of a list that a person fills in.
 
     Args:
         path: The list. Rows without a label are not labelled yet.
         index: The images that it may name.
         multilabel: Whether an image may have several labels; None: whether one has in the list.
-
-    Returns:
-        Entries with labels by the path of the image, whether an image may have several labels, and
-        a note with the numbers of both.
+        label_column: Column of the labels; None: found by its usual names.
+        group: Column of groups, if the list has it.
 
     Raises:
         DataError: As for `apply_labels`.
     """
-    contents = read_list(path, DatasetSpec(path, allow_outside=True, multilabel=multilabel), [])
+    spec = DatasetSpec(
+        path, allow_outside=True, multilabel=multilabel, label_column=label_column, group=group
+    )
+    contents = read_list(path, spec, [])
     name, rows = printable(path), len(contents.entries)
     contents.entries = {image: one for image, one in contents.entries.items() if one.labels}
     if not contents.entries:
+        column = printable(label_column or "label")
         raise DataError(
-            f"{name}: none of its {plural(rows, 'row')} has a label yet; fill in the column label"
+            f"{name}: none of its {plural(rows, 'row')} has a label yet; fill in the column "
+            f"{column}"
         )
     several = bool(contents.multilabel) if multilabel is None else multilabel
     if not several:
@@ -95,7 +131,8 @@ def read_labels(
         note += f" ({plural(len(lacking), 'other')} not in the data)"
     if unlabelled := rows - len(places):
         note += f"; {plural(unlabelled, 'row')} without a label: not used"
-    return found, several, note
+    assert contents.columns is not None  # a list with entries has rows
+    return LabelList(found, several, contents.columns, note)
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:

@@ -147,10 +147,12 @@ def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
             f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
             "here; leave it out"
         )
+    # the labels of the source are not read, so the column of labels is that of the list;
     # a split without a labelled image is none: others are then held out, so all are read
     plain = dataclasses.replace(
         spec,
         labels=False,
+        label_column=None,
         optional_labels=False,
         multilabel=None,
         all_splits=spec.all_splits or spec.split is not None,
