@@ -184,8 +184,8 @@ def to_probabilities(logits: Tensor, activation: Activation) -> Tensor:
     Row by row: vector instructions and the code for what they leave over round powers and
     exponentials differently, so the last digits would depend on the place in the batch.
     """
-    rows = logits.float().cpu().double().split(1)
-    return torch.cat([activation(row) for row in rows])
+    values = logits.float().cpu().double()
+    return torch.cat([activation(row) for row in torch.split(values, 1)])
 
 
 def check_settings(runner: ModelRunner) -> None:
