@@ -4,7 +4,7 @@
 //     node predict_onnx.mjs model.onnx cat.jpg dog.png
 //
 // Without the variable, on Linux, the installation also downloads libraries for NVIDIA GPUs from
-// api.nuget.org, and fails where that cannot be reached.
+// NuGet, and fails where that cannot be reached.
 //
 // In a browser, import "onnxruntime-web", fetch the model's bytes, and take the pixels from a
 // canvas, without every fourth byte; the rest stays as it is.
