@@ -4,8 +4,10 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.selective_prediction import (
     binomial_tail,
+    highest_provable,
     needed_images,
     precision_threshold,
 )
@@ -70,3 +72,34 @@ def test_equal_confidences_are_answered_together():
     right = torch.cat([torch.ones(300), torch.zeros(300)]).bool()
     found = precision_threshold(confidences, right, 0.95)
     assert found == pytest.approx((0.9, 0.5))
+
+
+def test_the_highest_share_that_few_images_prove_has_a_threshold_of_its_own():
+    confidences = torch.linspace(1, 0.5, 72)
+    right = torch.arange(72) % 10 != 9  # nine of ten
+    found = highest_provable(confidences, right, 0.98)
+    assert found == 0.7
+    assert binom.cdf(7, 72, 0.3) < 0.01 / 8 / 2 < binom.cdf(7, 72, 0.25)
+    assert precision_threshold(confidences, right, 0.98) is None
+    assert precision_threshold(confidences, right, found) is not None
+    assert highest_provable(confidences, right, 0.7) == 0.6
+    assert highest_provable(confidences, torch.zeros_like(right), 0.98) is None
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_a_calibration_names_a_share_that_its_images_prove(multilabel):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (200,), generator=generator)
+    targets = torch.nn.functional.one_hot(labels, 3)
+    logits = 4.0 * targets - 2 + 1.5 * torch.randn(200, 3, generator=generator)
+    fitted = fit_calibration(logits, targets if multilabel else labels)
+    assert fitted is not None
+    assert fitted.provable is not None
+    (line,) = (line for line in describe_calibration(fitted) if "no score from which" in line)
+    assert line.endswith(f"or --target-precision {fitted.provable:g}, which they prove")
+    again = fit_calibration(
+        logits, targets if multilabel else labels, target_precision=fitted.provable
+    )
+    assert again is not None
+    assert again.calibration.rejects
+    assert again.provable is None

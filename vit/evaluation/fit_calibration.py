@@ -17,6 +17,7 @@ from vit.evaluation.multilabel_metrics import choose_thresholds
 from vit.evaluation.selective_prediction import (
     ALLOWED_ERROR,
     TARGET_PRECISION,
+    highest_provable,
     needed_images,
     precision_threshold,
 )
@@ -44,6 +45,9 @@ class FittedCalibration(NamedTuple):
     """Calibration error (ECE) of scores that the other images calibrated."""
     fewest: int | None = None
     """Images of the rarest class; None of a multi-label network."""
+    provable: float | None = None
+    """A lower target precision that the images prove for all answers, if they prove none of the
+    targets."""
 
 
 def fit_calibration(
@@ -115,7 +119,10 @@ def fit_calibration(
         class_set_levels=tuple(class_set_levels(scores, targets, logits.shape[1], COVERAGES)),
     )
     fewest = int(targets.bincount(minlength=logits.shape[1]).min())
-    return FittedCalibration(calibration, fitted, error, fewest)
+    provable = None
+    if not calibration.rejects:
+        provable = highest_provable(confidences, answers == targets, target_precision)
+    return FittedCalibration(calibration, fitted, error, fewest, provable)
 
 
 def _fit_multilabel(
@@ -150,7 +157,8 @@ def _fit_multilabel(
         multilabel=True,
     )
     error = calibration_error(probabilities.flatten(), targets.double().flatten())
-    return FittedCalibration(calibration, fitted, error)
+    provable = None if found else highest_provable(confidences, right, target_precision)
+    return FittedCalibration(calibration, fitted, error, provable=provable)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
@@ -170,6 +178,9 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     groups = {f"class {printable(name)}": one for name, one in thresholds.items()}
     groups["the other classes"] = calibration.threshold
     needed = needed_images(target, error=ALLOWED_ERROR / len(groups))
+    lower = "a lower --target-precision"
+    if fitted.provable is not None:
+        lower = f"--target-precision {fitted.provable:g}, which they prove"
     for name, threshold in groups.items():
         of = f" of {name}" if thresholds else ""
         if threshold is not None:
@@ -182,8 +193,7 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
             lines.append(
                 f"note: no score from which on {share} of the answers{of} are proven to be right: "
                 f"that takes {needed:,} answers without a mistake, or more with some; vit "
-                f"calibrate with more than these {plural(calibration.images, 'image')}, or a lower "
-                "--target-precision"
+                f"calibrate with more than these {plural(calibration.images, 'image')}, or {lower}"
             )
     if thresholds:
         lines.append(f"--reject answers {calibration.answered:.1%} of these images")
