@@ -96,14 +96,17 @@ def test_javascript_is_javascript():
     shutil.which("node") is None or not os.path.isdir(PACKAGES),
     reason="VIT_NODE_MODULES names no folder with onnxruntime-node and sharp",
 )
-def test_javascript_gives_the_same_answers(file, images):
+def test_javascript_gives_the_same_answers_and_names_what_it_cannot_read(file, images, tmp_path):
+    damaged = tmp_path / "damaged.jpg"
+    damaged.write_bytes(b"no JPEG")
     example = Path(PACKAGES) / "predict_onnx_test.mjs"  # modules are found from where a file is
     shutil.copy(EXAMPLES / "predict_onnx.mjs", example)
     try:
-        words = ["node", str(example), str(file), *images]
+        words = ["node", str(example), str(file), str(damaged), *images]
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     finally:
         example.unlink()
-    assert (said.returncode, said.stderr) == (0, "")
+    assert said.returncode == 1
+    assert said.stderr.startswith(f"{damaged}: ") and len(said.stderr.splitlines()) == 1
     # sharp rounds otherwise where it lays transparent pixels over white
     agree(said.stdout, file, images, tolerance=2e-3)

@@ -53,7 +53,13 @@ const [model, ...paths] = process.argv.slice(2);
 const classes = JSON.parse(metadata(await readFile(model)).classes);
 const session = await ort.InferenceSession.create(model);
 for (const path of paths) {
-  const { probabilities } = await session.run({ images: await pixels(path) }, ["probabilities"]);
+  const image = await pixels(path).catch((error) => error);
+  if (image instanceof Error) {
+    console.error(`${path}: ${image.message}`);
+    process.exitCode = 1;
+    continue;
+  }
+  const { probabilities } = await session.run({ images: image }, ["probabilities"]);
   const scores = probabilities.data;
   const best = [...scores.keys()].sort((a, b) => scores[b] - scores[a]).slice(0, 5);
   const predictions = best.map((i) => ({ label: classes[i], score: scores[i] }));

@@ -1,6 +1,7 @@
 """Trainer: runs the epochs of a training, validates, saves checkpoints and stops on signals."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -179,11 +180,13 @@ class Trainer:
         """Train the remaining epochs."""
         run, began = self.run, time.monotonic()
         training = run.config.training
+        room = math.inf if self.budget is None else self.budget.ends - began
         self.remaining = TimeRemaining(
             steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
             validations=training.epochs - self.epoch,
             validation_share=len(self.splits.val) / run.config.data.batch_size,
             growing=training.start_image_size is not None,
+            most=room,
         )
         while self.epoch < run.config.training.epochs and not self.stopped_early():
             done = run.step - self.epoch * self.steps

@@ -45,6 +45,15 @@ def test_the_time_remaining_counts_validations_by_their_own_time(took, minutes):
     assert [line for line in said if line] == [f"about {minutes} min to go (1 s a step)"]
 
 
+def test_the_time_remaining_is_at_most_that_of_the_time_budget():
+    clock = Clock()
+    growing = TimeRemaining(
+        steps=1000, validations=0, validation_share=0, growing=True, most=150.0, clock=clock
+    )
+    said = lines(growing, clock, [3.0] * 12)
+    assert [line for line in said if line] == ["at most about 2 min to go (3 s a step)"]
+
+
 def test_a_run_that_ends_soon_logs_no_time_remaining():
     clock = Clock()
     pace = TimeRemaining(steps=40, validations=1, validation_share=1, clock=clock)

@@ -1,6 +1,7 @@
 """Progress of a training on standard error: log lines, a bar, the estimated time remaining."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,7 @@ class TimeRemaining:
         validation_share: Images of one validation, as a share of those of one step.
         growing: Whether the image size increases during training. The cost of a step is taken to
             be proportional to it, so the estimate is then an upper bound.
+        most: Seconds that a time budget leaves, to which the number of steps is adapted.
         clock: Returns seconds.
     """
 
@@ -132,12 +134,14 @@ class TimeRemaining:
         validations: int,
         validation_share: float,
         growing: bool = False,
+        most: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.steps_left, self.validations_left = steps, validations
         self.validation_share = validation_share
         self.about = "at most about" if growing else "about"
         self.clock = clock
+        self.ends = clock() + most
         self.validation: float | None = None
         self.done, self.timed, self.seconds = 0, 0, 0.0
         self.last = clock()
@@ -173,6 +177,7 @@ class TimeRemaining:
                 self.validation, training
             )  # the first one includes the start of its loaders
         left = (self.steps_left - self.done) * step + self.validations_left * validation
+        left = min(left, self.ends - self.clock())
         if left < MIN_REMAINING:
             return None
         return f"{self.about} {format_duration(left)} to go ({step:.2g} s a step)"
