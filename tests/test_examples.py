@@ -107,6 +107,7 @@ def test_javascript_gives_the_same_answers_and_names_what_it_cannot_read(file, i
     finally:
         example.unlink()
     assert said.returncode == 1
-    assert said.stderr.startswith(f"{damaged}: ") and len(said.stderr.splitlines()) == 1
+    assert said.stderr.startswith(f"{damaged}: ")
+    assert len(said.stderr.splitlines()) == 1
     # sharp rounds otherwise where it lays transparent pixels over white
     agree(said.stdout, file, images, tolerance=2e-3)
