@@ -26,6 +26,10 @@ from vit.weights.safetensors_io import read_tensors
 
 ROOT = Path(__file__).parents[2]
 TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')
+# what torch 2.8 writes about connections, in parts: those of two processes may alternate
+GLOO = re.compile(
+    r"(\[Gloo\] Rank|\d|is connected to|Expected number of connected|peer ranks( is :|\.)| )*"
+)
 LIMIT = 120.0  # seconds for what ends in a few
 # pytest, for a child imports the main module again; inductor, for an optimiser does
 PRELOAD = ["pytest", "torch._inductor", "vit.commands.main", "vit.training.train"]
@@ -117,7 +121,9 @@ class Job:
     def said(self) -> str:
         """What the processes wrote, without what torch 2.8 writes about its connections."""
         text = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
-        return "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
+        if "[Gloo]" not in text:
+            return text
+        return "".join(one for one in text.splitlines(True) if not GLOO.fullmatch(one.rstrip()))
 
 
 def complete(target: Callable[..., int | None], *arguments: Any, log: Path, **options: Any) -> str:
