@@ -172,7 +172,7 @@ def test_scores_are_calibrated_before_thresholds_are_chosen(several_run, tmp_pat
     MultiLabel().finish(run)
     loaded = load_run(tmp_path / "run")
     assert loaded.calibration.temperature == pytest.approx(3, rel=0.3)
-    logits, labels, *_ = run.validation_logits
+    logits, labels = run.validation_logits.logits, run.validation_logits.labels
     raw, _ = choose_thresholds(logits.double().sigmoid(), labels)
     decided = calibrated_activation(loaded)(logits.double()) >= torch.tensor(loaded.thresholds)
     assert torch.equal(decided, logits.double().sigmoid() >= torch.tensor(raw))

@@ -54,6 +54,7 @@ def fit_calibration(
     logits: Tensor,
     targets: Tensor,
     *,
+    fitted: FittedTemperature | None = None,
     distances: Tensor | None = None,
     target_precision: float = TARGET_PRECISION,
     target_classes: Mapping[str, int] | None = None,
@@ -65,6 +66,7 @@ def fit_calibration(
 
     Args:
         logits, targets: As for `fit_temperature`.
+        fitted: What it returns for them, if it was called before.
         distances: Of the images from those of training, (images,), of a single-label network. They
             give a largest one, which FALSE_ALARMS of images like these exceed; the threshold is of
             the images that do not.
@@ -75,7 +77,7 @@ def fit_calibration(
         thresholds: Decision thresholds of a multi-label network, of its raw scores; those that F1
             chooses on the other images if omitted.
     """
-    fitted, images = fit_temperature(logits, targets), len(logits)
+    fitted, images = fitted or fit_temperature(logits, targets), len(logits)
     if fitted is None:
         return None
     if targets.ndim == 2:

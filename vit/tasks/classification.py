@@ -23,7 +23,7 @@ from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.temperature_scaling import fit_temperature, scale_logits
+from vit.evaluation.temperature_scaling import scale_logits
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.losses import smoothed_cross_entropy
@@ -128,7 +128,9 @@ class Classification(Task):
             found = run.validation_logits
         except DataError:  # which the report says
             return
-        fitted = fit_calibration(found.logits, found.labels, distances=found.distances)
+        fitted = fit_calibration(
+            found.logits, found.labels, fitted=found.temperature, distances=found.distances
+        )
         if fitted is not None:
             store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)
             for line in describe_calibration(fitted):
@@ -142,7 +144,7 @@ class Classification(Task):
         logits, calibration = found.logits.double(), run.loaded.calibration
         outcomes = Outcomes.of(logits.softmax(dim=1), found.labels)
         calibrated = None
-        if calibration is not None and (fitted := fit_temperature(found.logits, found.labels)):
+        if calibration is not None and (fitted := found.temperature):
             scaled = (scale_logits(logits, *fitted.scaling), fitted.held_out)
             calibrated = CalibratedOutcomes(
                 (calibration.temperature, calibration.exponent),

@@ -37,7 +37,6 @@ from vit.evaluation.multilabel_metrics import (
     nanmean,
     summarize_multilabel,
 )
-from vit.evaluation.temperature_scaling import fit_temperature
 from vit.evaluation.wilson_interval import wilson_interval
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
@@ -149,7 +148,7 @@ class MultiLabel(Task):
         """Calibrate the scores and choose a threshold of each class on the validation images."""
         found, changes = run.validation_logits, dict[str, Any]()
         logits = found.logits.double()
-        if fitted := fit_calibration(logits, found.labels):
+        if fitted := fit_calibration(logits, found.labels, fitted=found.temperature):
             changes[CALIBRATION] = fitted.calibration.to_dict()
             changes[CALIBRATION_ERROR] = fitted.error
             logits = logits / fitted.calibration.temperature
@@ -176,7 +175,7 @@ class MultiLabel(Task):
         assert loaded.thresholds is not None, "a multi-label run has thresholds"
         logits = found.logits.double()
         held_out = None
-        if loaded.calibration is not None and (fitted := fit_temperature(logits, found.labels)):
+        if loaded.calibration is not None and (fitted := found.temperature):
             held_out = fitted.held_out.sigmoid()
         probabilities = calibrated_activation(loaded)(logits)
         limits = torch.tensor(loaded.thresholds, dtype=torch.float64)

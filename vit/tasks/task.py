@@ -14,8 +14,10 @@ import contextlib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -32,7 +34,7 @@ from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import accuracy_slices
 from vit.evaluation.image_properties import ImageProperties
-from vit.evaluation.temperature_scaling import scale_logits
+from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 
@@ -59,7 +61,8 @@ MAX_HEADERS = 10_000
 """Images up to which the report opens files for their size and format."""
 
 
-class ValidationLogits(NamedTuple):
+@dataclass(frozen=True)
+class ValidationLogits:
     """Outputs of the best weights for the validation images that can be read."""
 
     logits: Tensor
@@ -76,6 +79,11 @@ class ValidationLogits(NamedTuple):
     """Distance of each image, (images,), float64."""
     properties: ImageProperties | None = None
     """Brightness and sharpness of the images."""
+
+    @cached_property
+    def temperature(self) -> FittedTemperature | None:
+        """The scaling of these logits, for the calibration and for the report."""
+        return fit_temperature(self.logits, self.labels)
 
     def slices(
         self,
