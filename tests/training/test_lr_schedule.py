@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vit.config import TrainingConfig
+from vit.errors import ConfigError
 from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
 
 
@@ -41,14 +42,26 @@ def test_wsd_is_constant_then_linear():
 def test_the_cooldown_goes_through_its_shares_and_ends_at_zero():
     rate = WarmupStableDecay(
         peak=1.0, least=0.0, warmup_steps=0, cooldown_steps=25, total_steps=45,
-        shares=(0.5, 0.4), epoch_steps=10,
+        shares=((10, 0.5), (20, 0.4)),
     )  # fmt: skip
     found = [rate(step) for step in (0, 20, 25, 30, 35, 40, 42, 45)]
     assert found == pytest.approx([1, 1, 0.75, 0.5, 0.45, 0.4, 0.24, 0.0])
     straight = dataclasses.replace(rate, shares=())
-    known = dataclasses.replace(rate, shares=(straight.share(30), straight.share(40)))
+    known = dataclasses.replace(rate, shares=((10, straight.share(30)), (15, straight.share(35))))
     rates = [[each(step) for step in range(46)] for each in (straight, known)]
     assert rates[0] == pytest.approx(rates[1])  # shares on the line change nothing
+
+
+def test_shares_are_of_epochs_unless_their_steps_are_given():
+    training = TrainingConfig(schedule="wsd", cooldown_epochs=2.5, cooldown_shares=(0.5, 0.4))
+    rates = [
+        learning_rate(one, epoch_steps=10, total=45)
+        for one in (training, dataclasses.replace(training, cooldown_steps=(10, 20)))
+    ]
+    assert rates[0] == rates[1]
+    assert rates[0](40) == 0.4 * training.lr
+    with pytest.raises(ConfigError, match="must be 2 increasing steps"):
+        dataclasses.replace(training, cooldown_steps=(20, 10))
 
 
 def test_wsd_before_the_cooldown_does_not_depend_on_the_length_of_the_run():

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from vit.errors import ConfigError
-from vit.training import time_budget
+from vit.training import time_budget, trainer, training_loop
+from vit.training.autotune import time_lower_bound
+from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
+from vit.training.train import train
 from vit.training.training_state import Step
 from vit.training.validation import Validation
 
@@ -28,6 +31,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.step, self.validation = STEP, VALIDATION
         self.steps: list[int] = []
         self.validated: list[int] = []
 
@@ -42,14 +46,14 @@ class Clock:
         begun = run.__dict__.setdefault("begun", set())
         self.now += STARTING * (side not in begun)
         begun.add(side)
-        self.now += STEP * side**2 / run.config.model.image_size**2
+        self.now += self.step * side**2 / run.config.model.image_size**2
         return Step(0.0, 12, 0.0, 0.0, 0, False)
 
     def validate(self, _, loader, expected):
         images = sum(len(batch.labels) for batch in loader)
         assert images == expected
         self.validated.append(images)
-        self.now += VALIDATION * images / 21
+        self.now += self.validation * images / 21
         return Validation(images, {"val_loss": 1.0, "val_top1": 0.5}, 0)
 
 
@@ -165,6 +169,45 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
         fitted.training.lr * later.training.cooldown_shares[1]
     )
     assert after(later.training.steps - 1) < 0.1 * fitted.training.lr
+
+
+@pytest.mark.parametrize("slower", [0.9, 3.0])
+def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
+    clock, tiny_config, tmp_path, monkeypatch, slower
+):
+    began, seconds = clock.now, 300
+    clock.step, clock.validation = 2.0, 2.5
+    made: list[tuple[int, float]] = []
+
+    def train_one_step(run, micro_batches, epoch, real=training_loop.train_one_step, **options):
+        clock.now += clock.step * (slower if clock.now - began > 0.85 * seconds else 1.0)
+        step = real(run, micro_batches, epoch, **options)
+        made.append((epoch, step.lr))
+        return step
+
+    def validate(*given, real=trainer.validate):
+        clock.now += clock.validation
+        return real(*given)
+
+    for module in (trainer, time_lower_bound):
+        now = SimpleNamespace(perf_counter=clock, monotonic=clock)
+        monkeypatch.setattr(module, "time", now)
+    monkeypatch.setattr(training_loop, "train_one_step", train_one_step)
+    monkeypatch.setattr(trainer, "validate", validate)
+    config = tiny_config(warmup_epochs=None, time=f"{seconds}s", schedule="wsd")
+    train(config, tmp_path / "a", began=began)
+    took = clock.now + clock.validation - began  # the report validates once more
+    assert 0.97 * seconds < took <= seconds
+    settled = stored_config(tmp_path / "a")
+    training, last = settled.training, settled.training.cooldown_steps[-1]
+    start = training.steps - round(training.cooldown_epochs * training.epoch_steps)
+    assert start + last > (training.epochs - 1) * training.epoch_steps  # settled within it
+    first, made[:] = list(made), []
+    train(settled, tmp_path / "b")
+    assert made == first
+    assert len(made) == training.steps
+    models = [(tmp_path / run / "model.safetensors").read_bytes() for run in "ab"]
+    assert models[0] == models[1]
 
 
 def test_a_time_that_is_too_short_is_refused_with_a_longer_one(clock, fit):

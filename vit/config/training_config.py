@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from vit.config.config_section import Section, setting
@@ -21,7 +22,7 @@ TASKS: dict[str, str] = {
 # settings that `time` decides
 TIME_DECIDES = (
     *("epochs", "steps", "epoch_steps", "warmup_epochs", "growth_epochs"),
-    *("cooldown_epochs", "cooldown_shares"),
+    *("cooldown_epochs", "cooldown_shares", "cooldown_steps"),
 )
 
 
@@ -57,7 +58,10 @@ class TrainingConfig(Section):
     cooldown_epochs: float | None = None
     """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
     cooldown_shares: tuple[float, ...] = ()
-    """wsd: fractions of lr after the first epochs of the cooldown; set by a run with a time."""
+    """wsd: fractions of lr during the cooldown, between which it is linear; set by a run with a
+    time."""
+    cooldown_steps: tuple[int, ...] = ()
+    """wsd: steps of the cooldown after which lr has these fractions; its epochs when left empty."""
     fallback_lr: float | None = None
     """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
     min_lr: float = 1e-6
@@ -127,8 +131,11 @@ class TrainingConfig(Section):
             self.check_at_least(0, "cooldown_epochs")
             if self.schedule != "wsd":
                 self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
-        if len(self.cooldown_shares) > (self.cooldown_epochs or 0):
+        shares, at = len(self.cooldown_shares), self.cooldown_steps
+        if not at and shares > (self.cooldown_epochs or 0):
             self.refuse("cooldown_shares", f"are more than cooldown_epochs={self.cooldown_epochs}")
+        if at and (len(at) != shares or any(low >= high for low, high in pairwise((0, *at)))):
+            self.refuse("cooldown_steps", f"must be {shares} increasing steps, as cooldown_shares")
         if self.growth_epochs is not None:
             self.check_above(0, "growth_epochs")
             if self.start_image_size is None:

@@ -4,7 +4,7 @@
     wsd      lr(step) = peak until the cooldown, then linear to min; `shares` bend the line
 
 Nothing is stored, so nothing can go wrong on resume or on several processes. With wsd no step
-depends on how many follow before the cooldown, nor after an epoch of it whose share is known, so
+depends on how many follow before the cooldown, nor in it before a step whose share is known, so
 that the length of a run may be settled late.
 
 Source: Loshchilov and Hutter, "SGDR", section 3, arXiv:1608.03983; wsd: Hu et al., "MiniCPM",
@@ -12,8 +12,10 @@ section 4, arXiv:2404.06395; linear warm-up: Goyal et al., arXiv:1706.02677.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from vit.config import Config, TrainingConfig
 
@@ -58,9 +60,8 @@ class WarmupStableDecay:
         warmup_steps: Optimiser steps of warm-up; 0 is none.
         cooldown_steps: Optimiser steps of the linear end; 0 is none.
         total_steps: Optimiser steps of the whole run.
-        shares: Shares of `peak` after each of the first epochs of the cooldown, between which the
-            rate is linear; it is linear to `least` after them.
-        epoch_steps: Steps of an epoch; read where there are shares.
+        shares: Steps after the beginning of the cooldown, each with its share of `peak`; the rate
+            is linear between them, and to `least` after them.
     """
 
     peak: float
@@ -68,8 +69,7 @@ class WarmupStableDecay:
     warmup_steps: int
     cooldown_steps: int
     total_steps: int
-    shares: tuple[float, ...] = ()
-    epoch_steps: float = 0
+    shares: tuple[tuple[float, float], ...] = ()
 
     def __call__(self, step: int) -> float:
         """Learning rate of optimiser step `step`, the first being 0."""
@@ -78,17 +78,18 @@ class WarmupStableDecay:
 
     def share(self, step: int) -> float:
         """Of the peak at `step`, without the warm-up."""
-        start = self.total_steps - self.cooldown_steps
-        if step <= start or not self.cooldown_steps:
+        after = step - self.start
+        if after <= 0 or not self.cooldown_steps:
             return 1.0
-        known = min(int((step - start) / self.epoch_steps) if self.shares else 0, len(self.shares))
-        first = start + known * self.epoch_steps
-        before = self.shares[known - 1] if known else 1.0
-        if known < len(self.shares):
-            after, last = self.shares[known], first + self.epoch_steps
-        else:
-            after, last = 0.0, float(self.total_steps)
-        return before + (after - before) * min((step - first) / max(last - first, 1), 1.0)
+        known = bisect_right(self.shares, after, key=itemgetter(0))
+        points = ((0.0, 1.0), *self.shares, (float(self.cooldown_steps), 0.0))
+        (first, before), (last, end) = points[known : known + 2]
+        return before + (end - before) * min((after - first) / max(last - first, 1), 1.0)
+
+    @property
+    def start(self) -> int:
+        """The step with which the cooldown begins."""
+        return self.total_steps - self.cooldown_steps
 
 
 def learning_rate(
@@ -100,15 +101,15 @@ def learning_rate(
         return CosineSchedule(
             peak=training.lr, least=training.min_lr, warmup_steps=warmup_steps, total_steps=total
         )
-    cooldown = training.cooldown_epochs
+    cooldown, shares = training.cooldown_epochs, training.cooldown_shares
+    at = training.cooldown_steps or [epoch_steps * (n + 1) for n in range(len(shares))]
     return WarmupStableDecay(
         peak=training.lr,
         least=training.min_lr,
         warmup_steps=warmup_steps,
         cooldown_steps=round(COOLDOWN * total if cooldown is None else cooldown * epoch_steps),
         total_steps=total,
-        shares=training.cooldown_shares,
-        epoch_steps=epoch_steps,
+        shares=tuple(zip(at, shares, strict=True)),
     )
 
 

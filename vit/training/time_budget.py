@@ -3,7 +3,8 @@
     start + sum of steps + epochs * (validation + saving) + ending = time - margin
 
 Measured on a training that is thrown away, before the run begins; with schedule=wsd on the run
-itself too, after each epoch from where its cooldown begins: no step before depends on what follows.
+itself too, from where its cooldown begins: after each epoch, and in the last one whenever half of
+the remaining steps are made. No step before depends on what follows.
 """
 
 import dataclasses
@@ -31,7 +32,14 @@ from vit.training.autotune.dry_run import LONG, dry_run
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe_init import probe_samples
-from vit.training.lr_schedule import COOLDOWN, GROWN, image_side
+from vit.training.lr_schedule import (
+    COOLDOWN,
+    GROWN,
+    WarmupStableDecay,
+    image_side,
+    learning_rate,
+    total_steps,
+)
 from vit.training.training_loaders import (
     evaluation_loader,
     make_schedule,
@@ -58,6 +66,8 @@ WARM_STEPS = 2
 VALIDATIONS_SHARE = 0.04
 LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
+# In the last epoch the number of steps is corrected until half of those that remain are fewer.
+FEWEST_STEPS = 4
 # Settings in epochs: whoever gives one thinks of passes over the images.
 IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
 # Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
@@ -225,6 +235,8 @@ def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
         config,
         warmup_epochs=training.warmup,
         cooldown_epochs=steps / epoch_steps - stable,
+        cooldown_shares=(),
+        cooldown_steps=(),
     )
 
 
@@ -249,30 +261,59 @@ def settle_steps(
 ) -> Config:
     """`config` with as many steps as fit the rest of the time, in the cooldown.
 
-    The share that the learning rate has after the coming epoch is settled with it: whatever follows
-    then, the settings give this epoch the rates that it had.
+    The share that the learning rate has at the next step at which they may be settled again is
+    settled with it: whatever follows then, the settings give all steps before the rates they had.
 
     Args:
         config: Settings of the run.
         budget: Its time.
         epoch_steps: Steps of an epoch.
-        step: The next one, with which an epoch of the cooldown begins.
+        step: The next one: an epoch of the cooldown begins with it, or it is `settling_step` of the
+            last epoch, which then neither gets longer than an epoch nor loses its image size.
         pace: As for `TimeBudget.steps_from`.
         accelerator: The devices; all processes choose the same number.
     """
+    rate = cooldown_of(config, epoch_steps)
     late = max_over_processes(accelerator, time.monotonic() - budget.ends)
     steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
-    shares, left = config.training.cooldown_shares, steps - step
-    start = step - len(shares) * epoch_steps
-    if left > epoch_steps:
-        shares = (*shares, (shares[-1] if shares else 1.0) * (1 - epoch_steps / left))
+    if step % epoch_steps:
+        steps = min(steps, (step // epoch_steps + 1) * epoch_steps)
+    again = next_settling(step, steps, epoch_steps)
+    shares, at = config.training.cooldown_shares, config.training.cooldown_steps
+    if again is not None:
+        share = rate.share(step) * (1 - (again - step) / (steps - step))
+        shares, at = (*shares, share), (*at, again - rate.start)
     return with_training(
         config,
         steps=steps,
         epochs=math.ceil(steps / epoch_steps),
-        cooldown_epochs=(steps - start) / epoch_steps,
+        cooldown_epochs=(steps - rate.start) / epoch_steps,
         cooldown_shares=shares,
+        cooldown_steps=at,
     )
+
+
+def next_settling(step: int, steps: int, epoch_steps: int) -> int | None:
+    """After `step` of `steps`, the end of an epoch, or in the last one half of what remains."""
+    end = (step // epoch_steps + 1) * epoch_steps
+    if end < steps:
+        return end
+    half = (steps - step) // 2
+    return step + half if half >= FEWEST_STEPS else None
+
+
+def settling_step(config: Config, epoch_steps: int) -> int | None:
+    """The step before which the number of steps is settled, after `settle_steps`."""
+    at = config.training.cooldown_steps
+    return cooldown_of(config, epoch_steps).start + at[-1] if at else None
+
+
+def cooldown_of(config: Config, epoch_steps: int) -> WarmupStableDecay:
+    """The learning rate of a run whose steps may be settled."""
+    total = total_steps(config, epoch_steps)
+    rate = learning_rate(config.training, epoch_steps=epoch_steps, total=total)
+    assert isinstance(rate, WarmupStableDecay), "only with schedule=wsd"
+    return rate
 
 
 def endless(config: Config) -> Config:

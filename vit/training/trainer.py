@@ -29,9 +29,14 @@ from vit.training.final_report import finish_run
 from vit.training.finetune.linear_probe_init import ProbeFit
 from vit.training.logging.metrics_logger import MetricsLogger
 from vit.training.logging.training_progress import Progress, TimeRemaining, steps_left
-from vit.training.lr_schedule import WarmupStableDecay, learning_rate, total_steps
+from vit.training.lr_schedule import (
+    WarmupStableDecay,
+    image_side,
+    learning_rate,
+    total_steps,
+)
 from vit.training.setup import fingerprint, preflight
-from vit.training.time_budget import TimeBudget, settle_steps
+from vit.training.time_budget import TimeBudget, settle_steps, settling_step
 from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
 from vit.training.training_state import Step, TrainingState
@@ -96,6 +101,7 @@ class Trainer:
         self.resumed_by = resumed_by or ("vit train", folder)
         self.report = report
         self.elapsed = 0.0  # from the first step to the end of the last epoch
+        self.settled = (0.0, 0)  # when the epoch began or its steps were last settled, and the step
         self.epoch = 0  # epochs recorded so far
         self.part = {"images": 0, "loss_sum": 0.0}  # of the epoch in progress
         self.best = BestEpochs(folder, run.config.run.keep_best, run.task.rank)
@@ -223,26 +229,44 @@ class Trainer:
     def keep_to_time(self, began: float) -> None:
         """Adapt the number of remaining steps to the time budget, after epochs of the cooldown.
 
-        Steps made so far do not depend on that number, so the new settings reproduce the run.
-
         Args:
             began: When the first step was made, by `time.monotonic`.
         """
-        run, step, before = self.run, self.run.step, self.total_steps
-        training, rate = run.config.training, run.lr_at
+        run, step = self.run, self.run.step
+        rate = run.lr_at
         if self.budget is None or not isinstance(rate, WarmupStableDecay):
             return
         seconds, self.elapsed = time.monotonic() - began - self.elapsed, time.monotonic() - began
-        start = before - rate.cooldown_steps
-        if not start <= step < before or not step:
+        if not rate.start <= step < self.total_steps or not step:
             return
         costs, first = self.budget.costs, max(step - self.steps, 0)
         expected = costs.between(run.config, self.steps, first, step)
-        if step == start:  # all so far, with the start of the loaders, which may be most of it
+        if step == rate.start:  # all so far, with the start of the loaders, which may be most of it
             seconds = self.elapsed
             expected = costs.start + costs.between(run.config, self.steps, 0, step)
-        pace = max_over_processes(run.accelerator, seconds / expected)
-        config = settle_steps(run.config, self.budget, self.steps, step, pace, run.accelerator)
+        self.settle(self.budget, seconds / expected)
+
+    def keep_to_time_in_last_epoch(self, progress: Progress) -> None:
+        """The same within the last epoch, at steps that the settings know beforehand."""
+        run, step, budget = self.run, self.run.step, self.budget
+        last = self.epoch == run.config.training.epochs - 1
+        if budget is None or not last or step != settling_step(run.config, self.steps):
+            return
+        (began, first), self.settled = self.settled, (time.monotonic(), step)
+        side = image_side(run.config, self.epoch, run.config.training.epochs)
+        expected = (step - first) * budget.costs.step(run.config, side)
+        self.settle(budget, (self.settled[0] - began) / expected)
+        left = (self.total_steps - step) * run.config.data.batch_size
+        progress.resize(progress.done + left)
+
+    def settle(self, budget: TimeBudget, pace: float) -> None:
+        """Settle the number of steps at a `pace`, as a share of what was expected.
+
+        Steps made so far do not depend on that number, so the new settings reproduce the run.
+        """
+        run, training, before = self.run, self.run.config.training, self.total_steps
+        pace = max_over_processes(run.accelerator, pace)
+        config = settle_steps(run.config, budget, self.steps, run.step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)
         run.config = config
@@ -257,16 +281,26 @@ class Trainer:
 
     def run_epoch(self, batches: Iterator[Batch]) -> Progress:
         """Make the remaining steps of the epoch."""
-        left = min((self.epoch + 1) * self.steps, self.total_steps) - self.run.step
-        progress = self.logger.open_progress(self.epoch, left * self.run.config.data.batch_size)
+
+        def end() -> int:
+            return min((self.epoch + 1) * self.steps, self.total_steps)
+
+        def after_step(seen: Step) -> None:
+            self.after_step(seen)
+            self.keep_to_time_in_last_epoch(progress)
+
+        run = self.run
+        images = (end() - run.step) * run.config.data.batch_size
+        progress = self.logger.open_progress(self.epoch, images)
+        self.settled = (time.monotonic(), run.step)
         train_one_epoch(
-            self.run,
+            run,
             batches,
             epoch=self.epoch,
-            steps=left,
+            end=end,
             progress=progress,
             due=self.checkpoints.due,
-            after_step=self.after_step,
+            after_step=after_step,
         )
         progress.close()
         return progress

@@ -91,18 +91,18 @@ def train_one_epoch(
     batches: Iterator[Batch],
     *,
     epoch: int,
-    steps: int,
+    end: Callable[[], int],
     progress: Progress,
     due: Callable[[], bool],
     after_step: Callable[[Step], None],
 ) -> None:
-    """Make `steps` optimiser steps from `batches`.
+    """Make optimiser steps from `batches` until `run.step` is `end`.
 
     Args:
         run: Updated in place.
         batches: Micro-batches of this process.
         epoch: Which epoch this is, from 0.
-        steps: Optimiser steps to make.
+        end: Called before every step, which may change it.
         progress: Advanced after every step.
         due: Called in every step; returns whether this process requests a checkpoint.
         after_step: Called with the results of every step.
@@ -112,7 +112,7 @@ def train_one_epoch(
         BadImage: An image cannot be read and `on_bad_image` is stop; weights likewise.
     """
     run.model.train()
-    for _ in range(steps):
+    while run.step < end():
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
         waited = time.perf_counter() - started

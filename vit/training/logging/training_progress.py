@@ -110,6 +110,10 @@ class Progress:
                 f"{self.rate:.0f} img/s  data wait {self.data_wait:.0%}  {left:.0f} s left"
             )
 
+    def resize(self, images: int) -> None:
+        """Change the number of images in the epoch."""
+        self.total = self.bar.total = images
+
     def close(self) -> None:
         self.bar.close()
 
