@@ -216,8 +216,11 @@ def test_a_time_that_is_too_short_is_refused_with_a_longer_one(clock, fit):
     enough = re.search(r"use --time (\d+s) or more", str(refused.value))
     assert enough
     clock.steps.clear()
-    _, _, fitted = fit(clock.now, time=enough[1])
+    _, said, fitted = fit(clock.now, time=enough[1])
     assert fitted.training.epochs >= 1
+    warning = "can hardly learn anything, and the rest of the time goes to start"
+    assert (warning in said[-1]) == (fitted.training.steps < 20)
+    assert fitted.training.steps < 20
 
 
 def test_a_warmup_that_does_not_fit_is_refused_with_the_steps_that_fit(clock, fit):

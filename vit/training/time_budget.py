@@ -68,6 +68,8 @@ LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # In the last epoch the number of steps is corrected until half of those that remain are fewer.
 FEWEST_STEPS = 4
+# A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
+USEFUL_STEPS = 20
 # Settings in epochs: whoever gives one thinks of passes over the images.
 IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
 # Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
@@ -191,6 +193,11 @@ def fit_time(
         f"note: time={config.training.time}: {counted(steps, 'step')} ({costs.full_step:.2g} s a "
         f"step, {costs.validation:.2g} s a validation), about {format_duration(end(steps))}"
     )
+    if steps < USEFUL_STEPS:
+        notify(
+            f"warning: {counted(steps, 'step')} can hardly learn anything, and the rest of the "
+            "time goes to start, validations and report: give a longer --time, or fewer images"
+        )
     chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
     try:
         fitted = with_training(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
