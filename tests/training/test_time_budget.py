@@ -72,12 +72,14 @@ def clock(monkeypatch):
 def fit(tiny_config):
     """Settings for a time, the lines that were said, and the settings that were found."""
 
-    def act(began: float, **changes):
+    def act(began: float, planned: bool = False, **changes):
         said: list[str] = []
         config = tiny_config(**{"warmup_epochs": None, **changes})
         accelerator = make_accelerator(config.run)
         config, splits, _ = prepare_data(config, [], accelerator, said.append)
-        fitted, act.budget = fit_time(config, splits, accelerator, said.append, began=began)
+        fitted, act.budget = fit_time(
+            config, splits, accelerator, said.append, began=began, planned=planned
+        )
         assert accelerator._models == accelerator._optimizers == []
         return config, said, fitted
 
@@ -221,6 +223,21 @@ def test_a_time_that_is_too_short_is_refused_with_a_longer_one(clock, fit):
     warning = "can hardly learn anything, and the rest of the time goes to start"
     assert (warning in said[-1]) == (fitted.training.steps < 20)
     assert fitted.training.steps < 20
+
+
+def test_a_time_that_nobody_asked_for_gets_longer_on_a_slow_machine(clock, fit):
+    began = clock.now
+    _, said, fitted = fit(began, planned=True, time="29s")  # refused above
+    note = re.fullmatch(
+        r"note: time=(\d+)s instead of the planned 29s: start, validations and report take "
+        r"(\d+) s on this machine, which is slow or busy", said[0]
+    )  # fmt: skip
+    assert note
+    assert int(note[1]) == pytest.approx(int(note[2]) + 29 / 2, abs=1.5)
+    assert fitted.training.steps * STEP > 0.9 * 29 / 2
+    began = clock.now
+    _, said, _ = fit(began, planned=True, time="5m")
+    assert "instead of" not in said[0]
 
 
 def test_a_warmup_that_does_not_fit_is_refused_with_the_steps_that_fit(clock, fit):

@@ -150,7 +150,13 @@ class TimeBudget:
 
 
 def fit_time(
-    config: Config, splits: Splits, accelerator: Accelerator, notify: Notify, *, began: float
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+    notify: Notify,
+    *,
+    began: float,
+    planned: bool = False,
 ) -> tuple[Config, TimeBudget | None]:
     """`config` with as many steps as its `time` has room for, found out by measuring.
 
@@ -162,6 +168,8 @@ def fit_time(
         accelerator: The devices; all processes choose the same number.
         notify: Called with one line about the steps that fit.
         began: When the run was started, by `time.monotonic`.
+        planned: Whether nobody asked for this time: where start and report leave less than half of
+            it for training, as on a slow or busy machine, it gets longer.
 
     Returns:
         Settings with `steps` and `epochs`, and without `time`: they repeat the run. And the budget
@@ -178,8 +186,10 @@ def fit_time(
         costs_of(config, splits, accelerator, 0.0)  # steps, with their imports, must not count
     most = min(max(SHARE * seconds, LEAST_SECONDS), MOST_SECONDS)
     costs = costs_of(config, splits, accelerator, most)
-    budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
     spent = max_over_processes(accelerator, time.monotonic() - began)
+    if planned:
+        config, seconds = long_enough(config, seconds, costs, spent, notify)
+    budget = TimeBudget(ends=began + (1 - MARGIN) * seconds, costs=costs)
     epoch_steps = epoch_length(config, schedule.steps_per_pass, costs, seconds - spent)
 
     def end(steps: int) -> float:
@@ -211,6 +221,22 @@ def fit_time(
         if fitted.training.schedule == "cosine"
         else (before_cooldown(fitted, epoch_steps, steps), budget)
     )
+
+
+def long_enough(
+    config: Config, seconds: float, costs: Costs, spent: float, notify: Notify
+) -> tuple[Config, float]:
+    """`config` with a planned time, in seconds too, of which half is left for training."""
+    other = spent + costs.start + costs.ending + LEAST_VALIDATIONS * costs.validation
+    needed = other + max(seconds / 2, USEFUL_STEPS * costs.full_step)
+    if needed <= seconds:
+        return config, seconds
+    longer = f"{math.ceil(needed)}s"
+    notify(
+        f"note: time={longer} instead of the planned {config.training.time}: start, validations "
+        f"and report take {format_duration(other)} on this machine, which is slow or busy"
+    )
+    return with_training(config, time=longer), float(math.ceil(needed))
 
 
 def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: float) -> int:

@@ -256,12 +256,15 @@ def resolve(
     )
     if resumed is not None:
         require_same_settings(config, resumed)
-    check_time(config, splits, accelerator, began=began)
+    if "time" in given:
+        check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors():
         splits = with_teacher(config, splits, accelerator, notify, resumed)
         config = fit_memory(config, accelerator, notify, splits)
-        config, budget = fit_time(config, splits, accelerator, notify, began=began)
+        config, budget = fit_time(
+            config, splits, accelerator, notify, began=began, planned="time" not in given
+        )
     return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)
 
 
