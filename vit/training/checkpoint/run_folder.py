@@ -187,13 +187,19 @@ def require_same_settings(config: Config, folder: Path) -> None:
 
 
 def train_on(folder: Path, data: str | None = None) -> str:
-    """The remedy for a changed data set: more images or classes are learned by a new run.
+    """The remedy for a changed data set: more images or classes are learned by a new run, from its
+    weights if it has any.
 
     Args:
         folder: The run folder.
         data: The changed data; those of the run, in their place, if omitted.
     """
     data = stored_config(folder).data.data if data is None else data
+    if not (folder / WEIGHTS).exists():
+        return (
+            "begin again, since it has no weights yet: "
+            f"vit train {quoted(data)} --overwrite --out {quoted(folder)}"
+        )
     return (
         "train a new run from these weights: "
         f"vit train {quoted(data)} --weights {quoted(folder)} --out ANOTHER_FOLDER"
