@@ -21,6 +21,7 @@ def test_plural():
 def test_join_names_counts_the_names_beyond_the_limit():
     assert join_names(iter("abc")) == "a, b, c"
     assert join_names("abcde", 3) == "a, b, c and 2 more"
+    assert join_names(range(2000), 1) == "0 and 1,999 more"
     assert join_names(["a\x1b", "b"]) == "a\\x1b, b"
 
 

@@ -24,7 +24,7 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
     """The first `limit` names, printable, and the number of the others: `a, b and 3 more`."""
     names = list(names)
     rest = len(names) - limit
-    return ", ".join(map(printable, names[:limit])) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(printable, names[:limit])) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def percent(fraction: float, digits: int = 2) -> str:

@@ -62,9 +62,7 @@ def test_json_lines_equal_the_captions_of_the_predictor(vit, run, input_images, 
             expected["ended"] = False
         assert record == expected
     assert code == 1
-    assert (
-        err[0] == f"vit predict: {unended} of 6 captions stopped at the longest, before their end"
-    )
+    assert err[0] == f"vit predict: {unended} of 6 captions cut off at the maximum length"
     assert "1 of 7 images failed" in err[1]
     assert len(err) == 2
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vit.commands.main import main
-from vit.config import ModelConfig
+from vit.config import DecoderConfig, ModelConfig
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
@@ -63,7 +63,8 @@ def test_options_lists_every_model_setting_with_its_choices(capsys):
     for field in fields(ModelConfig):
         if field.name in choices or hints[field.name] is bool:
             assert f"[{str(field.default).lower()}]" in rows[field.name].split()
-    assert [*rows] == [field.name for field in fields(ModelConfig)]
+    every = [field.name for kind in (ModelConfig, DecoderConfig) for field in fields(kind)]
+    assert [*rows] == every
     assert rows["merge_tokens"] == "a whole number [0]"
     assert rows["patch_sizes"] == "a whole number, or several with commas [none]"
     assert rows["depth"] == "a whole number [the preset's]"

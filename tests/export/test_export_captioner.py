@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -357,6 +358,9 @@ def test_files_of_two_exports_are_refused(exported, tmp_path):
         ExportedCaptioner(decoder, decoder)
     with pytest.raises(WeightsError, match="is missing"):
         ExportedCaptioner(path, tmp_path / "none.onnx")
+    shutil.copy(path, tmp_path / "alone.onnx")
+    with pytest.raises(WeightsError, match=r"alone\.decoder\.onnx is missing, .*; copy both files"):
+        ExportedCaptioner(tmp_path / "alone.onnx")
     (tmp_path / "text.onnx").write_text("no graph")
     with pytest.raises(WeightsError, match="no usable ONNX file"):
         ExportedCaptioner(tmp_path / "text.onnx")

@@ -25,7 +25,7 @@ def save_captioner(folder: Path, *, classes: Sequence[str] = (), **settings: Any
     tokenizer = train_tokenizer(SAID * 2, kind="bpe", vocab_size=None)
     decoder = DecoderConfig(decoder_depth=2, vocab_size=tokenizer.size, caption_tokens=10)
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(2)
         network = build_captioner(model, decoder).eval()
         for name, parameter in network.named_parameters():
             if parameter.ndim > 1:

@@ -184,7 +184,7 @@ def test_the_warning_depends_on_a_margin_of_one_percent(count, shuffled, warned)
 def test_captions_without_an_end_token_give_a_note(run, data):
     notes: list[str] = []
     evaluate(run, str(data), notify=notes.append, search=Search(min_tokens=2, max_tokens=2))
-    assert "27 of 27 captions stopped at the longest, before their end" in notes
+    assert "27 of 27 captions cut off at the maximum length" in notes
 
 
 def test_long_captions_are_left_out_of_the_loss_with_a_note(run, data, tmp_path):

@@ -98,6 +98,7 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"model": "../tiny"}, 404, "served are tiny, several"),
         ({"model": ""}, 404, "served are"),
         ({"topk": 3}, 400, "top_k"),
+        ({"beams": 3}, 400, "flag --beams of vit serve"),
         ({"top_k": 0}, 400, "at least 1"),
         ({"top_k": "1" * 300}, 400, "at least 1"),
         ({"sets": "nan"}, 400, "above 0"),

@@ -278,6 +278,7 @@ def add_task_option(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument(
         "--task",
         choices=choices_of(all_settings()["task"].kind),
+        metavar="{" + "|".join(choices_of(all_settings()["task"].kind)) + "}",  # one has a comma
         help=f"{purpose}: classes, captions or both (default: classes, one or several an image)",
     )
 

@@ -149,7 +149,7 @@ def caption_summary(scores: dict[str, Any]) -> str:
     bleu = "  ".join(f"{scores[f'bleu{order}']:.2%}" for order in range(1, 5))
     lines = [
         f"images             {scores['count']}",
-        f"loss a word        {scores['loss']:.4f}",
+        f"loss a token       {scores['loss']:.4f}",
         f"of other images  {scores['loss_shuffled']:.4f}  (the same captions, shuffled)",
         f"BLEU-1 to -4       {bleu}",
         f"ROUGE-L            {scores['rouge_l']:.2%}",

@@ -17,6 +17,8 @@ FLOPS_NOTE = (
     "`vit summary NAME` shows the parts."
 )
 
+SECTIONS = "model", "decoder"
+"""Of the settings of a network; those of the text decoder are for `--task caption`."""
 OPTIONS_NOTE = (
     "[...] is the default. Flags: --norm-order post, --qk-norm, --no-class-token; keys in YAML: "
     "norm_order: post."
@@ -56,7 +58,8 @@ def list_options(pattern: str) -> int:
     Raises:
         ConfigError: No name matches `pattern`.
     """
-    settings = [setting for setting in all_settings().values() if setting.section == "model"]
+    every = all_settings().values()
+    settings = [one for section in SECTIONS for one in every if one.section == section]
     names = {name: setting for setting in settings for name in names_of(setting)}
     word = pattern.lower().lstrip("-").replace("-", "_")
     found = [setting for name, setting in names.items() if word in name or fnmatch(name, word)]

@@ -174,7 +174,11 @@ class ModelConfig(Section):
         if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
         if self.pooling == "none" and self.num_classes:
-            self.refuse("pooling", f"the head of num_classes={self.num_classes} reads one vector")
+            self.refuse(
+                "pooling",
+                f"the head of num_classes={self.num_classes} reads one vector; set num_classes=0, "
+                "which builds no head, or leave pooling out",
+            )
         if self.pooling == "none" and self.final_norm == "pooled":
             self.refuse("final_norm", "pooling=none leaves tokens as they are; use tokens")
         if self.prefix_positions == "class_token" and not self.class_token:

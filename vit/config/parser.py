@@ -221,6 +221,11 @@ def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{word} is not a model setting: create_model initialises freshly, and "
                 "vit.from_pretrained('timm/NAME') opens pretrained weights"
             )
+        if word in section_types("decoder"):
+            raise ConfigError(
+                f"{word} is a setting of a text decoder, and create_model builds none; "
+                "vit.model.build.build_captioner(model, decoder) does"
+            )
         if word not in accepted:
             near = difflib.get_close_matches(str(word), names, n=1)
             hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"

@@ -82,8 +82,14 @@ class ExportedCaptioner:
         self.notify = notify
         self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
         self.block_size = self.batch_size
-        decoder = decoder or Path(path).with_suffix(f".decoder{Path(path).suffix}")
         self._encoder = _open_graph(path, "encoder", providers, threads)
+        if decoder is None:
+            decoder = Path(path).with_suffix(f".decoder{Path(path).suffix}")
+            if not decoder.exists():
+                raise WeightsError(
+                    f"{printable(decoder)} is missing, where the decoder of {printable(path)} is; "
+                    "copy both files"
+                )
         self._decoder = _open_graph(decoder, "decoder", providers, threads)
         self.metadata = metadata = self._decoder.metadata
         if metadata.get("pair") != self._encoder.metadata.get("pair"):

@@ -360,7 +360,7 @@ def write_workbook(file: BinaryIO, lines: Iterable[bytes], *, shares: bool = Tru
 
 def unended_note(unended: int, captions: int) -> str:
     """How many captions were cut off."""
-    return f"{unended} of {plural(captions, 'caption')} stopped at the longest, before their end"
+    return f"{unended} of {plural(captions, 'caption')} cut off at the maximum length"
 
 
 def csv_row(cells: Sequence[str], separator: str = ",") -> str:

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vit.config.parser import nearest
 from vit.errors import BadImage, ConfigError, VitError
+from vit.generation.generation_config import Search
 from vit.output.prediction_results import to_json
 from vit.serving import kserve_protocol
 from vit.serving.dynamic_batching import (
@@ -45,6 +47,8 @@ from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import printable
 
+CAPTION_FLAGS = {field.name for field in fields(Search)} - {"top_k"} | {"sample_top_k"}
+"""Settings of captions, which are flags of the server."""
 PAGE = Path(__file__).parent / "page"
 ASSETS = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -416,6 +420,9 @@ def parse_query(request: Request) -> dict[str, str]:
     for name, value in request.query_params.multi_items():
         if name not in PREDICT_PARAMETERS:
             hint = nearest(name[:40], PREDICT_PARAMETERS)
+            if name in CAPTION_FLAGS:
+                flag = f"--{name.replace('_', '-')}"
+                hint = f", but the flag {flag} of vit serve: it is the same for all captions"
             raise RequestError(400, f"{printable(name[:40])!r} is not a parameter{hint}")
         if name in query:
             raise RequestError(400, f"{name}: it is there twice")

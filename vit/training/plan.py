@@ -31,7 +31,7 @@ from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError
 from vit.evaluation.model_summary import cost_of
-from vit.model.build import build_captioner, build_classifier
+from vit.model.build import assemble_decoder, build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.tasks.task import get_task
@@ -352,6 +352,19 @@ def probe_network(row: Network, captions: CaptionStats | None) -> VisionTransfor
     return build_captioner(ModelConfig(**settings, num_classes=0, pooling="none"), decoder)
 
 
+def decoder_parameters(config: DecoderConfig, encoder: ModelConfig, captions: CaptionStats) -> int:
+    """Parameters of the decoder of `config`, completed from `captions`; nothing is allocated."""
+    words = config.vocab_size, config.caption_tokens
+    completed = dataclasses.replace(
+        config,
+        vocab_size=min(words[0] or captions.vocab_size, captions.vocab_size),
+        caption_tokens=words[1] or max(captions.longest, 3),
+    )
+    with torch.device("meta"):
+        decoder = assemble_decoder(completed, encoder)
+    return sum(parameter.numel() for parameter in decoder.parameters())
+
+
 def plan_lines(plan: Plan, config: Config) -> list[str]:
     """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
     facts = plan.facts
@@ -382,8 +395,10 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         f"{cost.memory.training / 2**30:.2f} GiB in training"
     )
     if facts.captions is not None:
+        parameters = cost.parameters + decoder_parameters(config.decoder, network, facts.captions)
         of_network = (
-            f"{of_network}; with the decoder {plan.flops / 1e6:,.0f} MFLOPs an image and caption"
+            f"the encoder {of_network}; with the decoder {parameters / 1e6:.1f} M parameters, "
+            f"{plan.flops / 1e6:,.0f} MFLOPs an image and caption"
         )
     steps = round(plan.passes * facts.images / config.data.batch_size)
     seconds = config.training.seconds

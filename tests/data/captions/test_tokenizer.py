@@ -213,6 +213,25 @@ def test_words_that_occur_twice_are_tokens_and_words_that_occur_once_are_not(kin
     assert tokenizer.encode(["Apple"]) != tokenizer.encode(["apple"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_without_spaces_are_split_inside_clauses(kind):
+    clauses = ["左上に大きな赤い丸", "右下に小さな青いボールペン", "แมวสีดำ", "红色的猫"]
+    tokenizer = train_tokenizer([*clauses, *clauses], kind=kind)
+    pieces = [
+        [tokenizer.decode([number]) for number in tokenizer.encode([one])[0]] for one in clauses
+    ]
+    mark = CONTINUATION if kind == "wordpiece" else ""
+    assert [[piece.removeprefix(mark) for piece in row] for row in pieces] == [
+        ["左", "上", "に", "大", "きな", "赤", "い", "丸"],
+        ["右", "下", "に", "小", "さな", "青", "い", "ボールペン"],
+        ["แ", "ม", "ว", "สี", "ด", "ำ"],
+        [*"红色的猫"],
+    ]
+    swapped = "右下に大きな青い丸"  # a new clause has no more tokens than a known one
+    assert len(tokenizer.encode([swapped])[0]) == len(pieces[0])
+    assert tokenizer.decode(tokenizer.encode([swapped])[0]) == swapped
+
+
 def test_no_word_piece_occurs_once(wordpiece):
     vocab = json.loads(wordpiece.to_json())["model"]["vocab"]
     tokenizer = train_tokenizer(CAPTIONS, kind="wordpiece")

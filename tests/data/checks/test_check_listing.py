@@ -141,7 +141,7 @@ def test_absolute_paths_are_shown_relative_to_the_folder(write, images):
         (["picture,kind", *GOOD], "line 1: no column of images among"),
         (["image,label"], "no images in it; expected a line for each"),
         (["image,label", *GOOD, "a/\0.png,a"], "line 10: has a NUL byte"),
-        (["image,label", "a", "b,c,d"], r"line 2: 1 cells, .* \(and 1 more such faults"),
+        (["image,label", "a", "b,c,d"], r"line 2: 1 cell, .* \(and 1 more such faults"),
         (
             ["image,label", "a/0.png,", "a/0.png,"],
             "line 2: no label; give it one",
@@ -334,6 +334,15 @@ def test_a_list_of_captions_has_no_classes_to_count(make_tree):
     (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
     listing = list_dataset(DatasetSpec(str(root), captions=True, labels=False))
     assert CheckReport(listing, {}, []).lines(5)[0] == "6 images (all 6) with captions"
+
+
+def test_all_notes_about_the_source_are_shown(make_tree):
+    root = make_tree({"": 8})
+    lines = [*(f"{n}.png, a dog, {n}\n" for n in range(6)), "6.png, \n"]
+    (root / "captions.txt").write_text("".join(lines))
+    text = "\n".join(checked(root, captions=True, labels=False).lines(5))
+    for note in ("no header", "1 image that no line of a list names", "1 empty caption"):
+        assert note in text
     listing = list_dataset(str(make_tree({"train/a": 2, "train/b": 1})))
     assert CheckReport(listing, {}, []).lines(5)[0] == "3 images (train 3) in 2 classes"
 

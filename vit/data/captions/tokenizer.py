@@ -51,8 +51,14 @@ CONTINUATION = " ##"
 MAX_WORD_LENGTH = 1000
 """In characters; the time of WordPiece grows with its cube."""
 
+# Scripts without spaces are split as far as characters show words: otherwise each clause of a
+# Japanese caption that occurs twice would be one token. Kana in runs: endings, or loan words.
+ONE_EACH = r"\p{Han}|(?=\p{L})[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]\p{M}*"
+KANA = r"[\p{Hiragana}ー]+|[\p{Katakana}ー]+"
+UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
 # Marks belong to their letters, or Hindi and vocalised Arabic would be split at each.
-GROUPS = r"[\p{L}\p{M}]+|\p{N}+|[^\s\p{L}\p{M}\p{N}]+"
+LETTERS = rf"(?:(?!{UNSPACED})[\p{{L}}\p{{M}}])+"
+GROUPS = rf"{ONE_EACH}|{KANA}|{LETTERS}|\p{{N}}+|[^\s\p{{L}}\p{{M}}\p{{N}}]+"
 SPLIT_SPACES = pre_tokenizers.WhitespaceSplit()
 SPLIT_GROUPS = pre_tokenizers.Sequence(
     [SPLIT_SPACES, pre_tokenizers.Split(Regex(GROUPS), "isolated")]
@@ -317,6 +323,7 @@ def train_tokenizer(
 
     Without `vocab_size`, every word (or number, or run of punctuation) that occurs at least twice
     becomes one token, and none that occurs once: its embedding would be learned from one caption.
+    In scripts without spaces a word is what `GROUPS` splits: a Han character, a run of kana.
     There are at most 8,192 tokens for up to eight million words (COCO has six), then as many more
     as the square root of their number grows (Heaps' law), and never more than 32,768.
 

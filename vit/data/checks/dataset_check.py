@@ -35,6 +35,8 @@ CACHE_BATCH = 512
 """Statistics that are written to the cache at a time."""
 EXTREME_ASPECT = 4.0
 """Ratio of long to short side above which an image is reported."""
+MAX_SOURCE_NOTES = 8
+"""Notes about reading the source that a terminal shows."""
 HUGE_PIXELS = 30_000_000
 """Pixels above which decoding is slow."""
 DARK_LEVEL = 64 / 255
@@ -98,12 +100,16 @@ class CheckReport:
             return [*lines, "no problems found"]
         words = ", ".join(plural(number, name) for name, number in found.items())
         lines += [words, ""]
+        hidden = False
         for kind, number in self.kinds().items():
-            first = next(problem for problem in self.problems if problem.kind == kind)
-            lines.append(
-                f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first.terminal_line(listing.root)}"
-            )
-        if any(number > 1 for kind, number in self.kinds().items() if KINDS[kind] != "error"):
+            # those of a source differ: what was left out, which columns are not used
+            several = MAX_SOURCE_NOTES if kind == "source" else 1
+            same = [problem for problem in self.problems if problem.kind == kind][:several]
+            first, *others = [problem.terminal_line(listing.root) for problem in same]
+            hidden |= number > len(same) and KINDS[kind] != "error"
+            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first}")
+            lines += [f"{'':<34}{other}" for other in others]
+        if hidden:
             lines += ["", "the first of each kind; all: --html FILE (with thumbnails), --json FILE"]
         shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)

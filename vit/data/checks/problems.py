@@ -90,6 +90,8 @@ LOCATED = (
     *("bad_shard", "bad_label", "lone_label"),
 )
 """Kinds whose detail already names the location: a line of a list, a shard, or other images."""
+SINGULAR = {"are": "is", "have": "has"}
+"""Verbs of `shared_property`, for one image."""
 
 
 REASONS = {
@@ -159,7 +161,9 @@ def shared_property(kind: str, images: list[str], total: int, what: str) -> list
     """One problem for all images with a property; none if there are no such images."""
     if not images:
         return []
-    detail = f"{plural(len(images), 'image')} of {total:,} {what}"
+    verb, rest = what.split(" ", 1)
+    verb = SINGULAR.get(verb, verb) if len(images) == 1 else verb
+    detail = f"{plural(len(images), 'image')} of {total:,} {verb} {rest}"
     return [Problem(kind, detail, tuple(images[:SHOWN]), len(images))]
 
 

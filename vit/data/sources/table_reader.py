@@ -401,7 +401,7 @@ def check_width(
     if len(cells) != width:
         if expected == IN_HEADER and path.lower().endswith(".xlsx"):
             expected = IN_SHEET
-        raise wrong(path, f"{len(cells)} cells, {expected.format(width)}", line)
+        raise wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", line)
 
 
 def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:
