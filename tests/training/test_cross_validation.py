@@ -6,11 +6,13 @@ import math
 import shutil
 
 import pytest
+import yaml
 from scipy import stats
 
 import vit
 from vit.commands.main import main
 from vit.errors import ConfigError, RunError
+from vit.training import cross_validation
 from vit.training.cross_validation import interval, t_quantile, train_folds
 from vit.training.train import train
 
@@ -72,6 +74,33 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
     (tmp_path / "folds.json").write_text("{")
     with pytest.raises(RunError, match=r"folds\.json is damaged"):
         train_folds(config(), tmp_path, measure=stopping, resume=True)
+
+
+@pytest.mark.auto_precision
+def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    shutil.copytree(colour_data / "train", data)
+    words = ["train", str(data), "--folds", "2", "--epochs", "1"]
+    words += ["--device", "cpu", "--precision", "fp32"]
+    out = tmp_path / "out"
+    real = cross_validation.train
+
+    def stopping(config, folder, **options):
+        assert options["resumed_by"] == ("vit train", out)
+        if folder.name == "fold-2":
+            raise KeyboardInterrupt
+        return real(config, folder, **options)
+
+    monkeypatch.setattr(cross_validation, "train", stopping)
+    assert main([*words, "--out", str(out)]) == 130
+    monkeypatch.undo()
+    monkeypatch.setattr("vit.training.plan.plan_training", None)  # it is not made again
+    assert main(["train", "--resume", "--out", str(out)]) == 0
+    first, second = (
+        yaml.safe_load((out / f"fold-{number}" / "config.yaml").read_text()) for number in (1, 2)
+    )
+    assert first["optimizer"] == "muon"  # the plan's choice, and not the default
+    assert {**first, "fold": 2} == second
 
 
 def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):

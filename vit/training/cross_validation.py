@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, read_fold_settings
-from vit.config.parser import default_run_folder, flatten, make_config
+from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
 from vit.errors import ConfigError, RunError, VitError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
@@ -70,21 +70,25 @@ def train_folds(
         VitError: An error that the user can fix; the message has the remedy.
     """
     refuse_time(config)
+    data = config.data.data if isinstance(config, Config) else config["data"]
+    folder = Path(out or default_run_folder(data))
+    if resume:
+        config, given = with_recorded_plan(config, given, folder)
     config, given, _ = resolve_plan(config, given)
     folds = config.data.folds
     assert folds is not None
     accelerator = make_accelerator(config.run)
     notify = notifier(accelerator)
-    folder = Path(out or default_run_folder(config.data.data))
     config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
     flat = flatten(config)
     settings = {name: flat[name] for name in given}
+    planned = {name: flat[name] for name in changed_settings(config) if name not in settings}
     find = partial(finished_folds, folder, settings, resume=resume, overwrite=overwrite)
     scores = on_main(accelerator, find)
     failed: dict[str, str] = {}
 
     def record() -> dict[str, Any]:
-        found = {"folds": folds, "settings": settings, "scores": scores}
+        found = {"folds": folds, "settings": settings, "planned": planned, "scores": scores}
         return {**found, **summary([*scores.values()])}
 
     previous = on_main(accelerator, lambda: read_record_bytes(folder))
@@ -100,7 +104,12 @@ def train_folds(
         before = settings_time(run_folder)
         try:
             result = train(
-                part, run_folder, resume=resume, overwrite=overwrite, given=[*given, "fold"]
+                part,
+                run_folder,
+                resume=resume,
+                overwrite=overwrite,
+                given=[*given, "fold"],
+                resumed_by=("vit train", folder),
             )
         except VitError:
             refused = settings_time(run_folder) == before and not begun
@@ -124,6 +133,20 @@ def refuse_time(config: Config | Mapping[str, Any]) -> None:
         "is chosen for the data, give --epochs, or train the folds one by one with --fold 1, "
         "--fold 2 and so on"
     )
+
+
+def with_recorded_plan(
+    config: Config | Mapping[str, Any], given: Sequence[str] | None, folder: Path
+) -> tuple[Config | Mapping[str, Any], Sequence[str] | None]:
+    """`config` with what the plan decided for the folds that are there: it is made once for all."""
+    try:
+        planned = json.loads((folder / FOLDS_FILE).read_text(encoding="utf-8"))["planned"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or damaged, which is said later
+        return config, given
+    flat = flatten(config) if isinstance(config, Config) else dict(config)
+    if given is None:
+        given = changed_settings(config) if isinstance(config, Config) else [*flat]
+    return make_config({**planned, **{name: flat[name] for name in given}}), given
 
 
 def resolve_weights_once(
