@@ -3,21 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from vit.config.config_section import Section
 from vit.errors import WeightsError
+
+if TYPE_CHECKING:  # a server of exported files imports no torch
+    from torch import Tensor
 
 
 class IncrementalDecoder(Protocol):
     """Interface of a decoder with its cache, one row for each unfinished sequence."""
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: "Tensor") -> "Tensor":
         """(rows, new tokens) int64 -> logits of the token after the last one, (rows, vocab)"""
 
-    def select_rows(self, rows: Tensor) -> None:
+    def select_rows(self, rows: "Tensor") -> None:
         """Keep these rows, in this order, (kept,) int64; a row may be repeated or left out."""
 
 
