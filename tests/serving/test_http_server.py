@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.serving.conftest import multipart, running
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
+from vit.serving.server_config import ServerConfig
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -180,7 +182,10 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     stop, statuses = threading.Event(), []
-    with running([run]) as client:
+    log: list[str] = []
+    with running([run], log=log) as client:
+        text = client.get("/metrics").body
+        assert b'vit_reloads_total{model="run",outcome="failed"} 0.0' in text
         before = client.post(files[0][1]).body
 
         def keep_asking() -> None:
@@ -201,6 +206,24 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         stop.set()
         asking.join()
     assert set(statuses) == {200}
+    done, failed = (line for line in log if "reloaded" in line)
+    assert done.startswith("run is reloaded: 3 classes, torch in fp32 on cpu, up to ")
+    assert "changed" not in done
+    assert failed.startswith("run is not reloaded, the model loaded before goes on: ")
+
+
+@pytest.mark.parametrize(
+    ("after", "change"),
+    [
+        ("ab", ""),
+        ("ba", "; the classes changed (only their order)"),
+        ("cab", "; the classes changed (new: c)"),
+        ("bc", "; the classes changed (new: c; gone: a)"),
+    ],
+)
+def test_the_log_of_a_reload_says_how_the_classes_changed(after, change):
+    old, new = (SimpleNamespace(predictor=SimpleNamespace(classes=one)) for one in ("ab", after))
+    assert model_registry.class_changes(old, new) == change
 
 
 def wait_for(read, condition):
@@ -262,15 +285,16 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         ({"token": " x"}, "without spaces"),
         ({"max_image_mb": 99.0}, "max_request_mb=64"),
         ({"max_queue": 0}, "more than 0"),
+        ({"max_queue": 9}, "max_images=64: .* max_queue=9 .*; lower the first or raise the second"),
     ]:
         with pytest.raises(ConfigError, match=words):
             vit.serve(tiny_run, **settings)
-    with pytest.raises(VitError, match="two models are called tiny: name them"):
-        serve([str(tiny_run), str(tiny_run)])
+    with pytest.raises(VitError, match=r"two models are called tiny; give .* second="):
+        serve([str(tiny_run), str(tiny_run)], ServerConfig(port=0))
     with pytest.raises(VitError, match="no_such"):
-        serve([str(tmp_path / "no_such.onnx")])
+        serve([str(tmp_path / "no_such.onnx")], ServerConfig(port=0))
     with pytest.raises(VitError, match="letters, digits"):
-        serve([f"a/b={tiny_run}"])
+        serve([f"a/b={tiny_run}"], ServerConfig(port=0))
     taken = bind("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]

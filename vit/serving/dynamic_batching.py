@@ -153,7 +153,7 @@ class BatchScheduler:
     async def predict(
         self, model: ServedModel, names: Sequence[str], uploads: list[Upload]
     ) -> list[Any]:
-        """Outputs of the images of one request, in order, each as `format_row` takes it.
+        """Outputs of the images of one request, in order, each as `to_prediction` takes it.
 
         `uploads` is emptied, so that bytes are freed as they are decoded.
 
