@@ -21,6 +21,7 @@ import torch
 
 import vit
 from tests.serving.conftest import multipart, running
+from vit.commands.serve_command import read_token
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
@@ -151,6 +152,10 @@ def test_a_full_queue_says_when_to_ask_again(exported, files):
         application.budget.held = application.budget.limit
         assert client.post(files[0][1]).status == 429
         application.budget.held = 0
+        reached = client.get("/metrics").body
+    assert b'vit_limit_reached_total{limit="max_queue"} 1.0' in reached
+    assert b'vit_limit_reached_total{limit="max_memory_mb"} 1.0' in reached
+    assert b'vit_limit_reached_total{limit="max_connections"} 0.0' in reached
 
 
 def test_connections_that_are_only_held_open_make_room_for_requests(exported, files):
@@ -165,6 +170,8 @@ def test_connections_that_are_only_held_open_make_room_for_requests(exported, fi
             assert client.post(files[0][1]).status == 200
             many[0].sendall(b"abcdef")
             assert status_of(read_answer(many[0])) == 422
+            text = client.get("/metrics").body.decode()
+            assert re.search(r'vit_limit_reached_total\{limit="max_connections"\} [1-9]', text)
         finally:
             for one in many:
                 one.close()
@@ -298,9 +305,11 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
     taken = bind("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
-    with pytest.raises(VitError, match=f"127.0.0.1:{port} cannot be used"):
+    with pytest.raises(VitError, match=rf"127.0.0.1:{port} cannot be used.* another --port"):
         bind("127.0.0.1", port)
     taken.close()
+    with pytest.raises(VitError, match=r"192.0.2.1:0 cannot be used.* another --host"):
+        bind("192.0.2.1", 0)
     assert Path(tiny_run).exists()
 
 
@@ -394,3 +403,13 @@ def metrics(port: int, path: str = "/metrics") -> str:
 def test_an_address_that_other_machines_reach_is_told_from_this_machine(host, loopback):
     with bind(host, 0) as listener:
         assert is_loopback(listener) is loopback
+
+
+@pytest.mark.parametrize(("content", "words"), [("", "is empty"), ("a\nb\n", "has 2 lines")])
+def test_a_token_file_has_one_line(tmp_path, content, words):
+    file = tmp_path / "token.txt"
+    file.write_text(content)
+    with pytest.raises(VitError, match=f"--token-file: .*token.txt {words}; give the token in"):
+        read_token(None, str(file))
+    file.write_text("secret\n")
+    assert read_token(None, str(file)) == "secret"

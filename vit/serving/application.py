@@ -268,6 +268,7 @@ class Application:
             except RequestError as error:
                 status, reason, headers = error.status, error.reason, error.headers
             except QueueFull as full:
+                self.metrics.limits_reached.labels(full.limit).inc()
                 status, headers = 429, {"retry-after": str(full.retry_after)}
                 reason = f"the server is busy; try again in {full.retry_after} s"
             except UnknownModel as error:

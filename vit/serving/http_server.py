@@ -10,6 +10,7 @@ limit of connections, and errors as JSON.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -58,6 +59,7 @@ class LimitedProtocol(H11Protocol):
             oldest = next(iter(self.waiting), self)
             self.waiting.pop(oldest, None)
             reason = "too many connections; try again in a second"
+            self.metrics.limits_reached.labels("max_connections").inc()
             oldest.refuse(429, reason, b"retry-after: 1\r\n")
         if not transport.is_closing():
             self._start_timer()
@@ -304,8 +306,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise VitError(
-            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another --port"
+            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another {flag}"
         ) from None
     return listener
 

@@ -35,6 +35,14 @@ class ServerMetrics:
             ["reason"],
             registry=registry,
         )
+        self.limits_reached = Counter(
+            "vit_limit_reached",
+            "Requests and connections that were answered 429, by the limit",
+            ["limit"],
+            registry=registry,
+        )
+        for limit in ("max_queue", "max_memory_mb", "max_connections"):
+            self.limits_reached.labels(limit)
         self.images = Counter(
             "vit_images", "Images by their outcome", ["model", "outcome"], registry=registry
         )
