@@ -127,7 +127,21 @@ CHECKED = {
     "accelerate": check_accelerate,
 }
 """Programs whose arguments are checked; those of `vit` are by its own parsers."""
-OTHERS = {".", "chmod", "curl", "docker", "find", "head", "node", "npm", "openssl", "trap", "wait"}
+OTHERS = {
+    ".",
+    "chmod",
+    "cp",
+    "curl",
+    "docker",
+    "find",
+    "head",
+    "mv",
+    "node",
+    "npm",
+    "openssl",
+    "trap",
+    "wait",
+}
 """Programs of others, whose lines need a server, a container or the shell: not checked."""
 
 

@@ -73,4 +73,4 @@ def test_one_note_names_the_first_dark_image():
     note("b.tif", 4000)
     assert len(notes) == 1
     assert "a.tif" in notes[0]
-    assert "--intensity-range 0 4095" in notes[0]
+    assert "vit predict --intensity-range 0 4095" in notes[0]

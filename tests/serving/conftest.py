@@ -92,8 +92,10 @@ class Client:
 
 
 @contextmanager
-def running(models: Sequence[object], **limits: Any) -> Iterator[Client]:
-    """A client of a server that runs inside."""
+def running(
+    models: Sequence[object], *, log: list[str] | None = None, **limits: Any
+) -> Iterator[Client]:
+    """A client of a server that runs inside; its notes are appended to `log`."""
     ready, found, errors = threading.Event(), [], []
 
     def run() -> None:
@@ -103,7 +105,7 @@ def running(models: Sequence[object], **limits: Any) -> Iterator[Client]:
                 [*map(str, models)],
                 config,
                 precision="fp32",
-                notify=lambda _line: None,
+                notify=([] if log is None else log).append,
                 on_ready=lambda server: (found.append(server), ready.set()),
             )
         except BaseException as error:

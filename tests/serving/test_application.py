@@ -190,6 +190,22 @@ def test_what_it_serves_and_how_it_is(client, sources):
     assert 'vit_requests_total{route="/models",status="200"}' in metrics
 
 
+def test_metrics_count_the_answers_of_reject(client, files):
+    def counts() -> dict[str, float]:
+        lines = client.get("/metrics").body.decode().splitlines()
+        found = [line for line in lines if line.startswith('vit_reject_images_total{answer="')]
+        return {line.split('"')[1]: float(line.split()[-1]) for line in found}
+
+    before = counts()
+    assert set(before) == {"class", "uncertain", "unlike the training images"}
+    client.send(files, model="tiny")
+    assert counts() == before
+    rows = client.send([*files, ("text.jpg", b"text")], model="tiny", reject="true").json["results"]
+    answers = [row.get("reason", "class") for row in rows if "error" not in row]
+    assert len(answers) == len(files)
+    assert counts() == {name: before[name] + answers.count(name) for name in before}
+
+
 def test_answers_forbid_sniffing_frames_and_caches(client, files):
     for answer in (client.get("/models"), client.post(files[0][1]), client.post(b"x")):
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -209,6 +225,8 @@ def test_a_token_is_needed_for_all_but_health_and_the_page(exported, files):
             for header in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
                 answer = client.get(path, **header)
                 assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+                reason = "is not the token of" if header else "needs a token"
+                assert reason in answer.json["error"]
         assert client.post(files[0][1]).status == 401
         assert client.get("/ready").status == client.get("/health").status == 200
         allowed = {"Authorization": "Bearer secret", "Host": "vit.example"}

@@ -14,15 +14,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vit
 from tests.serving.conftest import multipart, running
+from vit.commands.serve_command import read_token
 from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
+from vit.serving.server_config import ServerConfig
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -149,6 +152,10 @@ def test_a_full_queue_says_when_to_ask_again(exported, files):
         application.budget.held = application.budget.limit
         assert client.post(files[0][1]).status == 429
         application.budget.held = 0
+        reached = client.get("/metrics").body
+    assert b'vit_limit_reached_total{limit="max_queue"} 1.0' in reached
+    assert b'vit_limit_reached_total{limit="max_memory_mb"} 1.0' in reached
+    assert b'vit_limit_reached_total{limit="max_connections"} 0.0' in reached
 
 
 def test_connections_that_are_only_held_open_make_room_for_requests(exported, files):
@@ -163,6 +170,8 @@ def test_connections_that_are_only_held_open_make_room_for_requests(exported, fi
             assert client.post(files[0][1]).status == 200
             many[0].sendall(b"abcdef")
             assert status_of(read_answer(many[0])) == 422
+            text = client.get("/metrics").body.decode()
+            assert re.search(r'vit_limit_reached_total\{limit="max_connections"\} [1-9]', text)
         finally:
             for one in many:
                 one.close()
@@ -180,7 +189,10 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     stop, statuses = threading.Event(), []
-    with running([run]) as client:
+    log: list[str] = []
+    with running([run], log=log) as client:
+        text = client.get("/metrics").body
+        assert b'vit_reloads_total{model="run",outcome="failed"} 0.0' in text
         before = client.post(files[0][1]).body
 
         def keep_asking() -> None:
@@ -201,6 +213,24 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         stop.set()
         asking.join()
     assert set(statuses) == {200}
+    done, failed = (line for line in log if "reloaded" in line)
+    assert done.startswith("run is reloaded: 3 classes, torch in fp32 on cpu, up to ")
+    assert "changed" not in done
+    assert failed.startswith("run is not reloaded, the model loaded before goes on: ")
+
+
+@pytest.mark.parametrize(
+    ("after", "change"),
+    [
+        ("ab", ""),
+        ("ba", "; the classes changed (only their order)"),
+        ("cab", "; the classes changed (new: c)"),
+        ("bc", "; the classes changed (new: c; gone: a)"),
+    ],
+)
+def test_the_log_of_a_reload_says_how_the_classes_changed(after, change):
+    old, new = (SimpleNamespace(predictor=SimpleNamespace(classes=one)) for one in ("ab", after))
+    assert model_registry.class_changes(old, new) == change
 
 
 def wait_for(read, condition):
@@ -262,21 +292,24 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         ({"token": " x"}, "without spaces"),
         ({"max_image_mb": 99.0}, "max_request_mb=64"),
         ({"max_queue": 0}, "more than 0"),
+        ({"max_queue": 9}, "max_images=64: .* max_queue=9 .*; lower the first or raise the second"),
     ]:
         with pytest.raises(ConfigError, match=words):
             vit.serve(tiny_run, **settings)
-    with pytest.raises(VitError, match="two models are called tiny: name them"):
-        serve([str(tiny_run), str(tiny_run)])
+    with pytest.raises(VitError, match=r"two models are called tiny; give .* second="):
+        serve([str(tiny_run), str(tiny_run)], ServerConfig(port=0))
     with pytest.raises(VitError, match="no_such"):
-        serve([str(tmp_path / "no_such.onnx")])
+        serve([str(tmp_path / "no_such.onnx")], ServerConfig(port=0))
     with pytest.raises(VitError, match="letters, digits"):
-        serve([f"a/b={tiny_run}"])
+        serve([f"a/b={tiny_run}"], ServerConfig(port=0))
     taken = bind("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
-    with pytest.raises(VitError, match=f"127.0.0.1:{port} cannot be used"):
+    with pytest.raises(VitError, match=rf"127.0.0.1:{port} cannot be used.* another --port"):
         bind("127.0.0.1", port)
     taken.close()
+    with pytest.raises(VitError, match=r"192.0.2.1:0 cannot be used.* another --host"):
+        bind("192.0.2.1", 0)
     assert Path(tiny_run).exists()
 
 
@@ -370,3 +403,13 @@ def metrics(port: int, path: str = "/metrics") -> str:
 def test_an_address_that_other_machines_reach_is_told_from_this_machine(host, loopback):
     with bind(host, 0) as listener:
         assert is_loopback(listener) is loopback
+
+
+@pytest.mark.parametrize(("content", "words"), [("", "is empty"), ("a\nb\n", "has 2 lines")])
+def test_a_token_file_has_one_line(tmp_path, content, words):
+    file = tmp_path / "token.txt"
+    file.write_text(content)
+    with pytest.raises(VitError, match=f"--token-file: .*token.txt {words}; give the token in"):
+        read_token(None, str(file))
+    file.write_text("secret\n")
+    assert read_token(None, str(file)) == "secret"

@@ -241,6 +241,9 @@ def test_a_folder_without_weights(tmp_path):
     assert "no file of weights (it has cat.jpg)" in refusal(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "it has no files" in refusal(tmp_path / "empty")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"x")
+    assert f"give one of the folders in it that have: {tmp_path / 'run'}" in refusal(tmp_path)
 
 
 def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):

@@ -252,14 +252,18 @@ def read_token(token: str | None, path: str | None) -> str | None:
     """The token, of the flag or of a file.
 
     Raises:
-        VitError: Both are given, or the file cannot be read.
+        VitError: Both are given, or the file cannot be read or has not one line.
     """
     if path is None:
         return token
     if token is not None:
         raise VitError("--token and --token-file: give one of them")
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        lines = Path(path).read_text(encoding="utf-8").strip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise VitError(f"--token-file: {printable(path)} cannot be read ({reason})") from None
+    if len(lines) != 1:
+        has = f"has {len(lines)} lines" if lines else "is empty"
+        raise VitError(f"--token-file: {printable(path)} {has}; give the token in one line")
+    return lines[0]

@@ -120,5 +120,6 @@ class DarkImageNote:
         self.notify(
             f"note: {printable(path)} has 16 bits per channel and values up to {highest:,} of "
             "65,535, and the network has no range for such images: it is read nearly black; "
-            f"--intensity-range 0 {top} reads 0 to {top:,} as black to white"
+            f"vit predict --intensity-range 0 {top} reads 0 to {top:,} as black to white, and vit "
+            "train with it stores the range with the network"
         )

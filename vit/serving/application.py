@@ -99,6 +99,8 @@ class Application:
             config.compute_timeout,
             metrics,
         )
+        for name, model in registry.models.items():
+            metrics.add_model(name, rejects=model.allows(RowOptions(reject=True)))
         self.budget = MemoryBudget(config.max_memory_bytes, metrics)
         self.stopping = False
         self.document = openapi_document(config, [*registry.models], OPEN_PATHS)
@@ -179,7 +181,14 @@ class Application:
                 raise RequestError(400, "explain=png draws one image: send one, or explain=json")
             names = [one.name for one in uploads]
             outputs = await self.scheduler.predict(model, names, [*uploads])
-        rows = [model.format_row(*one, options) for one in zip(names, outputs, strict=True)]
+        predictions = [
+            model.to_prediction(*one, options) for one in zip(names, outputs, strict=True)
+        ]
+        if options.reject:
+            for one in predictions:
+                if one.error is None:
+                    self.metrics.rejections.labels(model.name, one.unknown or "class").inc()
+        rows = [model.format_row(one, options) for one in predictions]
         results = f'"results": [{", ".join(rows)}]'
         if failed := [one for one in outputs if isinstance(one, BadImage)]:
             if len(outputs) == 1:
@@ -259,6 +268,7 @@ class Application:
             except RequestError as error:
                 status, reason, headers = error.status, error.reason, error.headers
             except QueueFull as full:
+                self.metrics.limits_reached.labels(full.limit).inc()
                 status, headers = 429, {"retry-after": str(full.retry_after)}
                 reason = f"the server is busy; try again in {full.retry_after} s"
             except UnknownModel as error:
@@ -377,7 +387,9 @@ class AccessControl:
             return None
         return Refusal(
             401,
-            "this server needs a token: Authorization: Bearer TOKEN",
+            "this is not the token of this server: Authorization: Bearer TOKEN"
+            if given
+            else "this server needs a token: Authorization: Bearer TOKEN",
             {"www-authenticate": "Bearer"},
         )
 

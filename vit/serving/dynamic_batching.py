@@ -49,11 +49,12 @@ class QueueFull(Exception):
 
     Args:
         retry_after: Seconds after which there may be room.
+        limit: Name of the limit that was reached.
     """
 
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(retry_after)
-        self.retry_after = retry_after
+    def __init__(self, retry_after: int, limit: str) -> None:
+        super().__init__(retry_after, limit)
+        self.retry_after, self.limit = retry_after, limit
 
 
 class ComputeFailed(Exception):
@@ -148,12 +149,12 @@ class BatchScheduler:
             raise ServerFailed(self.failure)
         if self.accepted + images > self.max_queue:
             seconds = self.accepted * self.seconds_per_image / self.compute_threads
-            raise QueueFull(min(max(math.ceil(seconds), 1), 60))
+            raise QueueFull(min(max(math.ceil(seconds), 1), 60), "max_queue")
 
     async def predict(
         self, model: ServedModel, names: Sequence[str], uploads: list[Upload]
     ) -> list[Any]:
-        """Outputs of the images of one request, in order, each as `format_row` takes it.
+        """Outputs of the images of one request, in order, each as `to_prediction` takes it.
 
         `uploads` is emptied, so that bytes are freed as they are decoded.
 

@@ -10,6 +10,7 @@ limit of connections, and errors as JSON.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -29,7 +30,7 @@ from vit.serving.application import Application
 from vit.serving.model_registry import ModelRegistry
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import plural, printable
+from vit.text import printable
 
 MAX_HEADER_BYTES = 16384
 KEEP_ALIVE_SECONDS = 20
@@ -58,6 +59,7 @@ class LimitedProtocol(H11Protocol):
             oldest = next(iter(self.waiting), self)
             self.waiting.pop(oldest, None)
             reason = "too many connections; try again in a second"
+            self.metrics.limits_reached.labels("max_connections").inc()
             oldest.refuse(429, reason, b"retry-after: 1\r\n")
         if not transport.is_closing():
             self._start_timer()
@@ -275,7 +277,7 @@ async def _serve(
         listener.listen(BACKLOG)
         url = url_of(listener)
         for model in registry.models.values():
-            notify(describe(model.name, model.describe()))
+            notify(f"{model.name}: {model.summary()}")
         every = "" if is_loopback(listener) else ", open to other machines"
         notify(f"listening at {url}{every}{'' if config.token else ' without a token'}")
         on_ready(RunningServer(url, application, stop_from_thread))
@@ -283,21 +285,6 @@ async def _serve(
         notify("stopped")
     finally:
         watching.cancel()
-
-
-def describe(name: str, properties: dict[str, Any]) -> str:
-    """One line about a model."""
-    what = (
-        "captions"
-        if properties["captions"]
-        else plural(len(properties["classes"]), "class", "classes")
-    )
-    raw = "" if properties["calibrated"] or properties["captions"] else ", scores not calibrated"
-    batch = properties["batch_sizes"][-1]
-    return (
-        f"{printable(name)}: {what}, {properties['engine']} in {properties['precision']} on "
-        f"{properties['device']}, up to {plural(batch, 'image')} a batch{raw}"
-    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -319,8 +306,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise VitError(
-            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another --port"
+            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another {flag}"
         ) from None
     return listener
 

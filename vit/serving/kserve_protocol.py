@@ -313,7 +313,7 @@ def _tensor(
     classes = model.predictor.classes
     if requested.name == ROWS:
         rows = [
-            model.format_row(name, output, RowOptions())
+            model.format_row(model.to_prediction(name, output, RowOptions()), RowOptions())
             for name, output in zip(names, outputs, strict=True)
         ]
         return "BYTES", [len(rows)], rows

@@ -15,7 +15,7 @@ from vit.inference.backends import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import printable
+from vit.text import join_names, printable
 
 POLL_SECONDS = 2.0
 
@@ -103,11 +103,15 @@ class ModelRegistry:
                     )
                 except Exception as error:  # a file of any content must not end the server
                     reason = str(error) if isinstance(error, VitError) else repr(error)
-                    self.notify(f"{name} is not reloaded: {printable(reason)}")
+                    self.notify(
+                        f"{name} is not reloaded, the model loaded before goes on: "
+                        f"{printable(reason)}"
+                    )
                     metrics.reloads.labels(name, "failed").inc()
                 else:
+                    changes = class_changes(self.models[name], model)
                     self.models[name] = model
-                    self.notify(f"{name} is reloaded")
+                    self.notify(f"{name} is reloaded: {model.summary()}{changes}")
                     metrics.reloads.labels(name, "done").inc()
                 self.fingerprints[name] = fingerprint
 
@@ -152,3 +156,16 @@ class ModelRegistry:
 def largest_batch(model: ServedModel) -> int:
     """Size of the batches of `vit predict`; captions are computed one by one."""
     return 1 if model.captions else model.predictor.batch_size
+
+
+def class_changes(old: ServedModel, new: ServedModel) -> str:
+    """How the classes of a model differ from those of the one before it, for the log."""
+    before, after = list(old.predictor.classes), list(new.predictor.classes)
+    if before == after:
+        return ""
+    parts = {
+        "new": [one for one in after if one not in before],
+        "gone": [one for one in before if one not in after],
+    }
+    named = [f"{word}: {join_names(names)}" for word, names in parts.items() if names]
+    return f"; the classes changed ({'; '.join(named) or 'only their order'})"

@@ -20,7 +20,7 @@ from vit.errors import ConfigError
 from vit.exported.load_exported import exported_engine
 from vit.inference.ray_inference import cluster, raise_worker_errors, shares
 from vit.serving.application import Application
-from vit.serving.http_server import KEEP_ALIVE_SECONDS, bind, describe, url_of
+from vit.serving.http_server import KEEP_ALIVE_SECONDS, bind, url_of
 from vit.serving.model_registry import ModelRegistry
 from vit.serving.served_model import check_names
 from vit.serving.server_config import ServerConfig
@@ -123,7 +123,7 @@ def describe_models(
     registry = open_registry(words, config, settings)
     models = registry.models.values()
     largest = max(model.batch_sizes[-1] for model in models)
-    lines = [describe(model.name, model.describe()) for model in models]
+    lines = [f"{model.name}: {model.summary()}" for model in models]
     return lines, largest * registry.compute_threads
 
 

@@ -82,7 +82,7 @@ class MemoryBudget:
             QueueFull: They are more than the limit.
         """
         if self.held + size > self.limit:
-            raise QueueFull(1)
+            raise QueueFull(1, "max_memory_mb")
         self.held += size
         self.metrics.memory.set(self.held)
 

@@ -1,8 +1,9 @@
 """One network of the server: images in memory to rows of `vit predict --format jsonl`.
 
-    decode      bytes -> pixels as the network takes them, or BadImage      (threads that decode)
-    run         a batch of them -> outputs                                  (threads that compute)
-    format_row  one output -> one line, byte for byte that of `vit predict`
+    decode         bytes -> pixels as the network takes them, or BadImage   (threads that decode)
+    run            a batch of them -> outputs                               (threads that compute)
+    to_prediction  one output -> one prediction
+    format_row     one prediction -> one line, byte for byte that of `vit predict`
 
 The three kinds of predictors, of run folders and of exported classifiers and captioners, have one
 adapter each; only the first one needs torch.
@@ -30,6 +31,7 @@ from vit.inference.backends import ImagePredictor, open_predictor, select_engine
 from vit.inference.prediction_job import apply_threshold, classes_per_row
 from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k, resolve_top_k
 from vit.score_calibration import check_selection
+from vit.text import plural
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption
@@ -338,6 +340,16 @@ class ServedModel:
             "batch_sizes": list(self.batch_sizes),
         }
 
+    def summary(self) -> str:
+        """The properties in one line, for the log."""
+        classes = plural(len(self.predictor.classes), "class", "classes")
+        raw = "" if self.calibrated or self.captions else ", scores not calibrated"
+        return (
+            f"{'captions' if self.captions else classes}, {self.engine} in "
+            f"{self.predictor.precision} on {self.predictor.device}, up to "
+            f"{plural(self.batch_sizes[-1], 'image')} a batch{raw}"
+        )
+
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
         """Refuse options that this network cannot fulfil.
 
@@ -360,13 +372,15 @@ class ServedModel:
 
         check_explainable(cast("Predictor", self.predictor))
 
-    def format_row(self, name: str, output: Any, options: RowOptions) -> str:
-        """The row of an image, of its output or its BadImage, without the end of the line."""
-        predictor = self.predictor
+    def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
+        """The prediction of an image, of its output or its BadImage."""
         if isinstance(output, BadImage):
-            prediction = Prediction(name, error=output.reason)
-        else:
-            prediction = self.adapter.to_prediction(name, output, options)
+            return Prediction(name, error=output.reason)
+        return self.adapter.to_prediction(name, output, options)
+
+    def format_row(self, prediction: Prediction, options: RowOptions) -> str:
+        """The row of a prediction, without the end of the line."""
+        predictor = self.predictor
         layout = Layout(
             classes_per_row(predictor, options.top_k),
             predictor.classes,
@@ -462,6 +476,9 @@ def check_names(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, source = split_name(word)
         if name in sources:
-            raise VitError(f"two models are called {name}: name them, as in first={sources[name]}")
+            raise VitError(
+                f"two models are called {name}; give each a name of its own, as in "
+                f"first={sources[name]} second={source}"
+            )
         sources[name] = source
     return sources

@@ -63,17 +63,17 @@ class ServerConfig:
         if self.max_image_mb > self.max_request_mb:
             raise ConfigError(
                 f"max_image_mb={self.max_image_mb:g}: a request has at most "
-                f"max_request_mb={self.max_request_mb:g}; raise that too"
+                f"max_request_mb={self.max_request_mb:g}; lower the first or raise the second"
             )
         if self.max_request_mb > self.max_memory_mb:
             raise ConfigError(
                 f"max_request_mb={self.max_request_mb:g}: all requests together have "
-                f"max_memory_mb={self.max_memory_mb:g}; raise that too"
+                f"max_memory_mb={self.max_memory_mb:g}; lower the first or raise the second"
             )
         if self.max_images > self.max_queue:
             raise ConfigError(
                 f"max_images={self.max_images}: only max_queue={self.max_queue} images may wait; "
-                "raise that too"
+                "lower the first or raise the second"
             )
 
     @property

@@ -8,6 +8,8 @@ from prometheus_client import (
     generate_latest,
 )
 
+from vit.score_calibration import UNCERTAIN, UNLIKE
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -33,8 +35,22 @@ class ServerMetrics:
             ["reason"],
             registry=registry,
         )
+        self.limits_reached = Counter(
+            "vit_limit_reached",
+            "Requests and connections that were answered 429, by the limit",
+            ["limit"],
+            registry=registry,
+        )
+        for limit in ("max_queue", "max_memory_mb", "max_connections"):
+            self.limits_reached.labels(limit)
         self.images = Counter(
             "vit_images", "Images by their outcome", ["model", "outcome"], registry=registry
+        )
+        self.rejections = Counter(
+            "vit_reject_images",
+            "Images of requests with reject=true, by their answer",
+            ["model", "answer"],
+            registry=registry,
         )
         self.waiting = Gauge("vit_waiting_images", "Accepted images", registry=registry)
         self.memory = Gauge("vit_request_bytes", "Bytes of requests in memory", registry=registry)
@@ -47,6 +63,15 @@ class ServerMetrics:
         self.reloads = Counter(
             "vit_reloads", "Reloads of a model", ["model", "outcome"], registry=registry
         )
+
+    def add_model(self, name: str, *, rejects: bool) -> None:
+        """Start the counters of a model at 0, since a rate needs a value before the first event."""
+        for outcome in ("done", "failed"):
+            self.reloads.labels(name, outcome)
+        for outcome in ("answered", "unreadable", "failed"):
+            self.images.labels(name, outcome)
+        for answer in ("class", UNCERTAIN, UNLIKE) if rejects else ():
+            self.rejections.labels(name, answer)
 
     def text(self) -> bytes:
         """All metrics, in the text format."""

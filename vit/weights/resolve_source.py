@@ -288,8 +288,21 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     try:
         name, notes = choose_weights_file(names)
     except WeightsError as error:
+        if runs := _folders_with_weights(folder):
+            raise WeightsError(
+                f"{printable(folder)} has no weights itself; give one of the folders in it that "
+                f"have: {join_names(runs)}"
+            ) from None
         raise WeightsError(f"{printable(folder)}: {error}") from None
     return replace(_describe_files(folder / name), notes=notes)
+
+
+def _folders_with_weights(folder: Path) -> list[Path]:
+    """The folders in `folder` that have the usual file of weights, such as runs."""
+    try:
+        return sorted(one.parent for one in folder.glob(f"*/{PREFERRED_FILES[0]}"))
+    except OSError:
+        return []
 
 
 def locate_file(path: Path) -> WeightsLocation:
