@@ -241,6 +241,8 @@ def test_a_folder_without_weights(tmp_path):
     assert "no file of weights (it has cat.jpg)" in refusal(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "it has no files" in refusal(tmp_path / "empty")
+    (tmp_path / "folds.json").write_text("{}")
+    assert "without --folds, or one fold, such as its fold-1" in refusal(tmp_path)
 
 
 def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
