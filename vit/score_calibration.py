@@ -285,7 +285,8 @@ def check_selection(
     if calibration is None or calibration.set_levels is None:
         raise ConfigError(
             f"{flag}: these scores have no calibration with a threshold and sets; "
-            "`vit calibrate RUN DATA` measures it"
+            "`vit calibrate RUN DATA` measures it on 50 labelled images or more that the network "
+            "was not trained on"
         )
     if reject and not calibration.rejects:
         raise ConfigError(

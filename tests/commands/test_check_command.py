@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import vit
 from vit.commands.main import main
 
 
@@ -62,6 +63,36 @@ def test_weights_add_a_check_of_features(tiny_run, tiny_data, tmp_path, capsys):
     assert f"have the same label for {agreement:.1%}" in capsys.readouterr().out
     assert told["kinds"]["weak_features"] == 1
     assert "suspected_label" not in told["kinds"]
+
+
+def test_images_of_one_folder_are_checked_by_a_list_of_labels(tiny_data, tmp_path, capsys):
+    names = sorted(path for path in (tiny_data / "val").rglob("*.png"))[:12]
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number, path in enumerate(names):
+        (photos / f"{number}.png").write_bytes(path.read_bytes())
+    lines = ["image,label", *(f"{n}.png,{'' if n > 9 else 'ab'[n % 2]}" for n in range(12))]
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    assert main(["check", str(photos)]) == 1
+    refused = capsys.readouterr().out
+    assert "--labels LIST checks those that a list labels" in refused
+    assert ": .\n" not in refused
+    rows = [
+        {
+            "image": str(photos / f"{n}.png"),
+            "label": "ab"[n % 2],
+            "label_score": 0.1,
+            "predictions": [{"label": "ba"[n % 2], "score": 0.9}],
+        }
+        for n in range(10)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--labels", str(tmp_path / "list.csv"), "--rows", str(tmp_path / "rows.jsonl")]
+    code, told, _ = checked(photos, tmp_path, *words)
+    assert (code, told["images"]) == (0, 10)
+    assert "the predictions agree with 0% of the labels, and 50%" in capsys.readouterr().err
+    report = vit.check(str(photos), labels=str(tmp_path / "list.csv"))
+    assert len(report.listing.images) == 10
 
 
 def test_rows_of_other_images_are_refused(tiny_data, tmp_path, capsys):

@@ -31,6 +31,14 @@ def test_the_list_is_filled_in_and_read_by_training(tiny_data, tiny_run, tmp_pat
     assert splits.classes == ("a", "b")
     assert len(splits.train) + len(splits.val) == 10
 
+    more = ["--out", str(tmp_path / "more.csv"), "--labels", str(out), "-n", "3"]
+    capsys.readouterr()
+    assert main([*words, *more]) == 0
+    assert (
+        f"more.csv written; fill in its column label, append its rows to {out}, then vit train "
+        f"{data} --labels {out} --weights {tiny_run}" in capsys.readouterr().err
+    )
+
     assert main(words) == 2  # the labels of an annotator are not replaced
     assert "exists; choose another name, or add --overwrite" in capsys.readouterr().err
     assert out.read_text().splitlines()[1] == labels[0]

@@ -104,6 +104,8 @@ def test_a_report_without_mistakes(write, parse):
         page = parse(write([f"c{i}" for i in range(size)], outcomes=outcomes))
         assert f"None: all of {size} answers are right." in page.prose
         assert "Nothing: every answer is right." in page.prose
+        assert "a calibration needs 50 validation images, and fewer say little" in page.prose
+        assert "can be read as the probability of being right" not in page.prose
         heats = [one for one in page.find("table") if "heat" in one.get("class", "")]
         assert len(heats) == (size == 3)
 

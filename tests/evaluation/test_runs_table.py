@@ -196,6 +196,13 @@ def test_only_shares_of_images_have_an_interval_and_a_soup_that_is_better_counts
     assert (records["bad soup"].score, records["bad soup"].best_epoch) == (0.5, 1)
 
 
+def test_the_corrections_of_a_time_budget_are_not_compared(add_run, tmp_path):
+    usual = {"schedule": "wsd", "epochs": 5, "cooldown_epochs": 3}
+    add_run("a", [epoch(1)], **usual, cooldown_shares=(0.9, 0.5))
+    add_run("b", [epoch(1)], **usual)
+    assert runs(tmp_path / "runs").differing == {}
+
+
 def test_only_settings_that_differ_are_shown(add_run, tmp_path):
     add_run("a", [epoch(1)])
     add_run("b", [epoch(1)], lr=0.5, data="other", epochs=7)

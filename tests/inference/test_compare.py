@@ -178,6 +178,7 @@ def test_images_that_only_some_of_the_runs_held_out_are_left_out(tiny_run, tiny_
     found = compare_runs(runs, str(data), notify=notes.append, **EXACT).to_dict()
     assert found["count"] == 3
     assert any("7 images left out, which only some of the runs held out" in note for note in notes)
+    assert len(notes) == len({*notes})  # those about the data are not repeated for each run
 
 
 def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run, tiny_data, capsys):

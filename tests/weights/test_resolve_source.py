@@ -244,6 +244,8 @@ def test_a_folder_without_weights(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.safetensors").write_bytes(b"x")
     assert f"give one of the folders in it that have: {tmp_path / 'run'}" in refusal(tmp_path)
+    (tmp_path / "folds.json").write_text("{}")
+    assert "without --folds, or one fold, such as its fold-1" in refusal(tmp_path)
 
 
 def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):

@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_option(parser, "what a training would learn")
     add_list_options(parser)
     add_setting(parser, all_settings()["group"])
+    parser.add_argument(
+        "--labels",
+        metavar="FILE",
+        help="list of the labelled images, as of vit train: only these are checked, with its "
+        "labels (default: the labels of DATA)",
+    )
     add_json_option(parser, "where all problems are written; an older file is replaced")
     parser.add_argument(
         "--html",
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Progress("vit check") as progress:
         report = check(
-            dataset_spec(args, group=settings_from_args(args).get("group")),
+            dataset_spec(args, group=settings_from_args(args).get("group"), label_list=args.labels),
             weights=args.weights,
             rows=args.rows,
             device=args.device,

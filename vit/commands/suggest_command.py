@@ -6,7 +6,7 @@ from vit.commands.command_options import add_json_option, add_list_options, coun
 from vit.commands.command_output import Progress, notify, write_json
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_output, open_output
-from vit.text import printable
+from vit.text import printable, quoted
 
 MAX_FAILED = 20
 """Unreadable images that are named on the terminal."""
@@ -142,9 +142,10 @@ def run(args: argparse.Namespace) -> int:
     for line in found.lines():
         notify(f"vit suggest: {line}")
     if args.out is not None:
+        append = "" if args.labels is None else f" append its rows to {printable(args.labels)},"
         notify(
-            f"vit suggest: {printable(args.out)} written; fill in its column label, then "
-            f"vit train {printable(args.data)} --labels {printable(args.out)} "
-            f"--weights {printable(args.weights)}"
+            f"vit suggest: {printable(args.out)} written; fill in its column label,{append} then "
+            f"vit train {quoted(args.data)} --labels {quoted(args.labels or args.out)} "
+            f"--weights {quoted(args.weights)}"
         )
     return int(bool(found.failed))

@@ -237,7 +237,9 @@ def cross_validate(
     )
     if os.environ.get("RANK", "0") == "0":
         data = config.data.data if isinstance(config, Config) else str(config["data"])
-        for line in join_folds(Path(out or default_run_folder(data)), record["folds"], data):
+        labels = config.data.labels if isinstance(config, Config) else config.get("labels")
+        folder = Path(out or default_run_folder(data))
+        for line in join_folds(folder, record["folds"], data, labels):
             notify(line)
     return record
 

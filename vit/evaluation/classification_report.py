@@ -22,6 +22,7 @@ from vit.evaluation.run_report import (
     select_epochs,
     write_run_report,
 )
+from vit.evaluation.temperature_scaling import MIN_IMAGES
 
 MAX_MISTAKES = 24
 MAX_ROWS = 2000
@@ -102,6 +103,8 @@ def calibration_findings(
         "scores": summarize(shown, classes),
         "raw": None if calibrated is None else summarize(outcomes, classes),
         "scaling": None if calibrated is None else calibrated.scaling,
+        # images that a calibration needs, where these are fewer
+        "needed": MIN_IMAGES if calibrated is None and len(outcomes) < MIN_IMAGES else None,
         "confidence": float(shown.confidences.mean()),
         "chart": reliability_chart(
             "Right answers", reliability(shown.confidences, shown.ranks == 0)

@@ -13,6 +13,7 @@ arXiv:1911.00068.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from vit.errors import DataError
 from vit.text import printable
+
+MIN_AGREEMENT = 0.4
+"""Agreement of labels and answers beyond chance, 0 to 1, below which suspicions mean little."""
 
 
 class Disagreement(NamedTuple):
@@ -91,6 +95,18 @@ def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
         SuspectRow(rows[at], names[int(found.likely[at])], float(table[at, found.likely[at]]))
         for at in order[: int(found.suspected.sum())].tolist()
     ]
+
+
+def weak_predictions(rows: Sequence[LabeledRow]) -> str | None:
+    """What `rows` say if their predictions hardly tell the classes apart, else None."""
+    right = sum(name == row.label for row in rows for name, _ in row.predictions[:1])
+    largest = max(Counter(row.label for row in rows).values()) / len(rows)
+    if right / len(rows) - largest >= MIN_AGREEMENT * (1 - largest):
+        return None
+    return (
+        f"the predictions agree with {right / len(rows):.0%} of the labels, and {largest:.0%} are "
+        "of one class: predictions as weak as these suspect many right labels"
+    )
 
 
 def read_labeled_rows(path: str | Path) -> list[LabeledRow]:

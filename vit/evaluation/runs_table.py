@@ -50,8 +50,12 @@ SCORE_NAMES = {
     "val_loss": "loss",
 }
 SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
-NOT_COMPARED = {"model", "data", "epochs", "num_classes", "workers"}
-"""Settings with a column of their own, or without influence on the result."""
+NOT_COMPARED = {
+    *("model", "data", "epochs", "num_classes", "workers"),
+    *("cooldown_shares", "cooldown_steps"),
+}
+"""Settings with a column of their own, without influence on the result, or that a time budget
+recorded step by step."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angles")
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}

@@ -222,9 +222,16 @@ def _answer(
     check_comparable(runs, predictors)
     several = predictors[0].thresholds is not None
     tables: list[dict[str, Sample]] = []
+    said: set[str] = set()
+
+    def notify_once(note: str) -> None:  # notes about the data are those of each run
+        if note not in said:
+            said.add(note)
+            notify(note)
+
     for run, predictor in zip(runs, predictors, strict=True):
         source = source_of(run, predictor)
-        samples = load_samples(predictor.task, source, spec, predictor.classes, notify)
+        samples = load_samples(predictor.task, source, spec, predictor.classes, notify_once)
         tables.append({s.path: s for s in samples if several or s.label != NO_LABEL})
     paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
     two = len(runs) == 2

@@ -33,10 +33,12 @@ from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
+    MIN_AGREEMENT,
     LabeledRow,
     find_disagreement,
     find_suspect_rows,
     read_labeled_rows,
+    weak_predictions,
 )
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
@@ -50,8 +52,6 @@ COPY = 0.9
 """Cosine from which on two images may be near duplicates."""
 CENTROID_WEIGHT = 10.0
 """Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
-MIN_AGREEMENT = 0.4
-"""Agreement of labels and neighbours beyond chance, 0 to 1, below which suspicions mean nothing."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
@@ -85,6 +85,7 @@ def check(
     caption_column: str | None = None,
     allow_outside: bool = False,
     group: str | None = None,
+    labels: str | None = None,
     weights: PathLike | None = None,
     rows: str | Path | None = None,
     device: str | None = None,
@@ -99,6 +100,7 @@ def check(
         data: A folder, a list, the name of a dataset, or a DatasetSpec.
         task: Task that a training would learn; classes by default.
         images, image_column, ..., group: As in DatasetSpec.
+        labels: List of the labelled images, as `labels` of `vit.train`; only these are checked.
         weights: Weights whose features find suspected labels; see `find_label_errors`.
         rows: As for `add_row_errors`.
         device: Device of the network of `weights`.
@@ -121,6 +123,7 @@ def check(
         caption_column=caption_column,
         allow_outside=allow_outside,
         group=group,
+        label_list=labels,
     )
     report = check_dataset(spec, workers=workers, cache=cache, progress=progress, notify=notify)
     if found is not None:
@@ -216,7 +219,7 @@ def add_row_errors(
         report: Report of the dataset.
         rows: Predictions of networks that were not trained on these images.
         where: Name of their file, for messages.
-        notify: Called with a note about images without a row.
+        notify: Called with notes about images without a row, and about weak predictions.
 
     Raises:
         DataError: No row is about an image of the dataset.
@@ -226,11 +229,13 @@ def add_row_errors(
     if not known:
         raise DataError(
             f"{printable(where)}: none of its {plural(len(rows), 'image')}, such as "
-            f"{printable(rows[0].image)}, is in the data; give the rows of these data, and run "
-            "this in the folder in which the rows were made"
+            f"{printable(rows[0].image)}, is in the data; give the rows of these data, run this in "
+            "the folder in which the rows were made, and give --labels LIST if the training had it"
         )
     if len(known) < len(listed):
         notify(f"note: {len(listed) - len(known)} of {plural(len(listed), 'image')} have no row")
+    if (weak := weak_predictions(known)) is not None:
+        notify(f"note: {weak}")
     suspected = []
     for found in find_suspect_rows(known):
         image = listed[os.path.realpath(found.row.image)]

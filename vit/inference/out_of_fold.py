@@ -16,6 +16,7 @@ from vit.evaluation.confident_learning import (
     SuspectRow,
     find_suspect_rows,
     read_labeled_rows,
+    weak_predictions,
 )
 from vit.inference.evaluate import evaluate_held_out
 from vit.output.output_file import atomic_file
@@ -32,13 +33,13 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
     return evaluate_held_out(run, out=run / ROWS_FILE)
 
 
-def join_folds(folder: Path, folds: int, data: str) -> list[str]:
+def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -> list[str]:
     """Write rows.jsonl and, with one class an image, label_errors.csv of a cross-validation.
 
     Args:
         folder: Folder of the finished runs fold-1, fold-2, ...
         folds: Their number.
-        data: The data, for the command that shows the label errors.
+        data, labels: The settings of these names, for the command that shows the label errors.
 
     Returns:
         Lines for the user.
@@ -64,11 +65,14 @@ def join_folds(folder: Path, folds: int, data: str) -> list[str]:
     found = read_labeled_rows(path)
     suspects = find_suspect_rows(found)
     write_label_errors(errors, suspects)
+    listed = "" if labels is None else f" --labels {quoted(labels)}"
+    weak = weak_predictions(found)
     return [
         *lines,
         f"label errors: {len(suspects):,} of {plural(len(found), 'image')} are suspected, the most "
-        f"certain first in {printable(errors)}; as images: vit check {quoted(data)} --rows "
-        f"{quoted(path)} --html FILE",
+        f"certain first in {printable(errors)}; as images: vit check {quoted(data)}"
+        f"{listed} --rows {quoted(path)} --html FILE",
+        *([] if weak is None else [f"note: {weak}"]),
     ]
 
 

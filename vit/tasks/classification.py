@@ -23,7 +23,7 @@ from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.temperature_scaling import scale_logits
+from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.losses import smoothed_cross_entropy
@@ -128,6 +128,11 @@ class Classification(Task):
             found = run.validation_logits
         except DataError:  # which the report says
             return
+        if (few := len(found.logits)) < MIN_IMAGES:
+            run.notify(
+                f"note: scores are not calibrated, and may be far too high: a calibration needs "
+                f"{MIN_IMAGES} validation images, and there {'is' if few == 1 else 'are'} {few}"
+            )
         fitted = fit_calibration(
             found.logits, found.labels, fitted=found.temperature, distances=found.distances
         )

@@ -97,7 +97,10 @@ class Pretraining(Task):
 
     def next_command(self, folder: str) -> str:
         """Training with labels."""
-        return f"vit train DATA --weights {folder}"
+        return (
+            f"vit train DATA --weights {folder}; which images to label first: vit suggest IMAGES "
+            f"--weights {folder} --out list.csv"
+        )
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

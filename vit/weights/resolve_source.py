@@ -334,6 +334,11 @@ def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         onnx = next((name for name in names if name.endswith(".onnx")), None)
         if onnx is not None:
             raise WeightsError(f"{printable(onnx)} is {ONNX}")
+        if "folds.json" in names:
+            raise WeightsError(
+                "the folds of a cross-validation, which measure the settings; give a run that was "
+                "trained on all images, without --folds, or one fold, such as its fold-1"
+            )
         there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
         raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
     first = found[0]

@@ -182,3 +182,14 @@ def test_a_label_list_may_have_any_column_of_labels_and_one_of_groups(data, tmp_
 def test_a_label_list_that_does_not_fit_is_refused(data, tmp_path, rows, settings, message):
     with pytest.raises(DataError, match=message):
         read_source(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows), **settings))
+
+
+def test_rows_of_a_list_that_were_left_empty_do_not_contradict_those_with_a_label(data, tmp_path):
+    rows = ["train/cat/0.png,", "train/dog/0.png,coat", "train/cat/0.png,hat", "train/dog/0.png,"]
+    found, notes = labels(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows)))
+    assert found == {("train", "cat/0.png"): "hat", ("train", "dog/0.png"): "coat"}
+    assert any(note.endswith("labels.csv: 2 labelled images") for note in notes)
+    with pytest.raises(DataError, match="has two labels, hat and cap, the first in line 2"):
+        labels(
+            DatasetSpec(str(data), label_list=label_list(tmp_path, *rows, "train/cat/0.png,cap"))
+        )

@@ -245,6 +245,29 @@ def test_impossible_settings_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+SEEN = "held out by the training of"
+
+
+def test_validation_images_that_the_weights_may_have_learned_are_counted(
+    fine, backbone, colour_data, tmp_path, capfd
+):
+    data = tmp_path / "data"
+    shutil.copytree(colour_data / "train", data)
+    first = fine("first", data=str(data), method="probe")
+    assert SEEN not in capfd.readouterr().err
+    fine("same", data=str(data), weights=str(first), method="probe")
+    assert SEEN not in capfd.readouterr().err
+    fold = fine("fold", data=str(data), weights=str(first), method="probe", folds=2, fold=1)
+    held = {*json.loads((first / "split.json").read_text())["val"]}
+    now = json.loads((fold / "split.json").read_text())["val"]
+    number = sum(name not in held for name in now)
+    assert 0 < number < len(now)
+    printed = capfd.readouterr().err
+    assert f"note: {number} of {len(now)} validation images were not {SEEN} {first}: " in printed
+    # few images: nothing is calibrated
+    assert f"needs 50 validation images, and there are {len(now)}" in printed
+
+
 def test_methods_need_weights():
     for method in ("linear", "lora", "probe"):
         with pytest.raises(ConfigError, match="needs pretrained weights"):

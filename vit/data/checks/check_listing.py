@@ -221,6 +221,8 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
     if not classes:
         loose = plural(len(walk.unclassified), "image")
         what = f"has no class folders ({loose} straight in it); {LAYOUT}"
+        if walk.unclassified:
+            what += "; --labels LIST checks those that a list labels, --task mae all without labels"
         listing.report("no_classes", f"{where} {what}", str(folder))
     elif first:
         listing.classes = classes

@@ -146,7 +146,8 @@ class Problem:
     def terminal_line(self, root: Path) -> str:
         """One line for a terminal, with the first two paths."""
         images = () if self.kind in LOCATED else self.images[:2]
-        names = [printable(display_name(image, root)) for image in images]
+        shown = [display_name(image, root) for image in images]
+        names = [printable(name) for name in shown if name != "."]  # the folder, which has a name
         more = max(self.count, len(self.images)) - len(names)
         rest = f" and {more:,} more" if more > 0 and names else ""
         return f"{printable(self.detail)}{': ' if names else ''}{', '.join(names)}{rest}"

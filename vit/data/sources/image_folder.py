@@ -14,6 +14,10 @@ from vit.data.sources.file_walk import FolderWalker
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
+UNLABELLED = (
+    "; if a list has the labels of these images, vit train --labels LIST; without labels, vit "
+    "pretrain learns from them, and vit suggest names those to label first"
+)
 EMPTY_CLASS = (
     "has no images; add some, or remove the folder (vit train --on-bad-image skip leaves it out)"
 )
@@ -105,7 +109,7 @@ def read_classes(folder: Path, walker: FolderWalker) -> ImagesByClass:
     loose = walker.loose_images(str(folder))
     if not names:
         found = f"{plural(len(loose), 'image')} straight in it" if loose else "no folders in it"
-        hint = _list_hint(folder)
+        hint = _list_hint(folder) or (UNLABELLED if loose else "")
         raise DataError(f"{printable(folder)} has no class folders ({found}); {LAYOUT}{hint}")
     return {name: walker.images(str(folder / name)) for name in names}
 

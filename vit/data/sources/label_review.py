@@ -108,6 +108,10 @@ def read_labels(
     contents = read_list(path, spec, [])
     name, rows = printable(path), len(contents.entries)
     contents.entries = {image: one for image, one in contents.entries.items() if one.labels}
+    # a row that was left empty does not contradict a later one with the label
+    contents.relabelled = [
+        found for found in contents.relabelled if found[1].labels and found[2].labels
+    ]
     if not contents.entries:
         column = printable(label_column or "label")
         raise DataError(

@@ -7,6 +7,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config, read_settings
 from vit.config.presets import preset
+from vit.data.archives import relative
+from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
-from vit.text import join_names, plural
+from vit.text import join_names, plural, printable
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
@@ -157,6 +160,31 @@ def complete_for_added_classes(
         "the optimizer and augmentation of the old run; --epochs and other flags change it"
     )
     return config
+
+
+def seen_images_note(weights: str, splits: Splits) -> str | None:
+    """A note where the run `weights` may have learned labels of validation images of `splits`.
+
+    Its training images are all labelled ones of the same folder but those that it held out.
+    """
+    path = Path(weights)
+    run = path.parent if path.is_file() else path
+    if not (splits.made and (run / "config.yaml").is_file() and (run / "split.json").is_file()):
+        return None
+    if make_config(read_settings(run / "config.yaml"), complete=True).training.pretrains:
+        return None
+    split = json.loads((run / "split.json").read_text(encoding="utf-8"))
+    if Path(split["root"]) != splits.root.resolve():
+        return None
+    held_out = {*split["val"]}
+    other = sum(relative(one.path, splits.root) not in held_out for one in splits.val)
+    if not other:
+        return None
+    return (
+        f"note: {other:,} of {plural(len(splits.val), 'validation image')} "
+        f"{'was' if other == 1 else 'were'} not held out by the training of {printable(weights)}: "
+        "if it learned their labels, the scores here are too good"
+    )
 
 
 def recipe_of_run(weights: str) -> dict[str, Any]:
