@@ -120,8 +120,8 @@ class Config:
         balance, task = self.training.balance, self.training.task
         if balance != "none" and not self.training.single_label:
             raise ConfigError(
-                f"balance={balance}: class balancing needs a single-label task, not task={task}; "
-                "leave it out, or use --task classify"
+                f"balance={balance}: class balancing needs one class an image, not task={task}; "
+                "leave it out"
             )
 
     def _check_repeats(self) -> None:

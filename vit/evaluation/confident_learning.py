@@ -13,6 +13,7 @@ arXiv:1911.00068.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ from torch import Tensor
 
 from vit.errors import DataError
 from vit.text import printable
+
+MIN_AGREEMENT = 0.4
+"""Agreement with labels beyond that of the largest class, 0 to 1, below which suspicions mean
+nothing."""
 
 
 class Disagreement(NamedTuple):
@@ -93,6 +98,24 @@ def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
     ]
 
 
+def weak_rows_note(rows: Sequence[LabeledRow]) -> str:
+    """A note that the predictions are too weak to judge labels; empty if they are not.
+
+    They are if they agree with the labels hardly more often than the most frequent class does.
+    """
+    agreement = sum(bool(r.predictions) and r.predictions[0][0] == r.label for r in rows) / len(
+        rows
+    )
+    largest = max(Counter(row.label for row in rows).values()) / len(rows)
+    if agreement - largest >= MIN_AGREEMENT * (1 - largest):
+        return ""
+    return (
+        f"the predictions agree with only {agreement:.0%} of the labels, and {largest:.0%} are of "
+        "one class: most suspected labels are errors of the network, which needs a longer training "
+        "or pretrained weights"
+    )
+
+
 def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
     """Read rows of `vit evaluate --out FILE.jsonl`; those of unreadable images are left out.
 
@@ -107,11 +130,18 @@ def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
                 record = json.loads(line)
                 if "error" in record:
                     continue
+                if "true_labels" in record:
+                    raise DataError(
+                        f"{printable(path)}, line {number}: several labels an image; label errors "
+                        "are found where each image has one class"
+                    )
                 pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
                 score = float(record["label_score"])
                 rows.append(LabeledRow(record["image"], str(record["label"]), score, tuple(pairs)))
     except OSError as error:
         raise DataError(f"{printable(path)}: {error.strerror}") from None
+    except DataError:  # which is a ValueError too
+        raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(
             f"{printable(path)}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "

@@ -33,10 +33,12 @@ from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
+    MIN_AGREEMENT,
     LabeledRow,
     find_disagreement,
     find_suspect_rows,
     read_labeled_rows,
+    weak_rows_note,
 )
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
@@ -50,8 +52,6 @@ COPY = 0.9
 """Cosine from which on two images may be near duplicates."""
 CENTROID_WEIGHT = 10.0
 """Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
-MIN_AGREEMENT = 0.4
-"""Agreement of labels and neighbours beyond chance, 0 to 1, below which suspicions mean nothing."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
@@ -165,7 +165,9 @@ def find_label_errors(
     problems = [*report.problems, *near_duplicates(report, rows, nearest)]
     names = report.listing.classes
     indices = {name: index for index, name in enumerate(names)}
-    if all(len(one.labels) == 1 and one.labels[0] in indices for one in rows):
+    if any(len(one.labels) != 1 for one in rows):
+        notify("note: label errors are not searched for: images have several labels, or none")
+    elif all(one.labels[0] in indices for one in rows):
         labels = torch.tensor([indices[one.labels[0]] for one in rows])
         agreement = neighbour_agreement(nearest, labels, len(names))
         suspected = [
@@ -231,6 +233,8 @@ def add_row_errors(
         )
     if len(known) < len(listed):
         notify(f"note: {len(listed) - len(known)} of {plural(len(listed), 'image')} have no row")
+    if weak := weak_rows_note(known):
+        notify(f"note: {weak}")
     suspected = []
     for found in find_suspect_rows(known):
         image = listed[os.path.realpath(found.row.image)]

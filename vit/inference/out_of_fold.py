@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.config.parser import read_settings
 from vit.evaluation.confident_learning import (
     SuspectRow,
     find_suspect_rows,
     read_labeled_rows,
+    weak_rows_note,
 )
 from vit.inference.evaluate import evaluate_held_out
 from vit.output.output_file import atomic_file
@@ -28,8 +30,13 @@ COLUMNS = ("image", "label", "label_score", "likely", "likely_score", "margin")
 
 
 def evaluate_fold(run: Path) -> dict[str, Any]:
-    """Evaluate the run of a fold on its held-out images, and write their rows."""
-    return evaluate_held_out(run, out=run / ROWS_FILE)
+    """Evaluate the run of a fold on its held-out images, and write their rows.
+
+    With several labels an image the rows have the score of every class: predictions end at the
+    thresholds, which differ between folds.
+    """
+    several = read_settings(run / "config.yaml").get("task") == "multilabel"
+    return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 
 
 def join_folds(folder: Path, folds: int, data: str) -> list[str]:
@@ -64,11 +71,13 @@ def join_folds(folder: Path, folds: int, data: str) -> list[str]:
     found = read_labeled_rows(path)
     suspects = find_suspect_rows(found)
     write_label_errors(errors, suspects)
+    weak = weak_rows_note(found)
     return [
         *lines,
         f"label errors: {len(suspects):,} of {plural(len(found), 'image')} are suspected, the most "
         f"certain first in {printable(errors)}; as images: vit check {quoted(data)} --rows "
         f"{quoted(path)} --html FILE",
+        *([f"note: {weak}"] if weak else []),
     ]
 
 
