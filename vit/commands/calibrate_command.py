@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data",
         metavar="DATA",
         help="labelled images that the network was not trained on, at least 50: a folder, a list "
-        "(.csv, .jsonl), or the name of a built-in set",
+        "(.csv, .jsonl, .xlsx), or the name of a built-in set",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     parser.add_argument(

@@ -193,6 +193,17 @@ def probability(word: str) -> float:
     return number
 
 
+def share(word: str) -> float:
+    """Parse a number in [0, 1]."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to 1")
+    return number
+
+
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --json."""
     parser.add_argument("--json", metavar="FILE", help=what)

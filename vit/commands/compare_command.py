@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data",
         metavar="DATA",
         help="always last: labelled images that none was trained on: a folder, a list (.csv, "
-        ".jsonl), or the name of a built-in set",
+        ".jsonl, .xlsx), or the name of a built-in set",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="a folder of labelled images, a list of them (.csv, .jsonl), or the name of a "
+        help="a folder of labelled images, a list of them (.csv, .jsonl, .xlsx), or the name of a "
         "built-in set; for a captioner a list of captions, or a folder with one",
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
@@ -47,13 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="FILE",
         help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; "
-        "an older file is replaced",
+        "with several labels an image, its true labels and those above their thresholds; an older "
+        "file is replaced",
     )
     parser.add_argument(
         "--top-k",
         type=positive_int,
         metavar="K",
-        help="predicted classes in a row of --out (default: 5)",
+        help="predicted classes in a row of --out (default: 5; of a multi-label network all above "
+        "their thresholds)",
+    )
+    parser.add_argument(
+        "--all-scores",
+        action="store_true",
+        help="the score of every class in a row of --out, in columns class_score_NAME",
     )
     add_csv_options(parser)
     parser.add_argument(
@@ -86,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         check_output(path, overwrite=True)
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
+    if args.all_scores and args.out is None:
+        raise ConfigError("--all-scores are columns of the rows: give --out FILE as well")
 
     with quick_imports():
         from vit.inference.evaluate import evaluate
@@ -97,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             **inference_settings(args),
             out=args.out,
             top_k=args.top_k,
+            all_scores=args.all_scores,
             csv_separator=args.csv_separator,
             csv_digits=args.csv_digits,
             slice=args.slice,

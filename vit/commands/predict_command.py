@@ -16,6 +16,7 @@ from vit.commands.command_options import (
     positive_int,
     probability,
     search_from_args,
+    share,
 )
 from vit.commands.command_output import Progress, notify
 from vit.commands.command_parser import CommandParser
@@ -74,10 +75,10 @@ def _add_rows(group: Any) -> None:
     )
     group.add_argument(
         "--threshold",
-        type=probability,
+        type=share,
         metavar="P",
         help="minimum probability of a class (default: none; for a multi-label network the "
-        "threshold of each class)",
+        "threshold of each class, and 0 gives all classes)",
     )
     group.add_argument(
         "--reject",

@@ -49,8 +49,8 @@ def add_arguments(parser: CommandParser) -> None:
         "data",
         nargs="?",
         metavar="IMAGES",
-        help="a folder of images, with or without class folders, a list of them (.csv, .jsonl), "
-        "tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+        help="a folder of images, with or without class folders, a list of them (.csv, .jsonl, "
+        ".xlsx), tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
     )
     parser.add_argument(
         "--method",

@@ -64,7 +64,7 @@ def add_arguments(parser: CommandParser) -> None:
         "data",
         nargs="?",
         metavar="DATA",
-        help="a folder of images, a list of them or of captions (.csv, .jsonl), tar shards, "
+        help="a folder of images, a list of them or of captions (.csv, .jsonl, .xlsx), tar shards, "
         "hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
     )
     add_run_flags(parser, default="runs/<name of DATA>")

@@ -121,7 +121,7 @@ class Config:
         if balance != "none" and not self.training.single_label:
             raise ConfigError(
                 f"balance={balance}: class balancing needs a single-label task, not task={task}; "
-                "leave it out, or use --task classify"
+                "leave it out, or use --task classify, which needs one class an image"
             )
 
     def _check_repeats(self) -> None:

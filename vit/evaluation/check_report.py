@@ -1,9 +1,12 @@
 """HTML report of `vit check`: problems of a dataset with thumbnails, in one offline file."""
 
+from pathlib import Path
 from typing import Any
 
+from vit.data.checks.check_listing import DatasetListing
 from vit.data.checks.dataset_check import CheckReport, summarize_stats
 from vit.data.checks.problems import KINDS, Problem, display_name
+from vit.data.sources.list_files import is_list
 from vit.evaluation.html_page import read_thumbnail, render_page
 
 MAX_PROBLEMS = 24
@@ -24,7 +27,7 @@ def check_page(report: CheckReport) -> str:
     }
     return render_page(
         "check_report.html.j2",
-        heading=listing.root.resolve().name or str(listing.root),
+        heading=_name_of(listing),
         report=report,
         severities=report.severities(),
         kinds=[
@@ -40,6 +43,13 @@ def check_page(report: CheckReport) -> str:
         counts={split: listing.counts(split) for split in listing.splits},
         statistics=summarize_stats([*report.stats.values()]),
     )
+
+
+def _name_of(listing: DatasetListing) -> str:
+    """The list, or the folder of the dataset."""
+    if listing.spec is not None and is_list(listing.spec.data):
+        return Path(listing.spec.data).name
+    return listing.root.resolve().name or str(listing.root)
 
 
 def _problem(report: CheckReport, problem: Problem) -> dict[str, Any]:

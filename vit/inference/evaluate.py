@@ -18,7 +18,6 @@ With `out`, each image has a row in a file: its ground truth and its prediction.
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,9 +32,10 @@ from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
+from vit.data.sources.held_out_split import read_split
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split, read_source
-from vit.errors import ConfigError, DataError, RunError
+from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.accuracy_slices import accuracy_slices
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
@@ -55,11 +55,12 @@ from vit.output.prediction_results import (
 )
 from vit.precision import autocast
 from vit.tasks.task import Task
-from vit.text import printable
+from vit.text import plural, printable
 from vit.weights.saved_model import LoadedRun
 
-SPLIT_FILE = "split.json"
 ROBUSTNESS_SCORES = ("top1", "map")
+CLASS_SCORE = "class_score_"
+"""Begins the name of the column of the score of a class."""
 ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv", ".xlsx": "xlsx"}
 
 
@@ -86,6 +87,7 @@ def evaluate(
     intensity_range: tuple[float, float] | None = None,
     out: PathLike | None = None,
     top_k: int | None = None,
+    all_scores: bool = False,
     csv_separator: str | None = None,
     csv_digits: int | str | None = None,
     no_calibration: bool = False,
@@ -106,7 +108,9 @@ def evaluate(
         images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         device, batch_size, ..., no_calibration: As for Predictor.
         out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
-        top_k: Number of predicted classes in a row; 5 by default.
+        top_k: Number of predicted classes in a row; 5 by default, and with several labels an image
+            all above their thresholds.
+        all_scores: Whether a row has the score of every class too, as `class_score_NAME`.
         csv_separator, csv_digits: Of rows as .csv: comma, semicolon or tab, and decimal digits of
             scores, 4 by default, or `full`.
         slice: Columns of a list, by whose values `slices` has the accuracy too.
@@ -164,7 +168,14 @@ def evaluate(
     else:
         names = predictor.task.label_names(spec, predictor.classes)
         rows = EvaluationRows(
-            predictor, samples, names, style, top_k, csv=csv, local=csv_separator is not None
+            predictor,
+            samples,
+            names,
+            style,
+            top_k,
+            all_scores=all_scores,
+            csv=csv,
+            local=csv_separator is not None,
         )
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
@@ -281,7 +292,8 @@ class EvaluationRows:
         samples: The images.
         names: Class names that their labels are indices into.
         style: A format of vit/output/prediction_results.py.
-        top_k: Number of predicted classes in a row; 5 by default.
+        top_k: As for `evaluate`.
+        all_scores: As for `evaluate`.
         csv: `separator` and `digits` of CSV.
         local: Whether the user chose the separator of CSV.
     """
@@ -294,6 +306,7 @@ class EvaluationRows:
         style: str,
         top_k: int | None = None,
         *,
+        all_scores: bool = False,
         csv: Mapping[str, Any],
         local: bool = False,
     ) -> None:
@@ -307,6 +320,8 @@ class EvaluationRows:
         if any(sample.captions for sample in samples):
             self.truth.append("references")
         classes = predictor.classes
+        self.scored = {f"{CLASS_SCORE}{name}": n for n, name in enumerate(classes) if all_scores}
+        self.truth += self.scored
         most, _ = resolve_top_k(classes, predictor.thresholds, top_k, None)
         layout = Layout(
             min(most, len(classes)),
@@ -330,6 +345,9 @@ class EvaluationRows:
 
     def truth_of(self, name: str, output: ImageOutput, sample: Sample) -> Truth:
         """A value of `Prediction.truth`; None if the data or the network has none."""
+        if name in self.scored:
+            scores = output.probabilities
+            return None if scores is None else float(scores[self.scored[name]])
         if name == "references":
             return sample.captions
         if name == "true_labels":
@@ -402,7 +420,40 @@ def load_samples(
     for note in notes:
         notify(note)
     task.check_samples(samples, spec.data)
+    if run is not None and spec.split == "val":
+        seen = count_trained_on(run, samples)
+        if seen:
+            notify(
+                f"note: {printable(run)} was trained on {seen:,} of these "
+                f"{plural(len(samples), 'image')}, so the numbers are too good for new ones; give "
+                "images that it has not seen"
+            )
     return samples
+
+
+def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
+    """How many of `samples` the training of `run` learned from, if it held out its own images.
+
+    Its data are read again if images of `samples` are in their folder; 0 if they are gone.
+
+    Raises:
+        RunError: split.json of the run is damaged.
+    """
+    record = read_split(run)
+    if record is None:
+        return 0
+    held_out = {os.path.realpath(record.root / name) for name in record.val}
+    paths = {os.path.realpath(sample.path) for sample in samples}
+    inside = os.path.join(os.path.realpath(record.root), "")
+    if not any(path.startswith(inside) for path in paths - held_out):
+        return 0
+    try:
+        data = make_config(read_settings(run / "config.yaml"), complete=True).data
+        index = read_source(dataclasses.replace(DatasetSpec.from_config(data), split="train"))
+    except VitError:
+        return 0
+    trained = index.splits.get("train", index.splits.get("", []))
+    return len(paths & {os.path.realpath(one.path) for one in trained} - held_out)
 
 
 def evaluated_spec(
@@ -439,7 +490,7 @@ def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[st
         if not any(found.get(column, {}).values()):
             raise ConfigError(
                 f"slice={printable(column)}: {printable(spec.data)} has no such column, or "
-                "nothing in it; name one of a list (.csv, .jsonl) or table"
+                "nothing in it; name one of a list (.csv, .jsonl, .xlsx) or table"
             )
     return found
 
@@ -487,14 +538,10 @@ def held_out_images(
     Raises:
         RunError: split.json of the run is damaged.
     """
-    path = run / SPLIT_FILE
-    if not path.is_file():
+    record = read_split(run)
+    if record is None:
         return []
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        names, origin = [os.fspath(name) for name in record["val"]], Path(record["root"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
+    origin, names = record.root, record.val
     root = resolve_folder(data)[0] if root is None else root
     names_there = set(known)
     if root.resolve() == origin or all(n in names_there or (root / n).is_file() for n in names):

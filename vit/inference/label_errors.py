@@ -168,7 +168,9 @@ def find_label_errors(
     problems = [*report.problems, *near_duplicates(report, rows, nearest)]
     names = report.listing.classes
     indices = {name: index for index, name in enumerate(names)}
-    if all(len(one.labels) == 1 and one.labels[0] in indices for one in rows):
+    if any(len(one.labels) != 1 for one in rows):
+        notify("note: label errors are not searched for: images have several labels, or none")
+    elif all(one.labels[0] in indices for one in rows):
         labels = torch.tensor([indices[one.labels[0]] for one in rows])
         agreement = neighbour_agreement(nearest, labels, len(names))
         suspected = [

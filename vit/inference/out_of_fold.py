@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.config.parser import read_settings
 from vit.evaluation.confident_learning import (
     SuspectRow,
     find_suspect_rows,
@@ -29,8 +30,13 @@ COLUMNS = ("image", "label", "label_score", "likely", "likely_score", "margin")
 
 
 def evaluate_fold(run: Path) -> dict[str, Any]:
-    """Evaluate the run of a fold on its held-out images, and write their rows."""
-    return evaluate_held_out(run, out=run / ROWS_FILE)
+    """Evaluate the run of a fold on its held-out images, and write their rows.
+
+    With several labels an image the rows have the score of every class: predictions end at the
+    thresholds, which differ between folds.
+    """
+    several = read_settings(run / "config.yaml").get("task") == "multilabel"
+    return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 
 
 def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -> list[str]:

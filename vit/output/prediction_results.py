@@ -51,7 +51,7 @@ class Prediction:
         embedding: Input of the network's head, if requested; never in a row.
         truth: Ground truth of the image, in rows of an evaluation: `label`, and the
             probability of it, `label_score`; `true_labels` if there may be several; `references`,
-            captions.
+            captions. After these, on request, the score of each class, `class_score_NAME`.
         unknown: Reason why the best class is no answer, with `reject`; None if it is one.
         prediction_set: Classes that contain the true one with the requested coverage, the most
             probable first; empty if not requested.
@@ -327,7 +327,7 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
     def line(prediction: Prediction) -> str:
         return csv_row([text(cell) for cell in cells(prediction)], layout.separator)
 
-    return csv_row(header, layout.separator), line
+    return csv_row([csv_text(name) for name in header], layout.separator), line
 
 
 def xlsx_lines(layout: Layout) -> tuple[str, Line]:
@@ -342,7 +342,7 @@ def xlsx_lines(layout: Layout) -> tuple[str, Line]:
     def line(prediction: Prediction) -> str:
         return to_json([json_cell(cell) for cell in cells(prediction)]) + "\n"
 
-    return to_json(header) + "\n", line
+    return to_json([json_cell(name) for name in header]) + "\n", line
 
 
 def json_cell(cell: Cell) -> str | float | None:

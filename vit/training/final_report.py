@@ -21,6 +21,7 @@ from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
+from vit.data.sources.held_out_split import read_split
 from vit.errors import DataError, RunError, VitError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.image_properties import ImageProperties
@@ -358,10 +359,10 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
     Raises:
         DataError: None of them is there.
     """
-    path = folder / "split.json"
-    if not (splits.made and path.is_file()):
+    split = read_split(folder) if splits.made else None
+    if split is None:
         return splits
-    names = set(json.loads(path.read_text(encoding="utf-8"))["val"])
+    names = set(split.val)
     held = [one for one in (*splits.train, *splits.val) if relative(one.path, splits.root) in names]
     if len(held) < len(names):
         notify(f"note: {len(names) - len(held)} of {len(names)} validation images are not there")

@@ -89,7 +89,7 @@ MEASURED = 3
 # A network is timed unless it is out of reach even where it is so many times as fast as the last.
 FASTER = 2.0
 # Settings of the training that decide what is planned with, beside those of data and device.
-BEFORE = ("task", "time", "seed")
+BEFORE = ("task", "time", "seed", "balance")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:

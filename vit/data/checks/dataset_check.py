@@ -27,6 +27,7 @@ from vit.data.sources.dataset_warnings import (
     few_note,
     imbalance_note,
     lookalike_names,
+    misspelt_names,
     similar_names,
 )
 from vit.text import plural, printable
@@ -264,6 +265,10 @@ def class_problems(listing: DatasetListing) -> list[Problem]:
     counts = {
         name: number for name, number in listing.counts(listing.train_split).items() if number
     }
+    for rare, frequent in misspelt_names(counts):
+        images = plural(counts[rare], "image")
+        detail = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
+        problems.append(Problem("similar_names", detail))
     if len(counts) > 1:
         notes = {"few_pictures": few_note(counts), "imbalance": imbalance_note(counts)}
         problems += [Problem(kind, note) for kind, note in notes.items() if note]

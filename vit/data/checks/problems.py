@@ -42,6 +42,7 @@ KINDS: dict[str, Severity] = {
     # training continues, and its result may be wrong
     "missing_class": "warning",
     "class_names": "warning",
+    "similar_names": "warning",
     "imbalance": "warning",
     "few_pictures": "warning",
     "leak": "warning",
@@ -60,6 +61,7 @@ KINDS: dict[str, Severity] = {
     "suspected_label": "warning",
     "weak_features": "warning",
     "lone_label": "warning",
+    "merged_labels": "warning",
     "group_in_test": "warning",
     # worth knowing
     "no_val": "note",
@@ -72,7 +74,6 @@ KINDS: dict[str, Severity] = {
     "outside_link": "note",
     "duplicate": "note",
     "near_duplicate": "note",
-    "similar_names": "warning",
     "tiny": "note",
     "huge": "note",
     "extreme_aspect": "note",
@@ -87,7 +88,7 @@ SKIPPABLE = ("unreadable", "empty_file", "truncated", "too_large", "decoder_fail
 """Errors that `--on-bad-image skip` leaves out."""
 LOCATED = (
     *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
-    *("bad_shard", "bad_label", "lone_label"),
+    *("merged_labels", "bad_shard", "bad_label", "lone_label"),
 )
 """Kinds whose detail already names the location: a line of a list, a shard, or other images."""
 SINGULAR = {"are": "is", "have": "has"}

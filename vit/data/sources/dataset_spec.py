@@ -18,7 +18,7 @@ UNSEEN = "unseen"
 """Evaluation-only split: combinations that the training split lacks."""
 SPLIT_NAMES = ("train", *VAL_NAMES, UNSEEN)
 LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
-HARMLESS = ("repeated_line", "lone_label")
+HARMLESS = ("repeated_line", "merged_labels", "lone_label")
 """Kinds of row errors that do not stop a training."""
 
 

@@ -1,8 +1,10 @@
 """Warnings about a dataset before training: class names, class counts, identical files."""
 
 import contextlib
+import difflib
 import hashlib
 import os
+import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,6 +23,8 @@ FEW_IMAGES = 10
 MAX_COMPARED = 50_000
 """Images up to which identical files are searched for."""
 TAIL_BYTES = 4096
+SIMILARITY = 0.8
+"""Ratio of difflib from which on the name of a rare class may be a typo of another."""
 
 
 def lookalike_names(classes: Sequence[str]) -> dict[str, list[str]]:
@@ -38,6 +42,26 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
         by_form[" ".join(unicodedata.normalize("NFC", name).casefold().split())].append(name)
     found = [names for names in by_form.values() if len(names) > 1]
     return [names for names in found if names not in lookalike_names(classes).values()]
+
+
+def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Pairs of a rare class and a frequent one whose name is nearly the same, perhaps a typo.
+
+    Names with digits are left out: those of a series differ in one.
+    """
+    words = {name: n for name, n in counts.items() if not re.search(r"\d", name)}
+    rare = [name for name, n in words.items() if 0 < n < FEW_IMAGES]
+    pairs = []
+    for name in rare:
+        frequent = [
+            other
+            for other, n in words.items()
+            if n >= IMBALANCE * words[name] and other.casefold() != name.casefold()
+        ]
+        near = difflib.get_close_matches(name, frequent, n=1, cutoff=SIMILARITY)
+        if near and abs(len(near[0]) - len(name)) <= 1:
+            pairs.append((name, near[0]))
+    return pairs
 
 
 def name_notes(classes: Sequence[str]) -> list[str]:

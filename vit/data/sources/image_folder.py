@@ -34,7 +34,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
         if (value := getattr(spec, name)) is not None:
             raise ConfigError(
                 f"{name}={value!r}: {printable(spec.data)} is a folder of class folders, not a "
-                "list; leave it out, or give a list (.csv, .jsonl)"
+                "list; leave it out, or give a list (.csv, .jsonl, .xlsx)"
             )
     root, notes = resolve_folder(spec.data)
     walker = FolderWalker(str(root))

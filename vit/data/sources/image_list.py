@@ -160,6 +160,36 @@ class ImageList:
                 skip_or_raise(self.errors, "several_labels", self._several_labels(entry.line), name)
                 del self.entries[name]
 
+    def report_merged(self, notes: list[str]) -> None:
+        """Report the images whose lines have other labels: an image has all of them.
+
+        `vit check` gets each of them, where a cell can have several labels: such lines may be
+        contradictions. Of a list with a line for each label there is a note.
+        """
+        merged = {name: (one, other) for name, one, other in reversed(self.relabelled)}
+        if not merged:
+            return
+        if self.errors is not None and self.multilabel:
+            self.errors += [
+                RowError("merged_labels", self._merged(name, *entries), (name,))
+                for name, entries in reversed(merged.items())
+            ]
+            return
+        name, (one, other) = [*merged.items()][-1]
+        notes.append(
+            f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in another "
+            f"line, such as {name} in lines {one.line} and {other.line}: all of them are taken"
+        )
+
+    def _merged(self, name: str, one: Entry, other: Entry) -> DataError:
+        own, others = (printable("|".join(entry.labels)) or "none" for entry in (one, other))
+        return wrong(
+            self.path,
+            f"{name} is labelled {others}, and {own} in line {one.line}: all of them are taken; "
+            "correct one, or keep both lines",
+            other.line,
+        )
+
     def _several_labels(self, line: int) -> DataError:
         advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
         return wrong(self.path, f"several labels; {advice}", line)
@@ -302,7 +332,9 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     for contents in lists:
         if not multilabel and (spec.labels or spec.captions):
             contents.check_single()
-        elif contents.multilabel and spec.row_errors is not None:
+            continue
+        contents.report_merged(notes)
+        if contents.multilabel and spec.row_errors is not None:
             advice = "so an image may have several, or none, as --task multilabel learns them"
             where = f"{printable(contents.path)}, line {contents.multilabel}"
             notes.append(f"{where}: several labels, {advice}")

@@ -20,7 +20,7 @@ SPREADSHEETS = {
 }
 """Suffix -> kind of file, and the menu that exports it as CSV."""
 ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".txz", ".tbz", ".tbz2")
-EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl)"
+EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
 WILDCARDS = re.compile(r"[*?]")
 RUN_FILES = ("config.yaml", "metrics.jsonl")
 """In every run folder."""

@@ -17,6 +17,7 @@ from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
+from vit.data.workbook import is_workbook
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -39,6 +40,9 @@ SEPARATORS = "|;"
 """Between the classes of one cell of a table: the first of these that is in it."""
 INSIDE = "say which folder holds the images with --images, or take it with --allow-outside"
 DRIVE = re.compile("[A-Za-z]:/")
+MIDNIGHT = "T00:00:00"
+WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
+"""A date in a cell, as `cell_text` has it."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ def clean_path(written: str, path: str, line: int, *, outside: bool = False) -> 
     """
     name = written.strip()
     if not name:
-        raise wrong(path, "no file name", line)
+        raise wrong(path, "no file name; give one, or delete the line", line)
     check_unicode(name, path, line)
     if "\0" in name:
         raise wrong(path, "a file name with a NUL character", line)
@@ -364,6 +368,13 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
     name = "" if value is None else str(value).strip()
     if "\0" in name:
         raise wrong(path, "a label with a NUL character", line)
+    if is_workbook(path) and WORKBOOK_DATE.fullmatch(name):
+        raise wrong(
+            path,
+            f"the label is a date, {name.removesuffix(MIDNIGHT)}: Excel makes one of a text such "
+            "as 1/2; format the column as text, and write the label again",
+            line,
+        )
     if not name and not may_lack:
         raise wrong(path, "an empty label in a list of them; leave it out", line)
     return name

@@ -55,7 +55,7 @@ def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
             if (value := getattr(spec, name)) is not None:
                 raise ConfigError(
                     f"{name}={value!r}: {printable(spec.data)} is not a list; leave it out, or "
-                    "give a list (.csv, .jsonl)"
+                    "give a list (.csv, .jsonl, .xlsx)"
                 )
         index = read(spec)
         splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}

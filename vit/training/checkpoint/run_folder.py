@@ -13,6 +13,7 @@ from vit.config.parser import flatten, make_config, read_settings, write_setting
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
+from vit.data.sources.held_out_split import SPLIT_FILE
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.file_lock import lock_file
@@ -31,7 +32,7 @@ from vit.weights.saved_model import PRETRAINING_FILE, TOKENIZER_FILE
 TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 """Answers of a teacher for the training images, in their order; and the name of their tensor."""
 FILES = (
-    *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "split.json"),
+    *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
 )
 WEIGHTS = "model.safetensors"
@@ -232,4 +233,4 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
             "fold": config.data.fold,
             "val": [relative(sample.path, splits.root) for sample in splits.val],
         }
-        write_text(folder / "split.json", json.dumps(record, indent=1) + "\n")
+        write_text(folder / SPLIT_FILE, json.dumps(record, indent=1) + "\n")

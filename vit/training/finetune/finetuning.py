@@ -7,7 +7,6 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from vit.config.presets import preset
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
+from vit.data.sources.held_out_split import read_split
 from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
@@ -169,14 +169,12 @@ def seen_images_note(weights: str, splits: Splits) -> str | None:
     """
     path = Path(weights)
     run = path.parent if path.is_file() else path
-    if not (splits.made and (run / "config.yaml").is_file() and (run / "split.json").is_file()):
+    split = read_split(run) if splits.made else None
+    if split is None or split.root != splits.root.resolve():
         return None
     if make_config(read_settings(run / "config.yaml"), complete=True).training.pretrains:
         return None
-    split = json.loads((run / "split.json").read_text(encoding="utf-8"))
-    if Path(split["root"]) != splits.root.resolve():
-        return None
-    held_out = {*split["val"]}
+    held_out = {*split.val}
     other = sum(relative(one.path, splits.root) not in held_out for one in splits.val)
     if not other:
         return None
