@@ -76,6 +76,7 @@ KINDS: dict[str, Severity] = {
     "tiny": "note",
     "huge": "note",
     "extreme_aspect": "note",
+    "frames": "note",
     "turned": "note",
     "alpha": "note",
     "mode": "note",
@@ -87,9 +88,10 @@ SKIPPABLE = ("unreadable", "empty_file", "truncated", "too_large", "decoder_fail
 """Errors that `--on-bad-image skip` leaves out."""
 LOCATED = (
     *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
-    *("bad_shard", "bad_label", "lone_label"),
+    *("bad_shard", "bad_label", "lone_label", "folder_unreadable"),
 )
-"""Kinds whose detail already names the location: a line of a list, a shard, or other images."""
+"""Kinds whose detail already names the location: a line of a list, a shard, a folder, or other
+images."""
 
 
 REASONS = {
@@ -156,10 +158,15 @@ def display_name(path: str, root: Path) -> str:
 
 
 def shared_property(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
-    """One problem for all images with a property; none if there are no such images."""
+    """One problem for all images with a property; none if there are no such images.
+
+    `what` begins with the verb, in the plural.
+    """
     if not images:
         return []
-    detail = f"{plural(len(images), 'image')} of {total:,} {what}"
+    verb, rest = what.split(" ", 1)
+    verb = {"have": "has", "are": "is"}.get(verb, verb) if len(images) == 1 else verb
+    detail = f"{plural(len(images), 'image')} of {total:,} {verb} {rest}"
     return [Problem(kind, detail, tuple(images[:SHOWN]), len(images))]
 
 
