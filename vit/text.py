@@ -11,6 +11,8 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", 
 """The last four are the full-width forms of the first."""
 FORMULA_INSIDE = re.compile('([,;\t]"?)(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])')
 """Where a formula begins if a spreadsheet takes another character for the separator."""
+FORMULA_GUARD = re.compile("(^|[,;\t]\"?)'(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])")
+"""An apostrophe of `csv_text`."""
 BOM = "\ufeff"
 """Before a CSV file that is not ASCII, which Excel reads as the machine's old code page without."""
 
@@ -114,6 +116,11 @@ def csv_text(text: str) -> str:
     semicolon: which of them separates cells, the spreadsheet decides by its country."""
     safe = FORMULA_INSIDE.sub(r"\1'", printable(text))
     return ("'" if text.startswith(FORMULA_STARTS) else "") + safe
+
+
+def without_formula_guards(cell: str) -> str:
+    """A cell without the apostrophes of `csv_text`."""
+    return FORMULA_GUARD.sub(r"\1", cell)
 
 
 def _escape(character: str) -> str:

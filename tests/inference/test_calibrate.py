@@ -49,10 +49,21 @@ def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, cap
     assert found["after"]["top1"] == raw["top1"]
     assert f"{found['after']['ece']:.4f} after" in printed.out
     assert "temperature" in printed.err
+    assert printed.out.endswith(f"stored in          {run / 'config.json'}\n")
     again = evaluate(run, str(tiny_data), **EXACT)
     assert again["top1"] == raw["top1"]
     assert again["nll"] < raw["nll"]
     assert evaluate(run, str(tiny_data), no_calibration=True, **EXACT)["nll"] == raw["nll"]
+
+
+def test_unreadable_images_are_counted(run, tiny_data, tmp_path, capsys):
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    next(data.rglob("*.png")).write_bytes(b"")
+    words = ["calibrate", str(run), str(data), "--device", "cpu", "--precision", "fp32"]
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert "1 of 27 images failed and are left out of the calibration" in printed.err
+    assert "stored in" in printed.out
 
 
 def test_a_second_calibration_replaces_the_first(run, tiny_data):

@@ -84,7 +84,7 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
     entries = read_list(str(path), DatasetSpec(str(path)), []).entries
     guard = "'" if name.endswith(".csv") else ""
     assert {image: entry.labels for image, entry in entries.items()} == {
-        f"{guard}=a/1.png": (f"{guard}=a",),
+        f"{guard}=a/1.png": ("=a",),
         "hat/-2.png": ("hat",),
     }
     assert path.read_bytes().startswith("\ufeff".encode()) == name.endswith(".csv")

@@ -15,6 +15,7 @@ from vit.output.sort_into_folders import (
     check_sorting,
     folder_names,
     image_names,
+    renamed_note,
 )
 
 STRANGE = [
@@ -44,6 +45,12 @@ def test_ordinary_names_stay_as_they_are():
     plain = ["cat", "T-shirt", "golden retriever", "n01440764", "猫", "Crème brûlée", "a.b, c"]
     assert folder_names(plain) == plain
     assert folder_names(["cat", "Cat", "a/b"]) == ["cat", "Cat~2", "a%2Fb"]
+    assert folder_names(["hat 100% wool", "5 %", "a%2Fb"]) == ["hat 100% wool", "5 %", "a%252Fb"]
+
+
+def test_changed_names_are_noted():
+    assert renamed_note(["cat", "hat 100% wool"]) == ""
+    assert "a%2Fb (class a/b), Cat~2 (class Cat); before" in renamed_note(["cat", "a/b", "Cat"])
 
 
 def test_images_of_one_name_get_numbers():

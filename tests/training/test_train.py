@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -473,6 +474,19 @@ def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_b
     result = train(config, tmp_path / "run")
     assert [Path(path).name for path in result.failed] == ["3.png"]
     assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
+
+
+def test_an_unreadable_validation_image_is_not_counted(
+    tiny_config, tmp_path, data_with_a_bad_image, capsys
+):
+    data = data_with_a_bad_image
+    bad = min((data / "val").rglob("*.png"))
+    shutil.copy(data / "train/red/3.png", bad)
+    shutil.copy(data / "train/red/2.png", data / "train/red/3.png")
+    number = len([*(data / "val").rglob("*.png")])
+    config = tiny_config(data=str(data), on_bad_image="skip", epochs=1, warmup_epochs=0)
+    assert [*train(config, tmp_path / "run").failed] == [str(bad)]
+    assert f" of {number - 1} images" in capsys.readouterr().err
 
 
 def test_mixed_pairs_are_in_one_micro_batch(tiny_config, tmp_path):

@@ -1,6 +1,7 @@
 """`vit calibrate`: measure how far the scores of a trained model can be trusted, and store it."""
 
 import argparse
+import os
 
 from vit.commands.command_options import (
     add_json_option,
@@ -12,7 +13,7 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import image_bar, notify, write_json
 from vit.output.output_file import check_output, standard_output
-from vit.text import printable
+from vit.text import plural, printable
 
 ROWS = {
     "ece": "calibration error",
@@ -76,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     for name, title in ROWS.items():
         before, after = found["before"][name], found["after"][name]
         lines.append(f"{title:<18} {before:.4f} before, {after:.4f} after, on held-out images")
+    lines.append(f"{'stored in':<18} {printable(os.path.join(args.run, 'config.json'))}")
     print("\n".join(lines), file=standard_output(), flush=True)
     for row in found["failed"]:
         notify(f"vit calibrate: {printable(row['image'])}: {printable(row['error'])}")
+    if failed := len(found["failed"]):
+        total = plural(failed + found["calibration"]["images"], "image")
+        notify(f"vit calibrate: {failed:,} of {total} failed and are left out of the calibration")
     return int(bool(found["failed"]))

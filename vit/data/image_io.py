@@ -62,6 +62,8 @@ FORMATS = (
     *("AVIF", "JPEG2000", "ICO", "DIB", "QOI"),
 )
 JPEG_FORMATS = {"JPEG", "MPO"}
+STACKS = {"TIFF", "GIF", "WEBP", "PNG", "AVIF"}
+"""Formats whose files may have several frames or pages; MPO has previews."""
 MAX_PIXELS = 100_000_000
 """Below Pillow's own limit of 179 million: decoding may need eight bytes per pixel."""
 MAX_SCANNED_PIXELS = 2_000_000_000
@@ -229,6 +231,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         rotated, deep = transpose is not None, is_deep(image)
         size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
         return Header(image.format or "", image.mode, rotated, alpha, deep, *size)
+
+
+def has_more_frames(path: str | os.PathLike[str]) -> bool:
+    """Whether a readable image is the first of several frames or pages, so the others are unused.
+
+    Not the previews that cameras append to a JPEG.
+    """
+    with _open_image(path) as image, contextlib.suppress(Exception):  # only later frames are bad
+        return image.format in STACKS and bool(getattr(image, "is_animated", False))
+    return False
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -61,7 +61,13 @@ from vit.output.resumable_output import (
     ResumableOutput,
     describe_differences,
 )
-from vit.output.sort_into_folders import UNSURE, ImageSorter, SortMethod, check_sorting
+from vit.output.sort_into_folders import (
+    UNSURE,
+    ImageSorter,
+    SortMethod,
+    check_sorting,
+    renamed_note,
+)
 from vit.paths import path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.text import format_clock, plural, printable
@@ -711,6 +717,8 @@ class PredictionJob:
                 f"{printable(self.config.sort_into)}{into_unsure}; {failed:,} failed and stay out "
                 "of it"
             )
+            if note := renamed_note(self.predictor.classes):
+                self.notify(note)
             if totals["duplicates"]:
                 self.notify(
                     f"{totals['duplicates']:,} of them were in another folder there already, and "

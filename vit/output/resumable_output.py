@@ -342,7 +342,7 @@ class ResumableOutput:
             return f"all rows are kept in {printable(self.finished)}: continue with --resume"
         if not rows:
             remove(files)
-            return "no block was complete and nothing is kept"
+            return "no rows are kept"
         name, verb = printable(self.partial), "is" if rows == 1 else "are"
         parts = f" of {self.processes} processes" if self.processes > 1 else ""
         return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: continue with --resume"

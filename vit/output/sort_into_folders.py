@@ -9,6 +9,7 @@ import fnmatch
 import glob
 import hashlib
 import os
+import re
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -20,11 +21,12 @@ from vit.data.archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
-from vit.text import printable
+from vit.text import join_names, printable
 
 SortMethod = Literal["copy", "symlink", "hardlink"]
 UNSURE = "_unsure"
 PUNCTUATION = " -_.,+=@()[]&'!#"
+ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
 DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
 MAX_NAME_BYTES = 200  # bytes of a name; file systems take 255
 
@@ -32,7 +34,8 @@ MAX_NAME_BYTES = 200  # bytes of a name; file systems take 255
 def folder_names(classes: Sequence[str]) -> list[str]:
     """A folder for each class: safe as a name everywhere, and no two alike.
 
-    Letters, digits and plain punctuation stay; the bytes of all else are %XX. Names that differ in
+    Letters, digits and plain punctuation stay, `%` too unless it would look like %XX; the bytes of
+    all else are %XX. Names that differ in
     case or composition alone are one on some disks: the later ones end in ~2, ~3, ...; a long name
     is cut and ends in ~ and a digest.
     """
@@ -49,6 +52,18 @@ def folder_names(classes: Sequence[str]) -> list[str]:
     return names
 
 
+def renamed_note(classes: Sequence[str]) -> str:
+    """A note about classes whose folders have other names; empty if there are none."""
+    folders = dict(zip(classes, folder_names(classes), strict=True))
+    renamed = [f"{name} (class {label})" for label, name in folders.items() if name != label]
+    if not renamed:
+        return ""
+    return (
+        f"names that some file systems refuse are changed: {join_names(renamed)}; before a "
+        "training on these folders, rename them"
+    )
+
+
 def _safe(label: str) -> str:
     """One component of a path; never empty, `.`, `..`, `_unsure`, a device, or with a `~`."""
     last = len(label) - 1
@@ -56,6 +71,7 @@ def _safe(label: str) -> str:
     parts = []
     for place, letter in enumerate(label):
         safe = unicodedata.category(letter)[0] in "LMN" or letter in PUNCTUATION
+        safe = safe or (letter == "%" and not ESCAPED.match(label, place))
         edge = (place == 0 and (letter in ". " or special)) or (place == last and letter in ". ")
         parts.append(letter if safe and not edge else _percent(letter))
     name = "".join(parts) or "%"

@@ -212,7 +212,7 @@ class Trainer:
         chosen = soup or self.best.first
         self.logger.end(
             chosen,
-            images=len(self.splits.val),
+            images=chosen.get("val_images", len(self.splits.val)),
             routers=self.best.first.get("routers", ()),
         )
         if run.accelerator.is_main_process and self.report:

@@ -1,7 +1,9 @@
 """`vit check` of lists and shards: all faults at once, where training stops at the first."""
 
+import errno
 import io
 import json
+import os
 import tarfile
 
 import pytest
@@ -10,7 +12,7 @@ from PIL import Image
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.dataset_check import CheckReport, check_dataset
-from vit.data.checks.problems import KINDS
+from vit.data.checks.problems import KINDS, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.table_reader import read_table
@@ -333,7 +335,9 @@ def test_a_list_of_captions_has_no_classes_to_count(make_tree):
     root = make_tree({"images": 6})
     (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
     listing = list_dataset(DatasetSpec(str(root), captions=True, labels=False))
-    assert CheckReport(listing, {}, []).lines(5)[0] == "6 images (all 6) with captions"
+    assert CheckReport(listing, {}, []).lines(5)[0] == "6 images with captions"
+    listing = list_dataset(str(make_tree({"train/a": 2, "train/b": 1})))
+    assert CheckReport(listing, {}, []).lines(5)[0] == "3 images (train 3) in 2 classes"
 
 
 def test_all_notes_about_the_source_are_shown(make_tree):
@@ -343,8 +347,6 @@ def test_all_notes_about_the_source_are_shown(make_tree):
     text = "\n".join(checked(root, captions=True, labels=False).lines(5))
     for note in ("no header", "1 image that no line of a list names", "1 empty caption"):
         assert note in text
-    listing = list_dataset(str(make_tree({"train/a": 2, "train/b": 1})))
-    assert CheckReport(listing, {}, []).lines(5)[0] == "3 images (train 3) in 2 classes"
 
 
 def test_an_empty_class_is_one_problem(make_tree):
@@ -353,3 +355,40 @@ def test_an_empty_class_is_one_problem(make_tree):
         "empty_class"
     ]
     assert "empty_folder" not in {one.kind for one in problems}
+
+
+def test_a_folder_without_rights_is_no_empty_class(make_tree, monkeypatch):
+    root = make_tree({"train/a": 2, "train/b": 2, "train/c": 2, "val/a": 1, "val/b": 1, "val/c": 1})
+    for split in ("train", "val"):
+        (root / split / "b" / "locked").mkdir()
+    scandir = os.scandir
+
+    def denied(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr("vit.data.sources.file_walk.os.scandir", denied)
+    listing = list_dataset(str(root))
+    found = [one for one in listing.problems if one.severity != "note"]
+    assert [one.kind for one in found] == ["folder_unreadable"] * 2
+    line = found[0].terminal_line(listing.root)
+    assert line.endswith(
+        "b/locked: cannot be listed (Permission denied); allow reading it "
+        "(chmod u+rwx), or move it out of the data"
+    )
+    with pytest.raises(DataError, match=r"locked: cannot be listed .*; allow reading it"):
+        open_splits(str(root), val_share=0.2, seed=0)
+
+
+def test_counts_and_verbs_agree(make_tree):
+    root = make_tree({"a": 2, "b": 2})
+    (root / "a" / "gone.png").symlink_to(root / "nothing")
+    (root / "stray.png").write_bytes((root / "a" / "0.png").read_bytes())
+    report = checked(root)
+    details = {one.kind: one.detail for one in report.problems}
+    assert details["not_a_file"] == "1 special file (pipes, broken links), left out"
+    assert details["loose_picture"] == "1 image in no class folder, left out"
+    assert shared_property("huge", ["x"], 3, "have pixels")[0].detail == "1 image of 3 has pixels"
+    assert shared_property("huge", ["x"] * 2, 3, "are big")[0].detail == "2 images of 3 are big"
+    assert report.lines(5)[0] == "4 images in 2 classes"

@@ -136,12 +136,15 @@ def test_a_split_that_is_a_file_is_an_error(folder):
     (folder / "val").write_bytes(b"x")
     report, kinds = found(folder)
     assert kinds["split_is_file"] == 1
+    named = next(one for one in report.problems if one.kind == "split_is_file")
+    assert named.terminal_line(report.listing.root).endswith(": val")
     assert len(report.stats) == 24
 
 
 def test_confusable_class_names_are_reported(make_tree):
     names = ["caf\u00e9", "cafe\u0301", "Dog", "dog"]
     report, kinds = found(make_tree(dict.fromkeys(names, 1)))
+    assert any("give them one name" in one.detail for one in report.problems)
     assert kinds["class_names"] == kinds["similar_names"] == kinds["few_pictures"] == 1
     assert not report.failed
 
@@ -323,6 +326,27 @@ def test_the_statistics_of_an_image_are_correct(tmp_path):
     assert isinstance(facts, ImageStats)
     assert facts[:8] == ("PNG", "RGB", 96, 72, False, False, True, False)
     assert compute_stats(str(tmp_path / "missing.png")) == "no such file"
+
+
+@pytest.mark.parametrize("suffix", ["tif", "gif", "webp", "png"])
+def test_a_stack_of_which_one_image_is_read_is_named(folder, suffix):
+    path = folder / f"train/a/stack.{suffix}"
+    scene(7).save(path, save_all=True, append_images=[scene(8), scene(9)])
+    scene(10).save(folder / f"train/a/single.{suffix}")
+    report, _ = found(folder)
+    (named,) = [one for one in report.problems if one.kind == "frames"]
+    assert named.images == (str(path),)
+    total = len(report.stats)
+    assert named.detail == (
+        f"1 image of {total} has several frames or pages, of which only the first is read"
+    )
+
+
+def test_a_damaged_second_frame_is_no_problem(tmp_path):
+    path = tmp_path / "stack.gif"
+    scene(7).save(path, save_all=True, append_images=[scene(8)])
+    path.write_bytes(path.read_bytes()[:-3000])
+    assert isinstance(compute_stats(str(path)), ImageStats)
 
 
 def save_grey(path, values):

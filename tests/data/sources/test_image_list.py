@@ -18,6 +18,7 @@ from vit.data.sources.list_columns import cell_group
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import FORMATS, Layout, Prediction, write_workbook
+from vit.text import csv_text
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]
@@ -505,3 +506,21 @@ def test_rows_of_vit_predict_name_the_files_that_they_are_of(tmp_path, monkeypat
     else:
         Path("rows.csv").write_text("".join(lines), encoding="utf-8")
     assert images_in(f"rows.{suffix}") == names
+
+
+@pytest.mark.parametrize("name", ["=1+1", "-hat 100% wool", "@x", "a,=b"])
+def test_an_apostrophe_of_the_own_csv_files_is_no_part_of_a_label(write, name):
+    cell = csv_text(name)
+    assert cell != name
+    rows = [(image, f'"{cell if label == "a" else label}"') for image, label in ROWS]
+    splits = opened(write(table(rows)))
+    assert splits.classes == (*sorted([name, "b"]),)
+    assert noted(splits, "10 lines with an apostrophe before =, +, - or @ in the label")
+    plain = opened(write(table([(image, f"'{label}'") for image, label in ROWS]), "plain.csv"))
+    assert plain.classes == ("'a'", "'b'")
+    assert not noted(plain, "apostrophe")
+    lines = [
+        json.dumps({"image": image, "label": cell if label == "a" else label})
+        for image, label in ROWS
+    ]
+    assert opened(write("\n".join(lines), "list.jsonl")).classes == (*sorted([cell, "b"]),)

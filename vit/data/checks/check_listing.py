@@ -5,7 +5,7 @@ import difflib
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -181,7 +181,9 @@ def list_folder(root: Path) -> DatasetListing:
     listing = DatasetListing(root)
     for name in SPLIT_NAMES:
         if (root / name).is_file():
-            listing.report("split_is_file", f"{name} is a file, not a folder; {LAYOUT}", name)
+            listing.report(
+                "split_is_file", f"{name} is a file, not a folder; {LAYOUT}", str(root / name)
+            )
     walk = FolderWalker(str(root))
     try:
         folders, beside = split_folders(root, walk)
@@ -214,9 +216,12 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
     classes = walk_or_report(listing, folder, lambda: walk.subfolders(str(folder))) or []
     walk_or_report(listing, folder, lambda: walk.loose_images(str(folder)))
     found: dict[str, list[str]] = {}
+    unlisted = set()
     for label in classes:
-        images = partial(walk.images, str(folder / label))
-        found[label] = walk_or_report(listing, folder / label, images) or []
+        images = walk_or_report(listing, folder / label, partial(walk.images, str(folder / label)))
+        found[label] = images or []
+        if images is None:
+            unlisted.add(label)
     where = printable(folder)
     if not classes:
         loose = plural(len(walk.unclassified), "image")
@@ -226,9 +231,9 @@ def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
         listing.report("no_classes", f"{where} {what}", str(folder))
     elif first:
         listing.classes = classes
-        check_training(listing, folder, found)
+        check_training(listing, folder, found, unlisted)
     else:
-        found = match_classes(listing, name, folder, found)
+        found = match_classes(listing, name, folder, found, unlisted)
     for label, paths in found.items():
         listing.images += [ListedImage(path, name, (label,)) for path in paths]
     reported = {
@@ -248,19 +253,26 @@ def walk_or_report(
     try:
         return walk()
     except (DataError, OSError) as error:
-        words = error.strerror or "" if isinstance(error, OSError) else str(error)
+        words = str(error)
+        if isinstance(error, OSError):
+            words = f"{printable(error.filename or folder)}: {error.strerror}"
         listing.report("folder_unreadable", words, str(folder))
         return None
 
 
-def check_training(listing: DatasetListing, folder: Path, found: dict[str, list[str]]) -> None:
-    """Report empty training classes, and a training split with one class."""
+def check_training(
+    listing: DatasetListing, folder: Path, found: dict[str, list[str]], unlisted: Collection[str]
+) -> None:
+    """Report empty training classes, and a training split with one class.
+
+    A class in `unlisted` has a folder that cannot be listed, and may have images.
+    """
     where = printable(folder)
-    if not any(found.values()):
+    if not any(found.values()) and not unlisted:
         listing.report("no_pictures", f"{where}: no images in its class folders", str(folder))
         return
     for name, paths in found.items():
-        if not paths:
+        if not paths and name not in unlisted:
             words = f"class {printable(name)} {EMPTY_CLASS}"
             listing.report("empty_class", words, str(folder / name))
     if len(found) == 1:
@@ -269,11 +281,19 @@ def check_training(listing: DatasetListing, folder: Path, found: dict[str, list[
 
 
 def match_classes(
-    listing: DatasetListing, split: str, folder: Path, found: dict[str, list[str]]
+    listing: DatasetListing,
+    split: str,
+    folder: Path,
+    found: dict[str, list[str]],
+    unlisted: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """`found` by the names of the training classes; others stay, and are reported."""
+    """`found` by the names of the training classes; others stay, and are reported.
+
+    A class in `unlisted` has a folder that cannot be listed, and is not reported as missing.
+    """
     equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
     matched: dict[str, list[str]] = {}
+    unknown = set()
     for name, paths in found.items():
         matching = (
             name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
@@ -284,9 +304,11 @@ def match_classes(
             words = f"{split} has class {printable(name)}, which train does not have{hint}"
             listing.report("unknown_class", words, str(folder / name))
         matched.setdefault(matching or name, []).extend(paths)
+        if name in unlisted:
+            unknown.add(matching or name)
     if split != UNSEEN:
         for name in listing.classes:
-            if not matched.get(name):
+            if not matched.get(name) and name not in unknown:
                 words = f"{split} has no images of class {printable(name)}"
                 listing.report("missing_class", words, str(folder / name))
     return matched
@@ -312,27 +334,28 @@ def skipped_files(walk: FolderWalker) -> list[Problem]:
         suffix = f".{name.lower().split('.')[-1]}"
         (unsupported if suffix in UNSUPPORTED_SUFFIXES else other).append(name)
     suffixes = {os.path.splitext(name)[1].lower() for name in unsupported}
-    convert = f"images of formats that are not read{unsupported_advice(suffixes)}"
+    convert = f"of a format that is not read{unsupported_advice(suffixes)}"
     kinds = {
-        "foreign_format": (unsupported, convert),
-        "ignored_file": (other, "files not taken for images"),
-        "hidden": (sorted(walk.hidden_paths), "hidden and system names"),
-        "empty_folder": (walk.empty_folders, "folders without images"),
+        "foreign_format": (unsupported, "image", convert),
+        "ignored_file": (other, "file", "not taken for images"),
+        "hidden": (sorted(walk.hidden_paths), "hidden or system name", ""),
+        "empty_folder": (walk.empty_folders, "folder", "without images"),
         "link": (
             walk.skipped_links,
-            "links to folders of this dataset or around it, not followed",
+            "link",
+            "to a folder of this dataset or around it, not followed",
         ),
-        "outside_link": (walk.followed_links, "links to folders outside, followed"),
-        "not_a_file": (walk.special_files, "no regular files (pipes, broken links), left out"),
-        "loose_picture": (walk.unclassified, "images that lie in no class folder, left out"),
+        "outside_link": (walk.followed_links, "link", "to a folder outside, followed"),
+        "not_a_file": (walk.special_files, "special file", "(pipes, broken links), left out"),
+        "loose_picture": (walk.unclassified, "image", "in no class folder, left out"),
     }
     return [
         Problem(
             kind,
-            f"{len(names):,} {words}",
+            f"{plural(len(names), noun)} {words}".rstrip(),
             tuple(os.path.join(walk.root, name) for name in names[:SHOWN]),
             len(names) if len(names) > SHOWN else 0,
         )
-        for kind, (names, words) in kinds.items()
+        for kind, (names, noun, words) in kinds.items()
         if names
     ]

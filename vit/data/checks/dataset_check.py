@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_listing import DatasetListing, list_dataset
+from vit.data.checks.check_listing import ALL, DatasetListing, list_dataset
 from vit.data.checks.duplicates import find_duplicates
 from vit.data.checks.group_leakage import find_group_leakage
 from vit.data.checks.image_stats import (
@@ -87,7 +87,9 @@ class CheckReport:
             f"{printable(split)} {sum(one.split == split for one in listing.images):,}"
             for split in listing.splits
         )
-        head = f"{plural(len(listing.images), 'image')} ({splits or 'none'})"
+        head = plural(len(listing.images), "image")
+        if listing.splits != [ALL]:
+            head += f" ({splits or 'none'})"
         captions = listing.spec is not None and listing.spec.captions
         classes = plural(len(listing.classes), "class", "classes")
         what = "with captions" if captions and not listing.classes else f"in {classes}"
@@ -116,6 +118,8 @@ class CheckReport:
         rest = found["error"] - len(shown)
         skippable = any(problem.kind in SKIPPABLE for problem in shown)
         advice = "; --on-bad-image skip leaves out unreadable images and empty classes"
+        if not all(problem.kind in SKIPPABLE for problem in shown):
+            advice += ", not the others"
         head = f"vit train stops at these errors{advice if skippable else ''}:"
         lines += ["", head] if shown else []
         lines += [f"  {problem.terminal_line(listing.root)}" for problem in shown]
@@ -257,7 +261,10 @@ def class_problems(listing: DatasetListing) -> list[Problem]:
     """Problems of class names and class sizes."""
     problems = []
     for form, names in lookalike_names(listing.classes).items():
-        detail = f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}"
+        detail = (
+            f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}; give "
+            "them one name if they are one class"
+        )
         problems.append(Problem("class_names", detail))
     for names in similar_names(listing.classes):
         detail = f"classes {', '.join(map(repr, names))} differ only in case or spaces"
@@ -294,8 +301,12 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
             lambda one: max(one.width, one.height) > EXTREME_ASPECT * min(one.width, one.height),
             f"are more than {EXTREME_ASPECT:g} times as long as wide, or the other way",
         ),
+        "frames": (
+            lambda one: one.frames,
+            "have several frames or pages, of which only the first is read",
+        ),
         "turned": (lambda one: one.exif_rotated, "are rotated by an EXIF tag, which is applied"),
-        "alpha": (lambda one: one.alpha, "may be transparent: they are composited over white"),
+        "alpha": (lambda one: one.alpha, "may be transparent: composited over white"),
         "blank": (lambda one: one.blank, "are blank: all pixels are equal"),
     }
     tests |= exposure_tests(stats)

@@ -23,12 +23,18 @@ from PIL import Image
 
 from vit.cpu_cores import usable_cores
 from vit.data.archives import open_member
-from vit.data.image_io import Fingerprint, read_header, read_image, read_intensities
+from vit.data.image_io import (
+    Fingerprint,
+    has_more_frames,
+    read_header,
+    read_image,
+    read_intensities,
+)
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
 from vit.text import printable
 
-VERSION = 3
+VERSION = 4
 """Of the statistics; those of another version are computed again."""
 THUMBNAIL_SIDE = 32
 """Of the grey thumbnail, in pixels."""
@@ -83,6 +89,8 @@ class ImageStats(NamedTuple):
     """Whether all pixels are equal."""
     deep: bool
     """Whether it has more than 8 bits per channel."""
+    frames: bool
+    """Whether it has several frames or pages, of which the first is read."""
     levels: Levels
     digest: bytes
     """Hash of the file's content."""
@@ -100,6 +108,7 @@ def compute_stats(path: str) -> StatsOrReason:
         header = read_header(path)
         image = read_image(path, intensity_range="own" if header.deep else None)
         levels = deep_levels(read_intensities(path)) if header.deep else None
+        frames = has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
         return bad.reason
@@ -119,6 +128,7 @@ def compute_stats(path: str) -> StatsOrReason:
         grey=int(np.ptp(small, axis=2).max()) <= GREY_TOLERANCE,
         blank=flat and all(values[-1] - values[0] <= BLANK_TOLERANCE for values in used),
         deep=header.deep,
+        frames=frames,
         levels=levels or levels_of_histogram(histogram),
         digest=digest,
         thumbnail=encode_thumbnail(small),

@@ -77,6 +77,7 @@ KINDS: dict[str, Severity] = {
     "tiny": "note",
     "huge": "note",
     "extreme_aspect": "note",
+    "frames": "note",
     "turned": "note",
     "alpha": "note",
     "mode": "note",
@@ -88,9 +89,10 @@ SKIPPABLE = ("unreadable", "empty_file", "truncated", "too_large", "decoder_fail
 """Errors that `--on-bad-image skip` leaves out."""
 LOCATED = (
     *("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line"),
-    *("merged_labels", "bad_shard", "bad_label", "lone_label"),
+    *("merged_labels", "bad_shard", "bad_label", "lone_label", "folder_unreadable"),
 )
-"""Kinds whose detail already names the location: a line of a list, a shard, or other images."""
+"""Kinds whose detail already names the location: a line of a list, a shard, a folder, or other
+images."""
 SINGULAR = {"are": "is", "have": "has"}
 """Verbs of `shared_property`, for one image."""
 
@@ -160,7 +162,10 @@ def display_name(path: str, root: Path) -> str:
 
 
 def shared_property(kind: str, images: list[str], total: int, what: str) -> list[Problem]:
-    """One problem for all images with a property; none if there are no such images."""
+    """One problem for all images with a property; none if there are no such images.
+
+    `what` begins with the verb, in the plural.
+    """
     if not images:
         return []
     verb, rest = what.split(" ", 1)

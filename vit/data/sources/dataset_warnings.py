@@ -73,7 +73,7 @@ def name_notes(classes: Sequence[str]) -> list[str]:
     ]
     return similar + [
         f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
-        f"({printable(form)})"
+        f"({printable(form)}); give them one name if they are one class"
         for form, names in lookalike_names(classes).items()
     ]
 

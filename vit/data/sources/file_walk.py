@@ -52,6 +52,12 @@ def unsupported_advice(suffixes: Collection[str]) -> str:
     return install + convert
 
 
+def _cannot_list(folder: str, error: OSError) -> DataError:
+    denied = isinstance(error, PermissionError)
+    advice = "; allow reading it (chmod u+rwx), or move it out of the data" if denied else ""
+    return DataError(f"{printable(folder)}: cannot be listed ({error.strerror}){advice}")
+
+
 @dataclass
 class FolderWalker:
     """Lists the images under one or more folders, and records what it leaves out.
@@ -133,7 +139,10 @@ class FolderWalker:
 
     def _enter(self, folder: str) -> bool:
         """Mark `folder` as visited; False if it already was."""
-        status = os.stat(folder)
+        try:
+            status = os.stat(folder)
+        except OSError as error:
+            raise _cannot_list(folder, error) from None
         if (status.st_dev, status.st_ino) in self.visited:
             self.skipped_links.append(self.relative_name(folder))
             return False
@@ -145,7 +154,7 @@ class FolderWalker:
             with os.scandir(folder) as entries:
                 return sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
-            raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+            raise _cannot_list(folder, error) from None
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         hidden = entry.name.startswith(".") or entry.name in SYSTEM_NAMES

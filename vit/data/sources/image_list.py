@@ -60,7 +60,7 @@ from vit.data.sources.list_files import (
 from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import csv_text, join_names, plural, printable
+from vit.text import csv_text, join_names, plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
@@ -99,6 +99,8 @@ class ImageList:
     """Images that have another class in another line, and both lines."""
     guarded: set[str] = field(default_factory=set)
     """Names that may be cells of `csv_text`, with an apostrophe or escapes."""
+    guarded_labels: int = 0
+    """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
 
     def add(self, name: str, entry: Entry) -> None:
         """Add a row; an image may occur again if the rows do not contradict each other.
@@ -242,6 +244,12 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
         raise wrong(path, f"{what} in it; expected a line for each")
     if contents.is_table:
         notes += comma_notes(path, (entry.labels for entry in contents.entries.values()))
+    if contents.guarded_labels:
+        lines = plural(contents.guarded_labels, "line")
+        notes.append(
+            f"{printable(path)}: {lines} with an apostrophe before =, +, - or @ in the label, as "
+            "CSV files of vit have it against formulas: read without it"
+        )
     if contents.repeats and errors is None:
         lines = plural(contents.repeats, "line")
         notes.append(f"{printable(path)}: left out {lines} that name an image again")
@@ -290,6 +298,10 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         labels: tuple[str, ...] = ()
         if spec.labels:
             value = values.get(columns.label)
+            if row.is_table and isinstance(value, str):
+                plain = without_formula_guards(value)
+                contents.guarded_labels += plain != value
+                value = plain
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
         contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
         split = cell_split(values.get(columns.split), path, line) if columns.split else ""

@@ -182,7 +182,7 @@ class MetricsLogger:
 
         Args:
             chosen: Event of the best epoch, or of the average of the best epochs.
-            images: Number of validation images.
+            images: Number of validation images that were read.
             routers: Expert usage in the best epoch, if there are experts.
         """
         failed = self.run.failed
