@@ -91,6 +91,16 @@ def test_images_of_one_folder_are_checked_by_a_list_of_labels(tiny_data, tmp_pat
     code, told, _ = checked(photos, tmp_path, *words)
     assert (code, told["images"]) == (0, 10)
     assert "the predictions agree with 0% of the labels, and 50%" in capsys.readouterr().err
+    # a list that was edited is not replaced
+    words = ["check", str(photos), *words, "--write-list", str(tmp_path / "suspects.csv")]
+    assert main(words) == 0
+    assert "all: --html FILE" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "suspects.csv exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--html", str(tmp_path / "page.html")]) == 0
+    captured = capsys.readouterr()
+    assert "page.html written; open it in a browser" in captured.err
+    assert "all: --html FILE" not in captured.out
     report = vit.check(str(photos), labels=str(tmp_path / "list.csv"))
     assert len(report.listing.images) == 10
 

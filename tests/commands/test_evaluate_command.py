@@ -13,6 +13,7 @@ from vit.commands.main import main
 from vit.data.corruptions import CORRUPTIONS
 from vit.data.workbook import read_sheet
 from vit.inference.evaluate import evaluate
+from vit.output.prediction_results import Layout, csv_lines
 
 pytestmark = pytest.mark.auto_precision
 
@@ -126,6 +127,52 @@ def test_rows_with_several_labels_have_all_of_them(several_run, several_list, tm
     assert [row["true_labels"].split("|") for row in cells] == expected
     predicted = ["|".join(one["label"] for one in row["predictions"]) for row in rows]
     assert [row["labels"] for row in cells] == predicted
+
+
+def test_all_scores_are_those_of_every_class(tiny_run, tiny_data, tmp_path, capsys):
+    out = tmp_path / "rows.csv"
+    words = ["evaluate", str(tiny_run), str(tiny_data), "--out", str(out), "--top-k", "3"]
+    assert main([*words, "--all-scores", "--csv-digits", "full", "--precision", "fp32"]) == 0
+    with open(out, encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [*rows[0]][:6] == [
+        *("image", "label", "label_score"),
+        *(f"class_score_{name}" for name in ("apple", "class10", "class2")),
+    ]
+    for row in rows:
+        ranked = {row[f"label_{n}"]: row[f"score_{n}"] for n in (1, 2, 3)}
+        assert ranked == {name: row[f"class_score_{name}"] for name in ranked}
+        assert row["label_score"] == row[f"class_score_{row['label']}"]
+    assert main(["evaluate", str(tiny_run), str(tiny_data), "--all-scores"]) == 2
+    assert "give --out FILE as well" in capsys.readouterr().err
+
+
+def test_all_scores_go_below_the_thresholds_of_several_labels(
+    several_run, several_list, tmp_path, capsys
+):
+    out = tmp_path / "rows.jsonl"
+    words = ["evaluate", str(several_run), str(several_list), "--out", str(out), "--all-scores"]
+    assert main(words) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    predict = ["predict", str(several_run), str(several_list), "--threshold", "0"]
+    assert main([*predict, "--format", "jsonl"]) == 0
+    expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-len(rows) :]]
+    for row, other in zip(rows, expected, strict=True):
+        scores = {one["label"]: one["score"] for one in other["predictions"]}
+        assert len(scores) == 3
+        assert scores == {name: row[f"class_score_{name}"] for name in scores}
+    assert any(len(row["predictions"]) < 3 for row in rows)
+    # label errors of such rows are not searched for
+    words = ["check", str(several_list), "--task", "multilabel", "--rows", str(out)]
+    assert main(words) == 2
+    assert "line 1: several labels an image; label errors are found where each image has one" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_class_name_that_is_a_formula_is_guarded_in_the_header():
+    layout = Layout(1, ("a,=1+1",), [], truth=("label", "class_score_a,=1+1"))
+    assert csv_lines(layout)[0].startswith("""image,label,"class_score_a,'=1+1",""")
 
 
 def test_unreadable_images_give_exit_code_1(tiny_run, tiny_data, tmp_path, capsys):

@@ -6,6 +6,7 @@ from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.image_stats import compute_stats
 from vit.data.checks.problems import Problem
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.check_report import check_page
 
 
@@ -53,6 +54,14 @@ def test_a_remedy_is_not_cut_out_of_the_middle_of_a_description(make_report, par
         "(vit train --on-bad-image skip leaves it out)"
     )
     assert detail in parse(check_page(make_report([Problem("empty_class", detail)]))).prose
+
+
+def test_the_page_of_a_list_has_its_name(make_report, parse, tmp_path):
+    report = make_report([])
+    assert report.listing.root.name in parse(check_page(report)).texts
+    (tmp_path / "birds.csv").write_text("image,label\n")
+    report.listing.spec = DatasetSpec(str(tmp_path / "birds.csv"))
+    assert "birds.csv" in parse(check_page(report)).texts
 
 
 def test_statistics_of_the_images(make_report, parse):

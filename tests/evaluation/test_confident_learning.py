@@ -11,6 +11,7 @@ from vit.evaluation.confident_learning import (
     find_disagreement,
     find_suspect_rows,
     read_labeled_rows,
+    weak_predictions,
 )
 
 
@@ -83,6 +84,20 @@ ROW = {
     "label_score": 0.25,
     "predictions": [{"label": "dog", "score": 0.75}],
 }
+
+
+@pytest.mark.parametrize(("right", "weak"), [(60, True), (69, True), (71, False), (100, False)])
+def test_predictions_near_the_largest_class_are_weak(right, weak):
+    """With half of the images in one class, 40 % of the way from it to all is 70 %."""
+    rows = []
+    for number in range(100):
+        label, other = ("a", "b") if number % 2 else ("b", "a")
+        best = label if number < right else other
+        rows.append(LabeledRow(f"{number}.png", label, 0.5, ((best, 0.6),)))
+    note = weak_predictions(rows)
+    assert (note is not None) == weak
+    if note is not None:
+        assert f"agree with {right}% of the labels, and 50% are of one class" in note
 
 
 def test_rows_are_read_without_those_of_unreadable_images(tmp_path):

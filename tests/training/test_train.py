@@ -1,5 +1,6 @@
 """Whole trainings: what they leave behind, how they stop, and that they continue exactly."""
 
+import json
 import os
 import re
 import shutil
@@ -584,3 +585,20 @@ def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colou
     with pytest.raises(ConfigError, match="leaves nothing to plan"):
         plan(tiny_config())
     assert not (tmp_path / "no").exists()
+
+
+def test_images_that_the_run_was_trained_on_are_counted(colour_data, tmp_path, capsys, tiny_config):
+    data = tmp_path / "data"
+    shutil.copytree(colour_data / "train", data)
+    run = train(tiny_config(data=str(data), epochs=2, val_share=0.25), tmp_path / "run").folder
+    capsys.readouterr()
+    assert main(["evaluate", str(run), str(data), "--precision", "fp32"]) == 0
+    assert "was trained on" not in capsys.readouterr().err
+    held = json.loads((run / "split.json").read_text())["val"]
+    names = sorted({p.relative_to(data).as_posix() for p in data.rglob("*.png")}.difference(held))
+    rows = ["image,label", *(f"{name},{name.split('/')[0]}" for name in names)]
+    (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
+    words = ["evaluate", str(run), str(tmp_path / "list.csv"), "--images", str(data)]
+    assert main([*words, "--precision", "fp32"]) == 0
+    told = f"was trained on {len(names)} of these {len(names)} images, so the numbers are too good"
+    assert told in capsys.readouterr().err

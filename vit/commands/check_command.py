@@ -57,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="suspected labels as a list (.csv, .jsonl, .xlsx) of image, label and likely class, "
         "to review: vit train --exclude FILE leaves its images out, --corrections FILE takes its "
-        "labels; an older file is replaced",
+        "labels",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an older file of --write-list"
     )
     parser.add_argument(
         "--device",
@@ -85,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--write-list: suspected labels are found by --weights SOURCE or --rows FILE; give one"
         )
-    for path in (args.json, args.html, args.write_list):
+    for path in (args.json, args.html):
         check_output(path, overwrite=True)
+    check_output(args.write_list, overwrite=args.overwrite)
     if args.write_list is not None and is_workbook(args.write_list):
         check_size(0, 3, what="--write-list")
 
@@ -109,10 +113,12 @@ def run(args: argparse.Namespace) -> int:
 
         with open_output(args.html) as out:
             out.write(check_page(report))
+        notify(f"vit check: {printable(args.html)} written; open it in a browser")
     if args.write_list is not None:
         from vit.inference.label_errors import write_suspects
 
         number = plural(write_suspects(report, args.write_list), "suspected label")
         notify(f"vit check: {number} written to {printable(args.write_list)}")
-    print("\n".join(report.lines(MAX_ERROR_LINES)), file=standard_output(), flush=True)
+    lines = report.lines(MAX_ERROR_LINES, hint=args.html is None and args.json is None)
+    print("\n".join(lines), file=standard_output(), flush=True)
     return int(report.failed)

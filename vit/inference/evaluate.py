@@ -449,7 +449,7 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
         return 0
     try:
         data = make_config(read_settings(run / "config.yaml"), complete=True).data
-        index = read_source(dataclasses.replace(DatasetSpec.from_config(data), split="train"))
+        index = read_source(DatasetSpec.from_config(data))
     except VitError:
         return 0
     trained = index.splits.get("train", index.splits.get("", []))

@@ -19,7 +19,11 @@ from vit.errors import BadImage, ConfigError
 from vit.tasks.task import Task, get_task
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
-from vit.training.finetune.finetuning import complete_for_added_classes, seen_images_note
+from vit.training.finetune.finetuning import (
+    complete_for_added_classes,
+    dropped_lists_note,
+    seen_images_note,
+)
 from vit.weights.formats.pretrained import Pretrained
 
 Notify = Callable[[str], None]
@@ -64,9 +68,10 @@ def prepare_data(
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
         notify(f"note: {note}")
-    weights = config.finetune.weights
-    if source is not None and weights and (seen := seen_images_note(weights, splits)):
-        notify(seen)
+    if source is not None and (weights := config.finetune.weights):
+        for told in (dropped_lists_note(weights, config), seen_images_note(weights, splits)):
+            if told is not None:
+                notify(told)
     if resumed is None:  # the run began with its own range, or without one
         config = complete_intensity_range(config, splits, scan.deep, accelerator, notify)
     if config.training.captions:

@@ -391,6 +391,9 @@ def test_images_of_several_classes_differ_in_their_labels():
     several = near_duplicate_problem([("a", "b")], where, "correlation 1.000")
     assert several.detail == "nearly the same image with different labels (correlation 1.000)"
     (several,) = exact_duplicate_problems(["a", "b"], where)
-    assert (several.kind, several.detail) == ("two_labels", "the same file with different labels")
+    told = "the same file with different labels; give it the same"
+    assert (several.kind, several.detail) == ("two_labels", told)
+    (single,) = exact_duplicate_problems(["a", "c"], where)
+    assert single.detail == "the same file in two classes; keep it in one"
     single = near_duplicate_problem([("a", "c")], where, "correlation 1.000")
     assert single.detail == "nearly the same image in two classes (correlation 1.000)"

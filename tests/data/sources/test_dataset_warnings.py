@@ -2,7 +2,9 @@
 
 import os
 
-from vit.data.sources.dataset_warnings import equal_files
+import pytest
+
+from vit.data.sources.dataset_warnings import equal_files, misspelt_names
 from vit.data.sources.open_dataset import open_splits
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
@@ -74,6 +76,21 @@ def test_small_classes_among_larger_ones_get_a_note(make_tree):
     splits = open_data(make_tree({"c": 8, "d": 4}))
     assert has_note(splits, "classes of fewer than 10 training images, very few: d 3, c 6")
     assert not has_note(splits, "imbalanced")
+
+
+@pytest.mark.parametrize(
+    ("counts", "pairs"),
+    [
+        ({"yellow": 60, "yelow": 2, "red": 30}, [("yelow", "yellow")]),
+        ({"yellow": 60, "yelow": 7}, []),  # a tenth would be a typo
+        ({"yellow": 200, "Yellow": 2}, []),  # which similar_names has
+        ({"class 10": 200, "class 11": 2}, []),
+        ({"cat": 200, "car": 2, "horse": 200, "hare": 1}, []),
+        ({"yellow": 200, "yellowish": 2}, []),
+    ],
+)
+def test_the_name_of_a_rare_class_may_be_a_typo(counts, pairs):
+    assert misspelt_names(counts) == pairs
 
 
 def test_imbalanced_and_small_classes_get_a_note(make_tree):

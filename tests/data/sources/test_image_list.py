@@ -1,5 +1,6 @@
 """Lists of images and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from PIL import Image
 
 from vit.config.parser import make_config
 from vit.data.archives import relative
+from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
@@ -295,6 +297,37 @@ def test_one_line_a_label_is_several_where_asked(write):
         opened(write(content))
     with pytest.raises(DataError, match="several labels; --task multilabel"):
         opened(write(table([*ROWS, ("a/99.png", "a|b")])), multilabel=False)
+
+
+def test_other_labels_in_another_line_are_merged_and_named(write):
+    rows = [*ROWS, (NAMES[0], "b"), (NAMES[1], "b|c"), (NAMES[1], "a|b|c")]
+    path = write(table(rows))
+    splits = opened(path, multilabel=True)
+    assert labels_by_name(splits)[NAMES[0]] == ["a", "b"]
+    assert noted(splits, f"2 images with other labels in another line, such as {NAMES[0]} in lines")
+    found = [
+        one
+        for one in list_dataset(DatasetSpec(path, multilabel=True)).problems
+        if one.kind == "merged_labels"
+    ]
+    assert [one.severity for one in found] == ["warning", "warning"]
+    (first,) = (one for one in found if one.images[0].endswith(NAMES[0]))
+    assert f"line 22: {NAMES[0]} is labelled b, and a in line 2: all of them are taken" in (
+        first.detail
+    )
+
+
+def test_a_label_that_excel_made_a_date_is_refused(images):
+    book = openpyxl.Workbook()
+    rows = [["image", "label"], [NAMES[0], datetime.date(2026, 2, 1)], *ROWS[1:]]
+    for row in rows:
+        book.active.append(row)
+    book.save(images / "list.xlsx")
+    with pytest.raises(DataError, match=r"line 2: the label is a date, 2026-02-01: Excel makes"):
+        opened(images / "list.xlsx")
+    # a text of the same letters in CSV is a label like any other
+    (images / "list.csv").write_text(table([(NAMES[0], "2026-02-01"), *ROWS[1:]]))
+    assert "2026-02-01" in opened(images / "list.csv").classes
 
 
 def test_a_column_splits_in_any_case(write):

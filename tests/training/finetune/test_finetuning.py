@@ -33,6 +33,7 @@ def backbone(colour_data, tmp_path_factory) -> Path:
         (data / split / "blue").rename(data / split / "azure")
     tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
     settings = {"epochs": 3, "batch_size": 12, "lr": 3e-3, "device": "cpu", "workers": 0}
+    settings["precision"] = "fp32"
     config = make_config({"data": str(data), **tiny, **settings, "crop_share": 0.8})
     train(config, place / "run", given=("data",))
     return place / "run"
@@ -266,6 +267,23 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert f"note: {number} of {len(now)} validation images were not {SEEN} {first}: " in printed
     # few images: nothing is calibrated
     assert f"needs 50 validation images, and there are {len(now)}" in printed
+
+
+def test_lists_of_the_run_of_the_weights_that_are_not_given_again_are_named(
+    fine, backbone, colour_data, tmp_path, capfd
+):
+    data = tmp_path / "data"
+    shutil.copytree(colour_data / "train", data)
+    fixed = tmp_path / "fixed labels.csv"
+    fixed.write_text("image,label\nred/1.png,blue\n")
+    first = fine("first", data=str(data), method="probe", corrections=str(fixed))
+    told = f"note: {first} was trained with --corrections '{fixed}', which these settings do not"
+    fine("without", data=str(data), weights=str(first), method="probe")
+    assert told in capfd.readouterr().err
+    fine("with", data=str(data), weights=str(first), method="probe", corrections=str(fixed))
+    assert told not in capfd.readouterr().err
+    fine("other", data=str(colour_data), weights=str(first), method="probe")
+    assert told not in capfd.readouterr().err
 
 
 def test_methods_need_weights():

@@ -80,8 +80,11 @@ class CheckReport:
         found = Counter(problem.kind for problem in self.problems)
         return {kind: found[kind] for kind in KINDS if kind in found}
 
-    def lines(self, limit: int) -> list[str]:
-        """Lines for a terminal: the number of problems per kind, and the first `limit` errors."""
+    def lines(self, limit: int, *, hint: bool = True) -> list[str]:
+        """Lines for a terminal: the number of problems per kind, and the first `limit` errors.
+
+        With `hint`, a line names the flags that show all of them.
+        """
         listing, found = self.listing, self.severities()
         splits = ", ".join(
             f"{printable(split)} {sum(one.split == split for one in listing.images):,}"
@@ -112,7 +115,7 @@ class CheckReport:
             hidden |= number > len(same) and KINDS[kind] != "error"
             lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first}")
             lines += [f"{'':<34}{other}" for other in others]
-        if hidden:
+        if hidden and hint:
             lines += ["", "the first of each kind; all: --html FILE (with thumbnails), --json FILE"]
         shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
         rest = found["error"] - len(shown)

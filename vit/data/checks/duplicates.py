@@ -13,6 +13,7 @@ from vit.text import printable
 
 SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]
 """Split and classes by path."""
+IN_CLASSES = "in two classes"
 
 
 def find_duplicates(
@@ -70,7 +71,9 @@ def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -
         problems.append(Problem("leak", f"the same file in {splits}", paths, labels=labels))
     if "class" in kinds:
         where = _differing_labels(paths, locations)
-        problems.append(Problem("two_labels", f"the same file {where}", paths, labels=labels))
+        remedy = "keep it in one" if where == IN_CLASSES else "give it the same"
+        detail = f"the same file {where}; {remedy}"
+        problems.append(Problem("two_labels", detail, paths, labels=labels))
     return problems or [Problem("duplicate", "the same file", paths, labels=labels)]
 
 
@@ -103,7 +106,7 @@ def near_duplicate_problem(
 def _differing_labels(paths: Sequence[str], locations: SplitAndClasses) -> str:
     """How images that are the same differ; where each may have several classes, in their labels."""
     single = all(len(locations[path][1]) == 1 for path in paths)
-    return "in two classes" if single else "with different labels"
+    return IN_CLASSES if single else "with different labels"
 
 
 def class_names(paths: Sequence[str], locations: SplitAndClasses) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
-from vit.text import join_names, plural, printable
+from vit.text import join_names, plural, printable, quoted
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
@@ -45,6 +46,8 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
 ADDED_CLASS_EPOCHS = 2
 """Epochs after the probe where classes are added (measured: docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
+REVIEW_LISTS = ("labels", "corrections", "exclude")
+"""Settings of the data that name a list of a review."""
 RECIPE = (
     *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
@@ -162,17 +165,46 @@ def complete_for_added_classes(
     return config
 
 
+def run_of(weights: str) -> tuple[Path, Config] | None:
+    """The folder and settings of the run that `weights` names; None for other weights."""
+    path = Path(weights)
+    run = path.parent if path.is_file() else path
+    if not (run / "config.yaml").is_file():
+        return None
+    return run, make_config(read_settings(run / "config.yaml"), complete=True)
+
+
+def dropped_lists_note(weights: str, config: Config) -> str | None:
+    """A note where the run `weights` read the same data with lists that `config` does not name."""
+    found = run_of(weights)
+    if found is None:
+        return None
+    run, before = found
+    if os.path.realpath(before.data.data) != os.path.realpath(config.data.data):
+        return None
+    lists = {name: getattr(before.data, name) for name in REVIEW_LISTS}
+    dropped = {
+        name: path for name, path in lists.items() if path and not getattr(config.data, name)
+    }
+    if not dropped:
+        return None
+    flags = " ".join(f"--{name} {quoted(path)}" for name, path in dropped.items())
+    return (
+        f"note: {printable(run)} was trained with {flags}, which these settings do not name: the "
+        "data are read without; give it again to keep it"
+    )
+
+
 def seen_images_note(weights: str, splits: Splits) -> str | None:
     """A note where the run `weights` may have learned labels of validation images of `splits`.
 
     Its training images are all labelled ones of the same folder but those that it held out.
     """
-    path = Path(weights)
-    run = path.parent if path.is_file() else path
-    split = read_split(run) if splits.made else None
-    if split is None or split.root != splits.root.resolve():
+    found = run_of(weights) if splits.made else None
+    if found is None or found[1].training.pretrains:
         return None
-    if make_config(read_settings(run / "config.yaml"), complete=True).training.pretrains:
+    split = read_split(found[0])
+    if split is None or split.root != splits.root.resolve():
         return None
     held_out = {*split.val}
     other = sum(relative(one.path, splits.root) not in held_out for one in splits.val)
@@ -187,11 +219,10 @@ def seen_images_note(weights: str, splits: Splits) -> str | None:
 
 def recipe_of_run(weights: str) -> dict[str, Any]:
     """Optimiser and augmentation that trained the run `weights`; empty for other weights."""
-    path = Path(weights)
-    stored = (path.parent if path.is_file() else path) / "config.yaml"
-    if not stored.is_file():
+    found = run_of(weights)
+    if found is None:
         return {}
-    settings = flatten(make_config(read_settings(stored), complete=True))
+    settings = flatten(found[1])
     return {name: settings[name] for name in RECIPE}
 
 
