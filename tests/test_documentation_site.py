@@ -26,6 +26,12 @@ SEARCHED = {
     "multi-label": "multilabel.html",
     "slurm": "cluster.html",
     "Predictor": "reference/python.html",
+    "install": "start.html",
+    "predict": "predict.html",
+    "new class": "fine-tuning.html",
+    "improve": "fine-tuning.html",
+    "phone": "export.html",
+    "out of memory": "training.html",
 }
 FIRST = "li.md-search-result__item:nth-child(-n+3) a"
 

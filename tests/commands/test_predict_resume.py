@@ -203,7 +203,7 @@ def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeyp
     out = tmp_path / "a.jsonl"
     code, _, err = predict(*inputs, "--out", out)
     assert (code, len(err)) == (2, 1)
-    assert "nothing is kept" in err[0]
+    assert "no rows are kept" in err[0]
     assert os.listdir(tmp_path) == ["bad"]
 
 
@@ -251,9 +251,9 @@ def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_im
         (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy or .parquet"),
         (["--embeddings", "x.npy", "--out", "x.npy", "--format", "csv"], "one file"),
         (["--sort-with", "copy"], "--sort-into"),
-        (["--threshold", "0"], "above 0"),
-        (["--threshold", "1.5"], "at most 1"),
-        (["--threshold", "nan"], "above 0"),
+        (["--threshold", "-0.1"], "from 0 to 1"),
+        (["--threshold", "1.5"], "from 0 to 1"),
+        (["--threshold", "nan"], "from 0 to 1"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, words, reason):

@@ -43,7 +43,7 @@ def test_at_most_four_images_of_a_problem_and_24_problems_of_a_kind_are_shown(
     problems += [Problem("unreadable", "damaged", paths[:1]), Problem("hidden", "x", paths[1:2])]
     page = parse(check_page(make_report(problems)))
     assert "6 more are left out here: vit check --json has all." in page.texts
-    assert page.prose.count(" And 46 more.") == 24
+    assert page.prose.count(" (and 46 more)") == 24
     assert len(page.find("img")) == 24 * 3  # of 4, the first is unreadable
     assert len(page.find("figure")) == 24 * 4 + 2  # hidden files are not opened
 

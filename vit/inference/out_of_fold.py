@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.config.parser import read_settings
+from vit.config.parser import make_config, read_settings
 from vit.evaluation.confident_learning import (
     SuspectRow,
     find_suspect_rows,
@@ -35,7 +35,8 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
     With several labels an image the rows have the score of every class: predictions end at the
     thresholds, which differ between folds.
     """
-    several = read_settings(run / "config.yaml").get("task") == "multilabel"
+    config = make_config(read_settings(run / "config.yaml"), complete=True)
+    several = config.training.multilabel
     return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 
 

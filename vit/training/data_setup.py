@@ -69,7 +69,8 @@ def prepare_data(
     for note in splits.notes:
         notify(f"note: {note}")
     if source is not None and (weights := config.finetune.weights):
-        for told in (dropped_lists_note(weights, config), seen_images_note(weights, splits)):
+        seen = seen_images_note(weights, splits, source.classes)
+        for told in (dropped_lists_note(weights, config), seen):
             if told is not None:
                 notify(told)
     if resumed is None:  # the run began with its own range, or without one

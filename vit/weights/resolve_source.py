@@ -288,7 +288,7 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     try:
         name, notes = choose_weights_file(names)
     except WeightsError as error:
-        if runs := _folders_with_weights(folder):
+        if "folds.json" not in names and (runs := _folders_with_weights(folder)):
             raise WeightsError(
                 f"{printable(folder)} has no weights itself; give one of the folders in it that "
                 f"have: {join_names(runs)}"

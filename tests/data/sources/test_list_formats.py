@@ -150,7 +150,10 @@ def test_all_bad_lines_are_named_at_once(write):
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: 4 lines cannot be read: line 2, 6: 4 cells, but")
-    assert "; line 4: no file name; line 5: split is 'vla'; expected" in str(caught.value)
+    assert (
+        "; line 4: no file name; give one, or delete the line; line 5: split is 'vla'; expected"
+        in str(caught.value)
+    )
 
 
 def test_errors_show_unicode_as_it_is(write):

@@ -258,6 +258,13 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert SEEN not in capfd.readouterr().err
     fine("same", data=str(data), weights=str(first), method="probe")
     assert SEEN not in capfd.readouterr().err
+    (data / "new").mkdir()  # of which the run has learned no label
+    for path in (data / "red").iterdir():
+        with Image.open(path) as image:
+            image.rotate(90).save(data / "new" / path.name)
+    fine("added", data=str(data), weights=str(first), method="probe")
+    assert SEEN not in capfd.readouterr().err
+    shutil.rmtree(data / "new")
     fold = fine("fold", data=str(data), weights=str(first), method="probe", folds=2, fold=1)
     held = {*json.loads((first / "split.json").read_text())["val"]}
     now = json.loads((fold / "split.json").read_text())["val"]

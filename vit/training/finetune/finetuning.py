@@ -195,10 +195,13 @@ def dropped_lists_note(weights: str, config: Config) -> str | None:
     )
 
 
-def seen_images_note(weights: str, splits: Splits) -> str | None:
+def seen_images_note(
+    weights: str, splits: Splits, known: Sequence[str] | None = None
+) -> str | None:
     """A note where the run `weights` may have learned labels of validation images of `splits`.
 
-    Its training images are all labelled ones of the same folder but those that it held out.
+    Its training images are all labelled ones of the same folder but those that it held out, and
+    those of classes that are not among the `known` ones.
     """
     found = run_of(weights) if splits.made else None
     if found is None or found[1].training.pretrains:
@@ -207,7 +210,11 @@ def seen_images_note(weights: str, splits: Splits) -> str | None:
     if split is None or split.root != splits.root.resolve():
         return None
     held_out = {*split.val}
-    other = sum(relative(one.path, splits.root) not in held_out for one in splits.val)
+    new = {n for n, name in enumerate(splits.classes) if known is not None and name not in known}
+    other = sum(
+        relative(one.path, splits.root) not in held_out and one.label not in new
+        for one in splits.val
+    )
     if not other:
         return None
     return (
