@@ -56,6 +56,18 @@ def test_a_remedy_is_not_cut_out_of_the_middle_of_a_description(make_report, par
     assert detail in parse(check_page(make_report([Problem("empty_class", detail)]))).prose
 
 
+def test_problems_of_one_image_each_share_a_wall(make_report, parse, hostile_images):
+    problems = [
+        Problem("suspected_label", f"probably b, {n}", (path,), labels=("a",))
+        for n, path in enumerate(hostile_images[1:4])
+    ]
+    page = parse(check_page(make_report(problems)))
+    assert len(page.find("figure")) == 3
+    assert all(f"probably b, {n}" in page.prose for n in range(3))
+    text = check_page(make_report(problems))
+    assert text.count('class="wall"') == 1
+
+
 def test_the_page_of_a_list_has_its_name(make_report, parse, tmp_path):
     report = make_report([])
     assert report.listing.root.name in parse(check_page(report)).texts

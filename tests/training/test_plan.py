@@ -446,6 +446,10 @@ def test_the_plan_is_printed_and_saved_and_trains(photos, tmp_path, capsys, monk
     assert (saved["dim"], saved["stem"]) == (32, "conv")
     assert main(["plan", *words, "--save", "plan.yaml"]) == 2  # it is there
     assert "--overwrite" in capsys.readouterr().err
+    assert main(["plan", *words, "--task", "mae"]) == 0  # which fixes some settings itself
+    reasons = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert reasons["dim"].endswith("given")
+    assert reasons["drop_path"].endswith("for task=mae")
     assert main(["train", *words, "--out", "run", "-j", "0"]) == 0
     trained = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     machine = {"num_classes", "workers", "accumulate"}

@@ -36,6 +36,8 @@ def check_page(report: CheckReport) -> str:
                 "severity": KINDS[kind],
                 "count": len(found),
                 "problems": [_problem(report, one) for one in found[:MAX_PROBLEMS]],
+                "single": len(found) > 1
+                and all(len(one.images) == 1 and one.count <= 1 for one in found),
             }
             for kind, found in problems.items()
         ],

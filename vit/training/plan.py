@@ -379,7 +379,13 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         f"{', '.join(labels)}, {kind}, short side {facts.side} px; {facts.device} trains at "
         f"{facts.flops / 1e9:.0f} GFLOP/s"
     ]
-    given = [(name, value, "given") for name, value in plan.given.items() if name != "data"]
+    task = plan.given.get("task", config.training.task)
+    fixed = get_task(task).planned_settings
+    given = [
+        (name, value, f"for task={task}" if (name, value) in fixed.items() else "given")
+        for name, value in plan.given.items()
+        if name != "data"
+    ]
     if "weights" in plan.settings:
         lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
     chosen = [(name, choice.value, choice.reason) for name, choice in plan.choices.items()]
