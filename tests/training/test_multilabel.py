@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from sklearn.metrics import average_precision_score
 from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
+import vit
+from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError
@@ -208,3 +211,25 @@ def test_two_processes_equal_one(config, tmp_path):
             assert ours[name] == theirs[name]  # by the order of the scores alone
     ours, theirs = (load_run(tmp_path / name).thresholds for name in ("one", "two"))
     assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.auto_precision
+def test_the_rows_of_folds_have_the_score_of_every_class(config, tmp_path):
+    record = vit.cross_validate(config(folds=2), out=tmp_path / "folds")
+    rows = [json.loads(line) for line in (tmp_path / "folds/rows.jsonl").read_text().splitlines()]
+    names = sorted(COLOURS)
+    assert len(rows) == SEVERAL
+    assert {row["fold"] for row in rows} == {1, 2}
+    assert all(0 < row[f"class_score_{name}"] < 1 for row in rows for name in names)
+    assert not (tmp_path / "folds/label_errors.csv").exists()
+    # the mean average precision of a fold, from its rows by scikit-learn
+    for fold in (1, 2):
+        mine = [row for row in rows if row["fold"] == fold]
+        precisions = [
+            average_precision_score(
+                [name in row["true_labels"] for row in mine],
+                [row[f"class_score_{name}"] for row in mine],
+            )
+            for name in names
+        ]
+        assert record["scores"][str(fold)]["map"] == pytest.approx(sum(precisions) / 3)
