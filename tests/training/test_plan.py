@@ -518,9 +518,9 @@ def test_a_plan_of_chosen_weights_is_refused(photos, capsys):
     assert "leave out --model" in capsys.readouterr().err
 
 
-@pytest.mark.auto_precision
 def test_planning_keeps_every_setting_that_was_chosen(photos):
     chosen = {"data": str(photos), "epochs": 2, "hflip": 0.0, "seed": 3, "norm": "rmsnorm"}
+    chosen["precision"] = "fp32"
     config, plan = plan_training(chosen)
     flat = flatten(config)
     assert {name: flat[name] for name in chosen} == chosen
@@ -618,7 +618,6 @@ def captions(photos):
     return photos / "list.csv"
 
 
-@pytest.mark.auto_precision
 def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
     timed = []
 
@@ -627,7 +626,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
         return timed[-1]
 
     monkeypatch.setattr("vit.training.plan.probe_network", recorded)
-    chosen = {"data": str(captions), "task": "caption", "time": "20s"}
+    chosen = {"data": str(captions), "task": "caption", "time": "20s", "precision": "fp32"}
     config, plan = plan_training(chosen)
     assert {type(network) for network in timed} == {Captioner}
     stats = plan.facts.captions
