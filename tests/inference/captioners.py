@@ -25,8 +25,8 @@ def save_captioner(folder: Path, *, classes: Sequence[str] = (), **settings: Any
     tokenizer = train_tokenizer(SAID * 2, kind="bpe", vocab_size=None)
     decoder = DecoderConfig(decoder_depth=2, vocab_size=tokenizer.size, caption_tokens=10)
     with torch.random.fork_rng():
-        torch.manual_seed(2)
         network = build_captioner(model, decoder).eval()
+        torch.manual_seed(2)  # after that: versions of torch draw other numbers for a new network
         for name, parameter in network.named_parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.6 if "decoder" in name else 0.3)
