@@ -70,7 +70,7 @@ def test_vit_tune_is_the_function_of_the_command():
 @pytest.mark.auto_precision
 def test_the_digits_are_tuned_within_the_time(tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["tune", "digits", "--time", "3m", "--trials", "3", "--out", str(out)]) == 0
+    assert main(["tune", "digits", "--time", "90s", "--trials", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert "trained for" in printed.out
     assert printed.err.count("rung 1, ") == 3
