@@ -35,9 +35,8 @@ def folder_names(classes: Sequence[str]) -> list[str]:
     """A folder for each class: safe as a name everywhere, and no two alike.
 
     Letters, digits and plain punctuation stay, `%` too unless it would look like %XX; the bytes of
-    all else are %XX. Names that differ in
-    case or composition alone are one on some disks: the later ones end in ~2, ~3, ...; a long name
-    is cut and ends in ~ and a digest.
+    all else are %XX. Names that differ in case or composition alone are one on some disks: the
+    later ones end in ~2, ~3, ...; a long name is cut and ends in ~ and a digest.
     """
     taken: set[str] = set()
     names = []
