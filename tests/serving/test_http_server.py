@@ -26,6 +26,7 @@ from vit.errors import ConfigError, VitError
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
 from vit.serving.server_config import ServerConfig
+from vit.weights.model_files import model_files, sha256_of_files
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -194,6 +195,8 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         text = client.get("/metrics").body
         assert b'vit_reloads_total{model="run",outcome="failed"} 0.0' in text
         before = client.post(files[0][1]).body
+        first = sha256_of_files(model_files(str(run), "torch"))
+        assert client.get("/models").json["models"][0]["sha256"] == first
 
         def keep_asking() -> None:
             while not stop.is_set():
@@ -206,16 +209,18 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         write_tensors(tmp_path / "new", tensors, metadata)
         os.replace(tmp_path / "new", run / "model.safetensors")
         after = wait_for(lambda: client.post(files[0][1]).body, lambda body: body != before)
+        second = sha256_of_files(model_files(str(run), "torch"))
         (run / "config.json").write_text("{", encoding="utf-8")
         text = wait_for(lambda: client.get("/metrics").body, lambda text: b'"failed"} 1.0' in text)
         assert b'vit_reloads_total{model="run",outcome="done"} 1.0' in text
         assert client.post(files[0][1]).body == after
+        assert client.get("/models").json["models"][0]["sha256"] == second != first
         stop.set()
         asking.join()
     assert set(statuses) == {200}
     done, failed = (line for line in log if "reloaded" in line)
     assert done.startswith("run is reloaded: 3 classes, torch in fp32 on cpu, up to ")
-    assert "changed" not in done
+    assert done.endswith(f", sha256 {second[:12]}")
     assert failed.startswith("run is not reloaded, the model loaded before goes on: ")
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
 from vit.training.autotune import time_lower_bound
-from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate

@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from tests.training.searches import COSTS
+from vit.config.stored_config import stored_config
 from vit.errors import BadImage, ConfigError, DataError, RunError
 from vit.stop_signals import Interrupted
 from vit.training import successive_halving, training_loop
 from vit.training import tune as tuning
-from vit.training.checkpoint.run_folder import stored_config
 from vit.training.successive_halving import with_steps
 from vit.training.trainer import TrainingResult
 from vit.training.tune import tune

@@ -236,10 +236,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 def has_more_frames(path: str | os.PathLike[str]) -> bool:
     """Whether a readable image is the first of several frames or pages, so the others are unused.
 
-    Not the previews that cameras append to a JPEG.
+    Of a format in `STACKS`: in a JPEG, the others are previews that the camera appended.
     """
     with _open_image(path) as image, contextlib.suppress(Exception):  # only later frames are bad
-        return image.format in STACKS and bool(getattr(image, "is_animated", False))
+        return bool(getattr(image, "is_animated", False))
     return False
 
 

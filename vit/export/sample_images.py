@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from PIL import ExifTags, Image
 
-from vit.config.parser import make_config, read_settings
+from vit.config.stored_config import stored_config
 from vit.data.dataset_types import Sample
 from vit.data.image_io import IntensityRange, check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -195,7 +195,7 @@ def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...],
     Raises:
         VitError: They cannot be found.
     """
-    data = make_config(read_settings(folder / "config.yaml"), complete=True).data
+    data = stored_config(folder).data
     spec = DatasetSpec(data.data, data.images, split="val")
     task = get_task(run.task_name)
     return load_samples(task, folder, spec, run.classes, lambda _note: None), data.data

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from vit.config.parser import make_config, read_settings
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
@@ -152,7 +152,7 @@ def evaluate(
     score = robustness_score(predictor) if corruptions else ""
     source = source_of(model, predictor)
     samples = load_samples(predictor.task, source, spec, predictor.classes, notify)
-    run = run_folder_of(source)
+    run = run_folder_of(source) if isinstance(source, str | os.PathLike) else None
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     columns = column_cells(full_spec, slice)
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
@@ -375,7 +375,7 @@ def evaluate_held_out(
         device: That of the training by default.
         settings: As for `evaluate`.
     """
-    config = make_config(read_settings(Path(run) / "config.yaml"), complete=True)
+    config = stored_config(Path(run))
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
     if data is not None:
         spec = dataclasses.replace(spec, data=os.fspath(data))
@@ -405,7 +405,7 @@ def load_samples(
     Raises:
         ConfigError: The labels, or a setting of the data, do not suit the network.
     """
-    run = run_folder_of(model)
+    run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
     spec = evaluated_spec(task, run, spec, classes)
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
@@ -448,7 +448,7 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
     if not any(path.startswith(inside) for path in paths - held_out):
         return 0
     try:
-        data = make_config(read_settings(run / "config.yaml"), complete=True).data
+        data = stored_config(run).data
         index = read_source(DatasetSpec.from_config(data))
     except VitError:
         return 0
@@ -501,10 +501,9 @@ def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
     The image folder, whether images may lie outside of it, and images that were left out or labels
     that were corrected, are taken for the same data only.
     """
-    path = None if run is None else run / "config.yaml"
-    if path is None or not path.is_file():
+    if run is None or not has_stored_config(run):
         return spec
-    data = make_config(read_settings(path), complete=True).data
+    data = stored_config(run).data
     own = os.path.realpath(data.data) == os.path.realpath(spec.data)
     if not own and not is_list(spec.data):
         return spec
@@ -549,14 +548,6 @@ def held_out_images(
     # the same files may be named from another folder, such as that of a list
     elsewhere = (relative(str(origin / name), root.resolve()) for name in names)
     return [name for name in elsewhere if not name.startswith("../")]
-
-
-def run_folder_of(model: PathLike | LoadedRun | None) -> Path | None:
-    """The run folder of a source, which may name its weights file; None of no file."""
-    if model is None or isinstance(model, LoadedRun):
-        return None
-    path = Path(model)
-    return path.parent if path.is_file() else path
 
 
 def measure(

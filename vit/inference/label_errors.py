@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config.parser import read_settings
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
@@ -200,11 +200,10 @@ def find_label_errors(
 
 def has_learned(weights: str, root: Path) -> bool:
     """Whether `weights` is a run that was trained on the data in folder `root`."""
-    path = Path(weights)
-    settings = (path.parent if path.is_file() else path) / "config.yaml"
-    if not settings.is_file():
+    run = run_folder_of(weights)
+    if not has_stored_config(run):
         return False
-    data = Path(str(read_settings(settings).get("data")))
+    data = Path(stored_config(run).data.data)
     return data.exists() and root.resolve() in (data.resolve(), data.resolve().parent)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.config.parser import make_config, read_settings
+from vit.config.stored_config import stored_config
 from vit.evaluation.confident_learning import (
     SuspectRow,
     find_suspect_rows,
@@ -35,7 +35,7 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
     With several labels an image the rows have the score of every class: predictions end at the
     thresholds, which differ between folds.
     """
-    config = make_config(read_settings(run / "config.yaml"), complete=True)
+    config = stored_config(run)
     several = config.training.multilabel
     return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 

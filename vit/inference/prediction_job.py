@@ -24,10 +24,8 @@ from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.inference.backends import (
     ImagePredictor,
     library_version,
-    model_files,
     open_predictor,
     select_engine,
-    sha256_of_files,
 )
 from vit.inference.image_arguments import find_images, input_paths
 from vit.inference.process_group import (
@@ -72,6 +70,7 @@ from vit.paths import path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.text import format_clock, plural, printable
 from vit.version import __version__
+from vit.weights.model_files import model_files, sha256_of_files
 
 if TYPE_CHECKING:
     from vit.generation.generation_config import Search

@@ -32,6 +32,7 @@ from vit.inference.prediction_job import apply_threshold, classes_per_row
 from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k, resolve_top_k
 from vit.score_calibration import check_selection
 from vit.text import plural
+from vit.weights.model_files import model_files, sha256_of_files
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption
@@ -263,6 +264,7 @@ class ServedModel:
         engine: torch, onnx or openvino.
         batch_sizes: Sizes of batches that give the same digits, in order (exact_batch_sizes).
         seconds: Seconds of one batch of each of them.
+        sha256: Digest of its files, which tells versions apart.
 
     Raises:
         VitError: The model or a setting cannot be used.
@@ -278,6 +280,8 @@ class ServedModel:
         exported = self.engine != "torch"
         if exported and settings.get("batch_size") is None:
             settings = {**settings, "batch_size": 1}
+        # before it is loaded: if its files are replaced meanwhile, it is loaded again
+        self.sha256 = sha256_of_files(model_files(source, self.engine))
         predictor = open_predictor(source, self.engine, settings, (), explain=None)
         if predictor.n_best and (settings.get("batch_size") or 1) > 1:
             raise ConfigError(
@@ -326,6 +330,7 @@ class ServedModel:
         return {
             "name": self.name,
             "engine": self.engine,
+            "sha256": self.sha256,
             "device": str(predictor.device),
             "precision": predictor.precision,
             "classes": list(predictor.classes),
@@ -347,7 +352,7 @@ class ServedModel:
         return (
             f"{'captions' if self.captions else classes}, {self.engine} in "
             f"{self.predictor.precision} on {self.predictor.device}, up to "
-            f"{plural(self.batch_sizes[-1], 'image')} a batch{raw}"
+            f"{plural(self.batch_sizes[-1], 'image')} a batch{raw}, sha256 {self.sha256[:12]}"
         )
 
     def check(self, options: RowOptions, *, explain: bool = False) -> None:

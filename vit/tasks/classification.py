@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
+from vit.config.stored_config import run_folder_of
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
@@ -224,8 +224,7 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
 
 def previous_classifier(weights: str | None) -> LoadedRun | None:
     """The run folder `weights` of a single-label classifier; None if it is none."""
-    path = Path(weights or "")
-    folder = path.parent if path.is_file() else path
+    folder = run_folder_of(weights or "")
     if weights is None or not (folder / CONFIG_FILE).is_file():
         return None
     try:

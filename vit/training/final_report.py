@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
+from vit.config.stored_config import stored_config
 from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
@@ -34,7 +35,7 @@ from vit.precision import autocast
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.task import ValidationLogits, get_task
 from vit.text import printable
-from vit.training.checkpoint.run_folder import lock_folder, stored_config
+from vit.training.checkpoint.run_folder import lock_folder
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment

@@ -22,6 +22,7 @@ from vit.config.model_config import ModelConfig
 from vit.config.parser import all_settings, checked, flatten, make_config
 from vit.config.presets import preset
 from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.stored_config import stored_config
 from vit.config.training_config import TASKS
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
@@ -36,7 +37,6 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
-from vit.training.checkpoint.run_folder import stored_config
 from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import inference_precision, make_accelerator

@@ -12,7 +12,6 @@ teacher.
 """
 
 import dataclasses
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,9 +37,10 @@ from vit.text import join_names, percent, plural, printable
 from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
-from vit.training.finetune.feature_extraction import READ_BYTES, ImagePass, extract
+from vit.training.finetune.feature_extraction import ImagePass, extract
 from vit.training.finetune.linear_probe_init import BATCH_SIZES, feature_cache
 from vit.weights.load_model import load_model
+from vit.weights.model_files import model_files, sha256_of_files
 from vit.weights.resolve_source import locate_weights
 from vit.weights.safetensors_io import digest, read_tensors
 from vit.weights.saved_model import LoadedRun
@@ -195,7 +195,7 @@ class ExportedTeacher(Teacher):
         self.name, self.classifier, self.classes = name, found, found.classes
         self.multilabel = found.thresholds is not None
         self.preprocessing = found.preprocessing
-        self.key = digest_of_files([Path(name), Path(name).with_suffix(".bin"), f"{name}.data"])
+        self.key = sha256_of_files(model_files(name, engine))
 
     def prepare(self, path: str) -> Tensor:
         """The whole image."""
@@ -382,22 +382,3 @@ def read_answers(path: Path, shape: tuple[int, int]) -> Tensor:
             f"{shape[1]}: restore it to resume, or {train_on(path.parent)}"
         )
     return answers.float()
-
-
-def digest_of_files(paths: Sequence[str | Path]) -> str:
-    """SHA-256 over the contents of those files that exist.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
-    total = hashlib.sha256()
-    for path in map(Path, paths):
-        if not path.is_file():
-            continue
-        try:
-            with path.open("rb") as file:
-                while content := file.read(READ_BYTES):
-                    total.update(content)
-        except OSError as error:
-            raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
-    return total.hexdigest()

@@ -30,6 +30,7 @@ from vit.config import Config
 from vit.config.merge_settings import call_settings
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
 from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.stored_config import has_stored_config
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import BadImage, ConfigError, RunError, VitError
 from vit.evaluation.tune_report import (
@@ -185,7 +186,7 @@ def tune(
         result = train(
             config,
             run_folder,
-            resume=resume and (run_folder / "config.yaml").is_file(),
+            resume=resume and has_stored_config(run_folder),
             given=[*values, "time"],
             resumed_by=(COMMAND, folder),
         )
@@ -301,7 +302,7 @@ def claim_tuning(
     ours = {TUNE_FILE, PAGE_FILE, RECIPE_FILE, BEST_RUN, TRIALS, ".lock"}
     with explain_write_errors(folder):
         names = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
-    if (folder / "config.yaml").is_file() or (folder / WEIGHTS).exists():
+    if has_stored_config(folder) or (folder / WEIGHTS).exists():
         raise RunError(f"{where} is a run folder itself: give another --out")
     if foreign := sorted(name for name in names - ours if not name.endswith(".tmp")):
         raise RunError(f"{where} has files that no tuning wrote ({foreign[0]}): give another --out")
@@ -472,7 +473,7 @@ def run_trial(
     config = with_steps(make_config(record["trials"][trial]["settings"]), steps)
     result: dict[str, Any] = {"rung": rung, "trial": trial, "steps": steps}
     where = trial_folder(folder, trial, rung)
-    resume = on_main(accelerator, lambda: (where / "config.yaml").is_file())
+    resume = on_main(accelerator, lambda: has_stored_config(where))
     try:
         training = train(
             config,

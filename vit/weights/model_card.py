@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from vit.config.stored_config import run_folder_of
 from vit.text import printable
 from vit.version import __version__
 from vit.weights.formats.pretrained import Pretrained
@@ -94,9 +95,8 @@ def license_metadata(license_: str) -> dict[str, str]:
 
 def best_event(run: Path) -> dict[str, Any] | None:
     """The event in metrics.jsonl of the weights in model.safetensors; None if unreadable."""
-    folder = run.parent if run.is_file() else run
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (run_folder_of(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         events = [json.loads(line) for line in lines]
         soups = [event for event in events if event["event"] == "soup" and event["better"]]
         epochs = [event for event in events if event["event"] == "epoch"]

@@ -24,6 +24,7 @@ from PIL import Image
 from vit.cpu_cores import usable_cores
 from vit.data.archives import open_member
 from vit.data.image_io import (
+    STACKS,
     Fingerprint,
     has_more_frames,
     read_header,
@@ -108,7 +109,7 @@ def compute_stats(path: str) -> StatsOrReason:
         header = read_header(path)
         image = read_image(path, intensity_range="own" if header.deep else None)
         levels = deep_levels(read_intensities(path)) if header.deep else None
-        frames = has_more_frames(path)
+        frames = header.format in STACKS and has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
         return bad.reason

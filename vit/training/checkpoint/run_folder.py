@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vit.config import Config
-from vit.config.parser import flatten, make_config, read_settings, write_settings
+from vit.config.parser import flatten, make_config, write_settings
+from vit.config.stored_config import has_stored_config, stored_config
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
@@ -72,7 +73,7 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     except OSError as error:
         raise RunError(f"run folder {where} cannot be read: {error.strerror}") from None
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
-    if taken and not (folder / "config.yaml").is_file():
+    if taken and not has_stored_config(folder):
         raise RunError(f"{where} has files that no training wrote: give another folder")
     has_run = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
     if has_run and not (resume or overwrite):
@@ -126,11 +127,6 @@ def clean_leftovers(folder: Path) -> None:
         for place in (folder, folder / CHECKPOINTS, folder / BEST):
             for path in place.glob(".*.tmp"):
                 path.unlink(missing_ok=True)
-
-
-def stored_config(folder: Path) -> Config:
-    """Read the completed settings of the run in `folder`."""
-    return make_config(read_settings(folder / "config.yaml"), complete=True)
 
 
 def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> Config:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.parser import flatten, make_config, read_settings
+from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
@@ -167,11 +168,8 @@ def complete_for_added_classes(
 
 def run_of(weights: str) -> tuple[Path, Config] | None:
     """The folder and settings of the run that `weights` names; None for other weights."""
-    path = Path(weights)
-    run = path.parent if path.is_file() else path
-    if not (run / "config.yaml").is_file():
-        return None
-    return run, make_config(read_settings(run / "config.yaml"), complete=True)
+    run = run_folder_of(weights)
+    return (run, stored_config(run)) if has_stored_config(run) else None
 
 
 def dropped_lists_note(weights: str, config: Config) -> str | None:
