@@ -14,7 +14,9 @@ from vit.evaluation.bootstrap_intervals import (
 )
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.multilabel_metrics import summarize_multilabel
+from vit.evaluation.wilson_interval import wilson_interval
 
+NAMES = ("nll", "brier", "hamming", "micro_f1", "subset_accuracy")
 CLASSES = [f"class{index}" for index in range(4)]
 
 
@@ -88,6 +90,7 @@ def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
     assert None not in measure(*draw(80))[1].values()
     right = torch.eye(2).repeat(20, 1)
     few = multilabel_intervals(right, right.long(), right)
+    assert few.pop("subset_accuracy_interval") == list(wilson_interval(40, 40))
     assert len(few) == 4
     assert {*few.values()} == {None}
 
@@ -121,7 +124,7 @@ def test_intervals_of_several_labels_surround_the_scores():
     scores = (0.6 * torch.rand(80, 4, generator=random) + 0.4 * targets).double()
     expected = summarize_multilabel(scores, targets, CLASSES, [0.5] * 4)
     found = multilabel_intervals(scores, targets, scores >= 0.5)
-    assert found.keys() == {f"{name}_interval" for name in ("nll", "brier", "hamming", "micro_f1")}
+    assert found.keys() == {f"{name}_interval" for name in NAMES}
     for name, (low, high) in found.items():
         value = expected[name.removesuffix("_interval")]
         assert low < value < high

@@ -11,13 +11,13 @@ from sklearn import metrics
 from torch.nn import functional as F
 
 from vit.evaluation import multilabel_metrics
+from vit.evaluation.image_groups import student_quantile
 from vit.evaluation.multilabel_metrics import (
     average_precisions,
     choose_thresholds,
     f1_scores,
     map_interval,
     nanmean,
-    student_quantile,
     summarize_multilabel,
 )
 

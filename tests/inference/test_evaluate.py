@@ -1,10 +1,12 @@
 """evaluate: names decide, unreadable images are left out and listed, own splits are honoured."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from vit.commands.main import main
@@ -14,6 +16,7 @@ from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
+from vit.evaluation.image_groups import number_groups, share_interval
 from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
@@ -150,12 +153,14 @@ def test_progress_is_reported_after_each_batch(tiny_run, tiny_data):
 
 
 def test_a_table_is_read_with_the_columns_of_the_training(tmp_path):
-    given = {"data": "hf:photos.parquet", "label_column": "coarse"}
+    given = {"data": "hf:photos.parquet", "label_column": "coarse", "group": "patient"}
     write_settings(tmp_path / "config.yaml", make_config(given), "")
     assert (
         with_training_settings(DatasetSpec("hf:photos.parquet"), tmp_path).label_column == "coarse"
     )
-    assert with_training_settings(DatasetSpec("hf:other.parquet"), tmp_path).label_column is None
+    assert with_training_settings(DatasetSpec("hf:photos.parquet"), tmp_path).group == "patient"
+    other = with_training_settings(DatasetSpec("hf:other.parquet"), tmp_path)
+    assert (other.label_column, other.group) == (None, None)
     own = DatasetSpec("hf:photos.parquet", label_column="fine")
     assert with_training_settings(own, tmp_path).label_column == "fine"
 
@@ -208,6 +213,30 @@ def test_columns_that_are_not_there_are_errors(tiny_run, photo_list, tiny_data):
     for where, column in ((photo_list[0], "lens"), (tiny_data, "camera")):
         with pytest.raises(ConfigError, match=f"slice={column}: .* has no such column"):
             evaluate(tiny_run, str(where), slice=[column], **FP32)
+
+
+@pytest.mark.parametrize("group", ["hour", r"(\d)\.\w+$"])
+def test_intervals_take_groups_as_independent(tiny_run, photo_list, group):
+    listed, paths = photo_list
+    digits = [re.search(r"(\d)\.\w+$", str(path))[1] for path in paths]
+    names = digits if group != "hour" else [str(place) for place in range(27)]
+    found = Predictor(tiny_run, **FP32)(paths)
+    right = [p.predictions[0][0] == Path(p.image).parent.name for p in found]
+    scores = evaluate(tiny_run, str(listed), group=group, **FP32)
+    assert scores.keys() == KEYS | {"groups"}
+    assert scores["groups"] == len({*names})
+    assert scores["top1_interval"] == share_interval(torch.tensor(right), number_groups(names))
+    alone = evaluate(tiny_run, str(listed), **FP32)
+    assert alone["top1_interval"] == share_interval(torch.tensor(right), None)
+    assert alone["top1"] == scores["top1"]
+
+
+def test_few_groups_are_said(tiny_run, photo_list, capsys):
+    words = ["evaluate", str(tiny_run), str(photo_list[0]), "--device", "cpu", "--group"]
+    assert main([*words, "camera"]) == 0
+    assert "(95 % interval: 0.00% to 100.00%, of 2 groups)" in capsys.readouterr().out
+    assert main([*words, "camra"]) == 2
+    assert "group=camra: no column of that name" in capsys.readouterr().err
 
 
 def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):

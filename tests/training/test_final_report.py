@@ -60,6 +60,13 @@ def test_the_report_equals_what_evaluate_says(run, colour_data, tmp_path):
     assert f"calibration error {expected['ece']:.4f}" in page
 
 
+def test_the_interval_of_the_report_is_of_the_groups_of_the_training(tiny_config, tmp_path):
+    folders = r"((?:train|val)/\w+)/"  # three for validation
+    run = train(tiny_config(epochs=2, group=folders), tmp_path / "run").folder
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "95% interval 0.00% to 100.00%" in " ".join(page.split())
+
+
 def test_the_report_has_the_slices_of_evaluate(run, colour_data, monkeypatch):
     monkeypatch.setattr("vit.evaluation.accuracy_slices.MIN_IMAGES", 4)
     report(run)

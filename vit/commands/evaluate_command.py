@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
     parser.add_argument(
+        "--group",
+        metavar="COLUMN|REGEX",
+        help="column of a list, or regular expression over paths, with the patient, film, ... of "
+        "an image: intervals then take groups as independent, not images (default: that of the "
+        "training, for its data)",
+    )
+    parser.add_argument(
         "--slice",
         metavar="COLUMN",
         action="append",
@@ -102,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     with image_bar() as progress:
         scores = evaluate(
             args.model,
-            dataset_spec(args, split=args.split),
+            dataset_spec(args, split=args.split, group=args.group),
             **inference_settings(args),
             out=args.out,
             top_k=args.top_k,
@@ -182,7 +189,9 @@ def caption_summary(scores: dict[str, Any]) -> str:
 def multilabel_summary(scores: dict[str, Any]) -> str:
     """Text of the scores of a multi-label network, with the classes of lowest precision last."""
     interval = scores["map_interval"]
-    between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%})" if interval else ""
+    between = ""
+    if interval:
+        between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%}{of_groups(scores)})"
     lines = [
         f"images             {scores['count']}",
         f"mAP                {scores['map']:.2%}{between}",
@@ -199,12 +208,18 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
     return "\n".join([*lines, *weakest_classes(scores["per_class"], columns)])
 
 
+def of_groups(scores: Mapping[str, Any]) -> str:
+    """What an interval takes as independent, if that is not the images."""
+    return f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
+
+
 def class_summary(scores: dict[str, Any]) -> str:
     """Text of the scores of a classifier, with the classes of lowest F1 last."""
     low, high = scores["top1_interval"]
     lines = [
         f"images             {scores['count']}",
-        f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%})",
+        f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%}"
+        f"{of_groups(scores)})",
         f"top-5              {scores['top5']:.2%}",
         f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
         f"macro F1           {scores['macro_f1']:.2%}",

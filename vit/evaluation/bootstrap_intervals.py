@@ -3,9 +3,10 @@
     draws    metrics m* of as many images, drawn from these with replacement
     z0       = Phi^-1(share of m* < m)                            m: of all images
     a        = sum d^3 / (6 (sum d^2)^(3/2)),  d: mean of the m_g minus m_g,
-               m_g: of all images but those of group g            (the grouped jackknife)
+               m_g: of all images but those of part g             (the grouped jackknife)
     interval = quantiles Phi(z0 + (z0 + z) / (1 - a (z0 + z))) of m*,  z = -1.96 and 1.96
 
+Groups of images that are alike (patients, films) are drawn and left out whole.
 docs/trust.md says how often they hold the true value. Three have no such interval and get none: of
 fewer than 5 wrong answers, since most draws then lack what makes the true value; of scores that are
 means over classes, with fewer than 20 images a class; and calibration errors, sums of absolute
@@ -24,17 +25,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import LEAST, Outcomes
+from vit.evaluation.image_groups import count_groups, share_interval
 from vit.evaluation.wilson_interval import Z95
 
 RESAMPLES, FEWEST_RESAMPLES = 1000, 200
 MAX_DRAWN = 2 * 10**7
 """Images that all draws contain, from which on there are fewer draws."""
-GROUPS, FEWEST_GROUPS = 200, 20
-"""Groups of images that the jackknife leaves out in turn; the smaller number of many images."""
+PARTS, FEWEST_PARTS = 200, 20
+"""Parts of the images that the jackknife leaves out in turn; the smaller number of many images."""
 CHUNK = 2 * 10**6
 """Images of the draws that are in memory at a time."""
 MIN_WRONG = 5
 """Wrong answers from which on there are intervals."""
+MIN_BOOTSTRAP_GROUPS = 20
+"""Groups of images from which on there are intervals by draws of groups."""
 MIN_CLASS_IMAGES = 20
 """Mean number of images of a class from which on a mean over classes has an interval."""
 
@@ -43,40 +47,58 @@ Statistics = Callable[[Tensor], Mapping[str, Tensor]]
 """Metrics of draws, (draws,) each, from the weights of their images, (draws, images)."""
 
 
-def draw_weights(images: int, resamples: int, *, seed: int = 0) -> Iterator[Tensor]:
-    """How often each image is in each draw, in parts of (resamples, images), float64."""
+def draw_weights(
+    images: int, resamples: int, *, groups: Tensor | None = None, seed: int = 0
+) -> Iterator[Tensor]:
+    """How often each image is in each draw, in parts of (resamples, images), float64.
+
+    Args:
+        images: Number of images.
+        resamples: Number of draws.
+        groups: The group of each image, which are drawn whole; None of independent images.
+        seed: Of the draws.
+    """
     generator = torch.Generator().manual_seed(seed)
-    rows = max(1, CHUNK // images)
+    rows, units = max(1, CHUNK // images), images if groups is None else count_groups(groups)
     for first in range(0, resamples, rows):
-        shape = (min(rows, resamples - first), images)
-        drawn = torch.randint(images, shape, generator=generator)
+        shape = (min(rows, resamples - first), units)
+        drawn = torch.randint(units, shape, generator=generator)
         weights = torch.zeros(shape, dtype=torch.float64)
-        yield weights.scatter_add_(1, drawn, torch.ones_like(weights))
+        weights.scatter_add_(1, drawn, torch.ones_like(weights))
+        yield weights if groups is None else weights[:, groups]
 
 
-def jackknife_weights(images: int) -> Iterator[Tensor]:
-    """1 for all images but those of a group, of each group in turn, in parts (groups, images)."""
-    groups = min(images, max(FEWEST_GROUPS, min(GROUPS, MAX_DRAWN // images)))
+def jackknife_weights(images: int, groups: Tensor | None = None) -> Iterator[Tensor]:
+    """1 for all images but those of a part, of each part in turn, in pieces (parts, images).
+
+    A part has whole `groups` of images.
+    """
+    units = torch.arange(images) if groups is None else groups
+    parts = min(count_groups(units), max(FEWEST_PARTS, min(PARTS, MAX_DRAWN // images)))
     rows = max(1, CHUNK // images)
-    group_of = torch.arange(images) % groups
-    for first in range(0, groups, rows):
-        left_out = torch.arange(first, min(first + rows, groups))
-        yield (group_of != left_out.unsqueeze(1)).double()
+    for first in range(0, parts, rows):
+        left_out = torch.arange(first, min(first + rows, parts))
+        yield (units % parts != left_out.unsqueeze(1)).double()
 
 
 def bootstrap(
-    images: int, statistics: Statistics, *, resamples: int = RESAMPLES
+    images: int,
+    statistics: Statistics,
+    *,
+    groups: Tensor | None = None,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Interval]:
     """95 % intervals of metrics; the same for the same images. None where a draw has no value.
 
     Args:
         images: Number of images.
         statistics: The metrics.
+        groups: The group of each image (vit/evaluation/image_groups.py); None of independent ones.
         resamples: Draws at most.
     """
     resamples = max(FEWEST_RESAMPLES, min(resamples, MAX_DRAWN // images))
-    found = _collect(statistics, draw_weights(images, resamples))
-    left_out = _collect(statistics, jackknife_weights(images))
+    found = _collect(statistics, draw_weights(images, resamples, groups=groups))
+    left_out = _collect(statistics, jackknife_weights(images, groups))
     whole = statistics(torch.ones(1, images, dtype=torch.float64))
     return {name: _bca(found[name], whole[name], left_out[name]) for name in found}
 
@@ -103,11 +125,17 @@ def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
     return limits
 
 
-def class_intervals(outcomes: Outcomes) -> dict[str, Interval]:
+def few_groups(groups: Tensor | None) -> bool:
+    """Whether there are too few groups to draw from."""
+    return groups is not None and count_groups(groups) < MIN_BOOTSTRAP_GROUPS
+
+
+def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Interval]:
     """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
 
     None of fewer than 5 wrong answers, and those of balanced accuracy and macro F1 also of fewer
-    than 20 images a class.
+    than 20 images a class. With `groups` of images, that of top-1 too, and none of the others of
+    fewer than 20 groups.
     """
     labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
     right = (outcomes.ranks == 0).double()
@@ -128,25 +156,28 @@ def class_intervals(outcomes: Outcomes) -> dict[str, Interval]:
             "macro_f1": (2 * hits / (labelled + answered)).nanmean(dim=1),
         }
 
-    few = images - int(right.sum()) < MIN_WRONG
+    few = images - int(right.sum()) < MIN_WRONG or few_groups(groups)
     names = statistics(torch.ones(1, images, dtype=torch.float64))
-    found = dict.fromkeys(names) if few else bootstrap(images, statistics)
+    found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
+    if groups is not None:
+        found["top1"] = share_interval(right.bool(), groups)
     if images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
         found |= {"balanced_accuracy": None, "macro_f1": None}
     return {f"{name}_interval": limits for name, limits in found.items()}
 
 
 def multilabel_intervals(
-    probabilities: Tensor, targets: Tensor, decisions: Tensor
+    probabilities: Tensor, targets: Tensor, decisions: Tensor, groups: Tensor | None = None
 ) -> dict[str, Interval]:
     """Intervals of scores that `summarize_multilabel` returns, as NAME_interval.
 
-    None of fewer than 5 images with a wrong decision.
+    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups.
 
     Args:
         probabilities: (images, classes).
         targets: 1 where an image has a class, (images, classes).
         decisions: 1 where it is predicted, (images, classes).
+        groups: As for `bootstrap`.
     """
     probabilities, truth = probabilities.double(), targets.double()
     inside = probabilities.clamp(LEAST, 1 - 2**-53)
@@ -165,7 +196,8 @@ def multilabel_intervals(
             "micro_f1": 2 * (weights @ right) / (weights @ named).clamp(min=1),
         }
 
-    few = int((wrong > 0).sum()) < MIN_WRONG
+    few = int((wrong > 0).sum()) < MIN_WRONG or few_groups(groups)
     names = statistics(torch.ones(1, images, dtype=torch.float64))
-    found = dict.fromkeys(names) if few else bootstrap(images, statistics)
+    found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
+    found["subset_accuracy"] = share_interval(wrong == 0, groups)
     return {f"{name}_interval": limits for name, limits in found.items()}

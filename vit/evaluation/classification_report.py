@@ -5,6 +5,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import (
@@ -15,6 +17,7 @@ from vit.evaluation.classification_metrics import (
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings
 from vit.evaluation.html_page import thumbnails
+from vit.evaluation.image_groups import share_interval
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -37,6 +40,7 @@ def write_classification_report(
     paths: Sequence[str],
     recall: Sequence[RecallRow] = (),
     calibrated: CalibratedOutcomes | None = None,
+    groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
     robustness: Mapping[str, Any] | None = None,
 ) -> None:
@@ -50,6 +54,7 @@ def write_classification_report(
         paths: Their files, in the same order.
         recall: Of old and new classes, if classes were added to another run.
         calibrated: The same with calibrated scores, if the run has a calibration.
+        groups: The group of each image; None of independent images.
         slices: Rows of `AccuracySlice.to_dict`.
         robustness: As `vit.evaluate` returns it with corruptions, if it was measured.
 
@@ -72,7 +77,9 @@ def write_classification_report(
         robustness=robustness,
         severity_charts=robustness_charts(robustness),
         **score,
-        **class_findings(outcomes, facts.classes, calibrated, paths=() if facts.fast else paths),
+        **class_findings(
+            outcomes, facts.classes, calibrated, paths=() if facts.fast else paths, groups=groups
+        ),
     )
 
 
@@ -82,9 +89,11 @@ def class_findings(
     calibrated: CalibratedOutcomes | None = None,
     *,
     paths: Sequence[str] = (),
+    groups: Tensor | None = None,
 ) -> dict[str, Any]:
-    """What class_findings.html.j2 shows: scores, confusions and calibration; see `paths` above."""
+    """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
     scores = summarize(outcomes, classes)
+    scores["top1_interval"] = share_interval(outcomes.ranks == 0, groups)
     shown = calibrated.outcomes if calibrated else outcomes
     return {
         "scores": scores,

@@ -19,6 +19,7 @@ from vit.evaluation.bootstrap_intervals import (
     MAX_DRAWN,
     Interval,
     draw_weights,
+    few_groups,
     jackknife_weights,
 )
 from vit.evaluation.classification_metrics import (
@@ -29,7 +30,7 @@ from vit.evaluation.classification_metrics import (
     class_scores,
     debiased_error,
 )
-from vit.evaluation.wilson_interval import Z95
+from vit.evaluation.image_groups import count_groups, student_quantile
 
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class with too few images to choose one."""
@@ -39,8 +40,6 @@ MAX_WORK = 10**9
 """Image scores that all resamples may read; about ten seconds."""
 MAP_RESAMPLES = 300
 """Draws that the bias of the mean average precision is measured on."""
-FEWEST_DEGREES = 3.0
-"""Degrees of freedom below which no interval is wider: of a class with three or four images."""
 SMALLEST_SHARE = 1e-6
 """The centre of an interval is as far from 0 and from 1."""
 
@@ -98,19 +97,20 @@ def _average_precision(ranked: RankedImages, weights: Tensor) -> Tensor:
     return (gains * right / predicted.clamp(min=1)).sum(1) / right[:, -1]  # 0 / 0 is NaN
 
 
-def map_interval(scores: Tensor, targets: Tensor) -> Interval:
+def map_interval(scores: Tensor, targets: Tensor, groups: Tensor | None = None) -> Interval:
     """95 % interval of the mean average precision m, on the scale of log(m / (1 - m)).
 
         log(c / (1 - c)) +- t s / (c (1 - c))
             c: m minus its bias, which is that of bootstrap draws against m
-            s: standard error by the jackknife over groups of images
+            s: standard error by the jackknife over parts of the images
             t: 97.5 % quantile of Student's distribution of (sum v)² / sum (v² / (n - 1)) degrees
                of freedom      v: variance of the average precision of a class over the draws,
                                n: images with the class
 
     docs/trust.md has its coverage, and that of the BCa interval, which is too narrow. None where it
-    would take long (images x classes above 5,000,000), where a draw or a group has no class at all,
-    and where all of them have the same value.
+    would take long (images x classes above 5,000,000), where a draw or a part has no class at all,
+    where all of them have the same value, and with fewer than 20 groups of images; t has one degree
+    of freedom less than `groups` at most.
 
     Source: logit intervals of average precision: Boyd, Eng and Page, "Area under the
     Precision-Recall Curve: Point Estimates and Confidence Intervals", ECML PKDD 2013; degrees of
@@ -119,13 +119,14 @@ def map_interval(scores: Tensor, targets: Tensor) -> Interval:
     """
     images = len(scores)
     resamples = min(MAX_WORK // scores.numel(), MAP_RESAMPLES)
-    if resamples < FEWEST_RESAMPLES or images * FEWEST_RESAMPLES > MAX_DRAWN:
+    if resamples < FEWEST_RESAMPLES or images * FEWEST_RESAMPLES > MAX_DRAWN or few_groups(groups):
         return None
-    draws, groups = (
-        torch.cat([average_precisions(scores, targets, weights) for weights in parts], dim=1)
-        for parts in (draw_weights(images, resamples), jackknife_weights(images))
+    both = draw_weights(images, resamples, groups=groups), jackknife_weights(images, groups)
+    draws, parts = (
+        torch.cat([average_precisions(scores, targets, weights) for weights in each], dim=1)
+        for each in both
     )
-    means, left_out = draws.nanmean(dim=0), groups.nanmean(dim=0)
+    means, left_out = draws.nanmean(dim=0), parts.nanmean(dim=0)
     squares = float((left_out - left_out.mean()).square().sum())
     if not bool(means.isfinite().all() and left_out.isfinite().all()) or squares == 0:
         return None
@@ -133,7 +134,10 @@ def map_interval(scores: Tensor, targets: Tensor) -> Interval:
     centre = min(max(2 * value - float(means.mean()), SMALLEST_SHARE), 1 - SMALLEST_SHARE)
     error = math.sqrt(squares * (len(left_out) - 1) / len(left_out))
     middle = math.log(centre / (1 - centre))
-    width = student_quantile(degrees_of_mean(draws, targets)) * error / (centre * (1 - centre))
+    degrees = degrees_of_mean(draws, targets)
+    if groups is not None:
+        degrees = min(degrees, count_groups(groups) - 1)
+    width = student_quantile(degrees) * error / (centre * (1 - centre))
     ends = torch.tensor([middle - width, middle + width], dtype=torch.float64)
     limits: list[float] = ends.sigmoid().tolist()
     return limits
@@ -151,17 +155,6 @@ def degrees_of_mean(draws: Tensor, targets: Tensor) -> float:
     variances = draws[several].var(dim=1)
     squares = float((variances.square() / (count[several] - 1)).sum())
     return float(variances.sum()) ** 2 / squares if squares else 1.0
-
-
-def student_quantile(degrees: float) -> float:
-    """97.5 % quantile of Student's distribution, with at least FEWEST_DEGREES degrees of freedom.
-
-    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", formula 26.7.5, 1964.
-    """
-    z, d = Z95, max(degrees, FEWEST_DEGREES)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / d + second / d**2 + third / d**3
 
 
 def f1_scores(answers: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,11 @@ from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.classification_metrics import reliability
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
 from vit.evaluation.html_page import thumbnails
-from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
+from vit.evaluation.multilabel_metrics import (
+    calibration_scores,
+    map_interval,
+    summarize_multilabel,
+)
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -35,6 +39,7 @@ class MultilabelOutcomes:
         raw: Probabilities without calibration; those above if None.
         held_out: Probabilities of each image by a calibration without it, if there is one.
         temperature: Of the calibration.
+        groups: The group of each image; None of independent images.
     """
 
     probabilities: Tensor
@@ -44,6 +49,7 @@ class MultilabelOutcomes:
     raw: Tensor | None = None
     held_out: Tensor | None = None
     temperature: float = 1.0
+    groups: Tensor | None = None
 
 
 def write_multilabel_report(
@@ -63,6 +69,10 @@ def write_multilabel_report(
     scores = summarize_multilabel(
         outcomes.probabilities, outcomes.targets, facts.classes, outcomes.thresholds
     )
+    if outcomes.groups is not None:
+        scores["map_interval"] = map_interval(
+            outcomes.probabilities, outcomes.targets, outcomes.groups
+        )
     epochs = select_epochs(events)
     score = {"score_key": "val_map", "score_name": "Mean average precision"}
     wrong, mistakes = find_mistakes(outcomes, facts)

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.bootstrap_intervals import jackknife_weights
+from vit.evaluation.image_groups import FEWEST_DEGREES, student_quantile
 from vit.evaluation.multilabel_metrics import (
-    FEWEST_DEGREES,
     average_precisions,
     degrees_of_mean,
     map_interval,
     nanmean,
-    student_quantile,
 )
 from vit.evaluation.paired_comparison import LEVEL, POWER, PairedComparison
 
@@ -76,14 +75,14 @@ class PairedMap(PairedComparison):
             ],
             dim=1,
         )
-        means, groups = left_out.nanmean(dim=0), left_out.shape[1]
-        squares = float((means - means.mean()).square().sum()) if groups > 1 else 0.0
+        means, parts = left_out.nanmean(dim=0), left_out.shape[1]
+        squares = float((means - means.mean()).square().sum()) if parts > 1 else 0.0
         return PairedMap(
             **vars(counts),
             maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
             intervals=(map_interval(a, targets), map_interval(b, targets)),
-            error=math.sqrt(squares * (groups - 1) / groups),
-            degrees=max(min(degrees_of_mean(left_out, targets), groups - 1), FEWEST_DEGREES),
+            error=math.sqrt(squares * (parts - 1) / parts),
+            degrees=max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES),
         )
 
     @property

@@ -11,7 +11,7 @@ import math
 Z95 = 1.959963984540054  # the standard normal's 97.5 % point
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """95 % interval of a share, which stays inside [0, 1] and is honest at 0 and at 1."""
     share, spread = successes / trials, Z95**2 / trials
     centre = (share + spread / 2) / (1 + spread)

@@ -34,9 +34,10 @@ from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
 from vit.data.sources.held_out_split import read_split
 from vit.data.sources.list_files import is_list
-from vit.data.sources.open_dataset import open_eval_split, read_source
+from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.accuracy_slices import accuracy_slices
+from vit.evaluation.image_groups import count_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
@@ -74,6 +75,7 @@ def evaluate(
     label_column: str | None = None,
     caption_column: str | None = None,
     allow_outside: bool = False,
+    group: str | None = None,
     device: str | None = None,
     batch_size: int | None = None,
     precision: str = "auto",
@@ -106,6 +108,9 @@ def evaluate(
         data: A folder or list of labelled images or captions, a built-in dataset, or a DatasetSpec.
         split: Part of `data`; `val` is the first validation split. A DatasetSpec has its own.
         images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
+        group: Column of a list, or a regular expression over paths, that names the group of an
+            image, such as a patient: intervals then take groups as independent, not images. That of
+            the training by default, if the data are the same.
         device, batch_size, ..., no_calibration: As for Predictor.
         out: File of a row for each image, .jsonl, .csv or .xlsx; an older file is replaced.
         top_k: Number of predicted classes in a row; 5 by default, and with several labels an image
@@ -132,6 +137,7 @@ def evaluate(
         label_column=label_column,
         caption_column=caption_column,
         allow_outside=allow_outside,
+        group=group,
     )
     predictor = open_evaluated(
         model,
@@ -155,13 +161,21 @@ def evaluate(
     run = run_folder_of(source) if isinstance(source, str | os.PathLike) else None
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     columns = column_cells(full_spec, slice)
+    groups = image_groups(full_spec, [sample.path for sample in samples])
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
 
     def advance(done: int, total: int) -> None:
         progress(done, passes * total)
 
     measured = partial(
-        measure, predictor, samples, notify, advance, where=spec.data, columns=columns
+        measure,
+        predictor,
+        samples,
+        notify,
+        advance,
+        where=spec.data,
+        columns=columns,
+        groups=groups,
     )
     if out is None or style is None:
         scores = measured()
@@ -514,6 +528,7 @@ def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
         label_column=spec.label_column or data.label_column,
         caption_column=spec.caption_column or data.caption_column,
         allow_outside=spec.allow_outside or (own and data.allow_outside),
+        group=spec.group or (data.group if own else None),
         exclude=data.exclude if own else None,
         corrections=data.corrections if own else None,
         label_list=data.labels if own else None,
@@ -559,6 +574,7 @@ def measure(
     where: str,
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
     columns: Mapping[str, Mapping[str, str]] | None = None,
+    groups: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
@@ -571,6 +587,8 @@ def measure(
         write: Called with the outputs of each batch, and its samples.
         columns: Cells of columns by path. If given, also empty, there are `slices` where answers
             are right or wrong.
+        groups: Names of the groups of the images, which intervals take as independent; by default
+            images are.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
@@ -579,6 +597,7 @@ def measure(
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
+    evaluation.groups = groups
     sliced = columns is not None and evaluation.right is not None
     properties = ImageProperties()
     paths = [sample.path for sample in evaluation.samples]
@@ -612,6 +631,8 @@ def measure(
         )
     for note in evaluation.notes(scores):
         notify(note)
+    if (numbers := evaluation.measured_groups()) is not None:
+        scores["groups"] = count_groups(numbers)
     if sliced and evaluation.right is not None:
         classes = None
         if predictor.thresholds is None:

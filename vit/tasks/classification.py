@@ -165,6 +165,7 @@ class Classification(Task):
             outcomes=outcomes,
             calibrated=calibrated,
             paths=found.paths,
+            groups=found.groups,
             recall=recall,
             robustness=run.robustness,
             slices=found.slices(
@@ -269,8 +270,8 @@ class ClassEvaluation(Evaluation):
         """The metrics of `summarize`, with intervals."""
         if not self.outcomes:
             return {}
-        outcomes = Outcomes.cat(self.outcomes)
-        return {**summarize(outcomes, self.classes), **class_intervals(outcomes)}
+        outcomes, groups = Outcomes.cat(self.outcomes), self.measured_groups()
+        return {**summarize(outcomes, self.classes), **class_intervals(outcomes, groups)}
 
 
 class ClassTally:

@@ -34,10 +34,10 @@ from vit.evaluation.multilabel_metrics import (
     average_precisions,
     choose_thresholds,
     f1_scores,
+    map_interval,
     nanmean,
     summarize_multilabel,
 )
-from vit.evaluation.wilson_interval import wilson_interval
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.losses import smoothed_binary_cross_entropy
@@ -194,6 +194,7 @@ class MultiLabel(Task):
                 raw=logits.sigmoid(),
                 held_out=held_out,
                 temperature=loaded.calibration.temperature if loaded.calibration else 1.0,
+                groups=found.groups,
             ),
         )
 
@@ -235,12 +236,11 @@ class MultiLabelEvaluation(Evaluation):
         targets = MultiHot(self.labels, len(self.classes))[torch.arange(len(self.labels))]
         table = torch.stack(self.rows)
         scores = summarize_multilabel(table, targets, self.classes, self.thresholds)
-        right = sum(bool(hit) for hit in self.right)
-        return {
-            **scores,
-            "subset_accuracy_interval": list(wilson_interval(right, len(table))),
-            **multilabel_intervals(table, targets, table >= self.limits),
-        }
+        groups = self.measured_groups()
+        intervals = multilabel_intervals(table, targets, table >= self.limits, groups)
+        if groups is not None:
+            intervals["map_interval"] = map_interval(table, targets, groups)
+        return {**scores, **intervals}
 
 
 class MultiLabelTally:

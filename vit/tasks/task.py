@@ -33,6 +33,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import accuracy_slices
+from vit.evaluation.image_groups import number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
 from vit.model.build import build_classifier
@@ -79,6 +80,8 @@ class ValidationLogits:
     """Distance of each image, (images,), float64."""
     properties: ImageProperties | None = None
     """Brightness and sharpness of the images."""
+    groups: Tensor | None = None
+    """The group of each image; None of independent images."""
 
     @cached_property
     def temperature(self) -> FittedTemperature | None:
@@ -232,9 +235,12 @@ class Evaluation(ABC):
     Attributes:
         right: Whether the answer for each image that was added is right, None where there is no
             answer or no label; None of a task whose answers are not right or wrong.
+        groups: Names of the groups of `samples`, such as patients, whose images are alike; None of
+            independent images.
     """
 
     right: list[bool | None] | None = None
+    groups: Sequence[str] | None = None
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -250,6 +256,13 @@ class Evaluation(ABC):
     def notes(self, scores: Mapping[str, Any]) -> list[str]:
         """Warnings about the metrics."""
         return []
+
+    def measured_groups(self) -> Tensor | None:
+        """The group of each image in the metrics, (images,); None of independent images."""
+        if self.groups is None or self.right is None:
+            return None
+        answered = zip(self.groups, self.right, strict=True)
+        return number_groups([name for name, right in answered if right is not None])
 
 
 class Tally(Protocol):

@@ -7,6 +7,7 @@ the source has none, and notes list what was left out or looks wrong.
 
 import dataclasses
 import difflib
+import itertools
 import os
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,7 +39,12 @@ from vit.data.sources.list_formats import has_captions
 from vit.data.sources.remote_shards import is_remote, read_remote
 from vit.data.sources.tar_shards import is_shards, read_shards
 from vit.data.sources.torchvision_datasets import read_torchvision
-from vit.data.sources.train_val_split import Fold, name_copies, split_train_val
+from vit.data.sources.train_val_split import (
+    Fold,
+    groups_of_records,
+    name_copies,
+    split_train_val,
+)
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
@@ -107,6 +113,21 @@ def refuse_captions(data: str) -> None:
     """
     if is_folder_source(data) and os.path.isfile(data) and has_captions(data):
         raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
+
+
+def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
+    """The group of each image of `spec` by its path, empty if it has none; None without groups.
+
+    Raises:
+        VitError: As of reading the data, or `spec.group` matches no image.
+    """
+    if spec.group is None:
+        return None
+    index = read_source(spec)
+    records = [*itertools.chain.from_iterable(index.splits.values())]
+    names = groups_of_records(records, index, spec.group)
+    found = {record.path: name for record, name in zip(records, names, strict=True)}
+    return [found.get(path, "") for path in paths]
 
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:

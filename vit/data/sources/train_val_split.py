@@ -95,7 +95,7 @@ def split_train_val(
     val = index.splits[own]
     if spec.group is None:
         return train, val, []
-    groups = _groups([*train, *val], index, spec.group)
+    groups = groups_of_records([*train, *val], index, spec.group)
     train_groups, val_groups = groups[: len(train)], groups[len(train) :]
     check_group_leakage(train_groups, val_groups, spec.group, index.locations[own])
     return train, val, group_notes(groups, spec.group, column=index.has_groups)
@@ -311,7 +311,7 @@ def check_group_leakage(
         )
 
 
-def _groups(records: Sequence[ImageRecord], index: DatasetIndex, group: str) -> list[str]:
+def groups_of_records(records: Sequence[ImageRecord], index: DatasetIndex, group: str) -> list[str]:
     """The group of each image, from the source or its name; empty if it has none."""
     if index.has_groups:
         return [record.group for record in records]
@@ -363,7 +363,7 @@ def _split_units(
     seed: int,
     fold: Fold | None,
 ) -> TrainValSplit:
-    groups = None if spec.group is None else _groups(records, index, spec.group)
+    groups = None if spec.group is None else groups_of_records(records, index, spec.group)
     names = [relative(record.path, index.root) for record in records]
     units = make_units(records, groups, names, copies)
     shares: tuple[float, ...] = (1 - val_share, val_share)
