@@ -117,7 +117,6 @@ ALLOWED = {
     "vit.serving": {
         *NUMERIC, "starlette", "uvicorn", "python_multipart", "prometheus_client", "ray",
         *LEVEL_0, "vit.data", "vit.exported", "vit.generation", "vit.output", "vit.inference",
-        "vit.weights.model_files",
     },
     "vit.commands": {*NUMERIC, "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *LEVEL_3},
 }  # fmt: skip

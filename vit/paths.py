@@ -1,12 +1,14 @@
-"""Paths as arguments, suggestions for one that does not exist, and the user's cache folder."""
+"""Paths as arguments, suggestions for missing ones, the user's cache folder, digests of files."""
 
 import difflib
+import hashlib
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.errors import ConfigError
+from vit.errors import ConfigError, RunError
 from vit.text import printable
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -90,3 +92,22 @@ def user_cache() -> Path:
 def _similarity(word: str, other: str) -> float:
     # arguments in the order of difflib.get_close_matches: the measure is not symmetric
     return difflib.SequenceMatcher(None, other, word).ratio()
+
+
+def sha256_of_files(paths: Sequence[Path]) -> str:
+    """SHA-256 over names, sizes and contents of files.
+
+    Raises:
+        RunError: A file cannot be read.
+    """
+    total = hashlib.sha256()
+    path = Path()
+    try:
+        for path in paths:
+            with open(path, "rb") as file:
+                total.update(os.fsencode(path.name) + b"\0%d\0" % os.path.getsize(path))
+                while chunk := file.read(1 << 20):
+                    total.update(chunk)
+    except OSError as error:
+        raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
+    return total.hexdigest()

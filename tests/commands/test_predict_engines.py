@@ -3,7 +3,8 @@
 import pytest
 
 from vit.errors import ConfigError
-from vit.inference.backends import select_engine
+from vit.inference.backends import model_files, select_engine
+from vit.paths import sha256_of_files
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,17 @@ def test_what_ray_does_not_do_is_one_line(predict, input_images, tmp_path, monke
     code, out, err = predict(input_images[0], "--engine", "ray", *words)
     assert (code, out, len(err)) == (2, [], 1)
     assert (words or ["--out"])[0] in err[0]
+
+
+def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
+    names = {path.name for path in model_files(str(tiny_run), "torch")}
+    assert names == {"config.json", "model.safetensors"}
+    for name in ("a.onnx", "a.onnx.data", "a.decoder.onnx", "b.onnx", "c.xml", "c.bin"):
+        (tmp_path / name).write_text(name)
+    exported = model_files(str(tmp_path / "a.onnx"), "onnx")
+    assert [path.name for path in exported] == ["a.decoder.onnx", "a.onnx", "a.onnx.data"]
+    exported_of_openvino = model_files(str(tmp_path / "c.xml"), "openvino")
+    assert [path.name for path in exported_of_openvino] == ["c.bin", "c.xml"]
+    before = sha256_of_files(exported)
+    (tmp_path / "a.onnx.data").write_text("other")
+    assert sha256_of_files(exported) != before

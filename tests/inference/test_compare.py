@@ -1,6 +1,7 @@
 """`vit compare`: the counts are those of the predictions of both runs."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from vit.commands.main import main
 from vit.config import Config, TrainingConfig
+from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError, DataError
 from vit.inference.compare import compare, compare_runs
 from vit.inference.evaluate import evaluate
@@ -59,6 +61,31 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     text = page.read_text()
     for path in (a - b) | (b - a):
         assert Path(path).name in text
+
+
+def test_groups_are_compared_as_a_whole(tiny_run, other_run, tiny_data, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = [str(tiny_run), str(other_run), str(tiny_data), "--html", str(page), *WORDS]
+    assert main(["compare", *words, "--group", r"(\d)\.\w+$"]) == 0
+    printed = capsys.readouterr().out
+    numbers = {re.search(r"(\d)\.\w+$", str(path))[1] for path in (tiny_data / "val").rglob("*.*")}
+    assert f"with 27 images of {len(numbers)} groups" in printed
+    assert "sign flips" in page.read_text()
+    runs = [tiny_run, other_run, tiny_run]
+    found = compare_runs(runs, str(tiny_data), group=r"(\d)\.\w+$", **EXACT)
+    assert found.to_dict()["groups"] == len(numbers)
+    assert found.to_dict()["pairs"][1]["p_value"] == 1.0
+    assert "sign flips" in found.page()
+
+
+def test_groups_of_a_training_are_those_of_a_comparison(tiny_run, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    settings = {"data": str(tiny_data), "group": r"(\d)\.\w+$"}
+    write_settings(run / "config.yaml", make_config(settings), "")
+    assert compare(tiny_run, run, str(tiny_data), **EXACT).to_dict()["groups"] > 5
+    copy = shutil.copytree(tiny_data, tmp_path / "copy")
+    assert "groups" not in compare(tiny_run, run, str(copy), **EXACT).to_dict()
 
 
 def test_a_run_is_not_distinguishable_from_itself(tiny_run, calibrated_run, tiny_data):

@@ -23,10 +23,11 @@ import vit
 from tests.serving.conftest import multipart, running
 from vit.commands.serve_command import read_token
 from vit.errors import ConfigError, VitError
+from vit.inference.backends import model_files
+from vit.paths import sha256_of_files
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
 from vit.serving.server_config import ServerConfig
-from vit.weights.model_files import model_files, sha256_of_files
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"

@@ -323,6 +323,17 @@ def add_list_options(
     )
 
 
+def add_group_option(parser: argparse.ArgumentParser) -> None:
+    """Add --group, where it changes what is taken as independent."""
+    parser.add_argument(
+        "--group",
+        metavar="COLUMN|REGEX",
+        help="column of a list, or regular expression over paths, with the patient, film, ... of "
+        "an image: intervals then take groups as independent, not images (default: that of the "
+        "training, for its data)",
+    )
+
+
 def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
     """The DatasetSpec of DATA and the flags of `add_list_options` and `add_task_option`."""
     from vit.data.sources.dataset_spec import as_dataset_spec

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_options import (
+    add_group_option,
     add_json_option,
     add_list_options,
     add_network_options,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     add_list_options(parser, "that of the training, or the usual")
+    add_group_option(parser)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     parser.add_argument(
         "--html",
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from vit.inference.compare import compare, compare_runs
 
     settings = inference_settings(args)
-    data = dataset_spec(args, split=args.split)
+    data = dataset_spec(args, split=args.split, group=args.group)
     found: Comparison | RunsComparison
     with image_bar() as progress:
         options = {

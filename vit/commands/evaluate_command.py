@@ -9,6 +9,7 @@ from vit.commands.command_options import (
     TTA_HELP,
     VIEWS,
     add_csv_options,
+    add_group_option,
     add_json_option,
     add_list_options,
     add_network_options,
@@ -68,13 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
-    parser.add_argument(
-        "--group",
-        metavar="COLUMN|REGEX",
-        help="column of a list, or regular expression over paths, with the patient, film, ... of "
-        "an image: intervals then take groups as independent, not images (default: that of the "
-        "training, for its data)",
-    )
+    add_group_option(parser)
     parser.add_argument(
         "--slice",
         metavar="COLUMN",

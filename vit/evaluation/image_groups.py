@@ -1,8 +1,9 @@
 """Intervals where images of one group (a patient, a film) are alike and tell less than others.
 
-    n' = p (1 - p) / v (z / t)²       v: variance of the share p by the sums of G groups,
-                                         G / (G - 1) sum_g (hits_g - p images_g)² / images²
-                                      t: Student's quantile of G - 1 degrees of freedom
+    n' = s² / v (z / t)²       s²: variance of the images' values, p (1 - p) of a share p
+                               v: variance of their mean m by the sums of G groups,
+                                  G / (G - 1) sum_g (sum_g values - m images_g)² / images²
+                               t: Student's quantile of G - 1 degrees of freedom
     interval = Wilson's of the share p of n' images
 
 n' is at most the number of images, and that of the groups where these do not differ.
@@ -49,15 +50,22 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     images, right = len(hits), int(hits.sum())
     if groups is None:
         return list(wilson_interval(right, images))
-    number, share = count_groups(groups), right / images
-    if number < MIN_GROUPS:
+    if count_groups(groups) < MIN_GROUPS:
         return [0.0, 1.0]
-    sums = torch.zeros(number, dtype=torch.float64)
-    sums.index_add_(0, groups, hits.double() - share)
+    effective = effective_images(hits, groups)
+    return list(wilson_interval(right / images * effective, effective))
+
+
+def effective_images(values: Tensor, groups: Tensor) -> float:
+    """Number of independent images whose mean value is as certain as that of these, (images,)."""
+    number, images = count_groups(groups), len(values)
+    if number == 1:
+        return 1.0
+    residuals = values.double() - values.double().mean()
+    sums = torch.zeros(number, dtype=torch.float64).index_add_(0, groups, residuals)
     variance = number / (number - 1) * float(sums.square().sum()) / images**2
-    informative = share * (1 - share) / variance if variance else float(number)
-    informative = min(informative, images) * (Z95 / student_quantile(number - 1)) ** 2
-    return list(wilson_interval(share * informative, informative))
+    effective = float(residuals.square().mean()) / variance if variance else float(number)
+    return min(effective, images) * (Z95 / student_quantile(number - 1)) ** 2
 
 
 def student_quantile(degrees: float) -> float:

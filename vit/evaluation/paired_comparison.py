@@ -24,7 +24,7 @@ Biometrics 43, 1987.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from statistics import NormalDist
@@ -53,6 +53,7 @@ class PairedComparison:
         count: Number of images, at least 1.
         a_right, b_right: Right answers of each.
         only_a_right, only_b_right: Images that one answers right and the other wrong.
+        groups: Number of groups of images that are alike; None of independent images.
     """
 
     count: int
@@ -60,6 +61,7 @@ class PairedComparison:
     b_right: int
     only_a_right: int
     only_b_right: int
+    groups: int | None = field(default=None, kw_only=True)
 
     score: ClassVar[str] = "top1"
     """Key of the score in `side`."""
@@ -92,6 +94,11 @@ class PairedComparison:
         return min(2 * tail, 1.0)
 
     @property
+    def informative(self) -> float:
+        """Number of independent images that say as much about the difference as these."""
+        return self.count
+
+    @property
     def verdict(self) -> str:
         """Whether B is better than A, worse, or neither is shown."""
         return self.verdict_at(self.p_value)
@@ -104,8 +111,10 @@ class PairedComparison:
 
     def interval(self) -> tuple[float, float]:
         """95 % interval of the difference."""
-        total = self.count + 2
-        only_a, only_b = (self.only_a_right + 1) / total, (self.only_b_right + 1) / total
+        total, scale = self.informative + 2, self.informative / self.count
+        only_a, only_b = (
+            (scale * only + 1) / total for only in (self.only_a_right, self.only_b_right)
+        )
         centre = only_b - only_a
         half = Z95 * math.sqrt((only_a + only_b - centre**2) / total)
         return max(centre - half, -1.0), min(centre + half, 1.0)
@@ -141,7 +150,14 @@ class PairedComparison:
             "only_b_right": self.only_b_right,
             "verdict": self.verdict,
             "images_needed": self.images_needed(),
+            **({"groups": self.groups} if self.groups else {}),
         }
+
+    @property
+    def images(self) -> str:
+        """The images in words."""
+        groups = f" of {plural(self.groups, 'group')}" if self.groups else ""
+        return f"{plural(self.count, 'image')}{groups}"
 
     def sentence(self) -> str:
         """The result in words."""
@@ -152,12 +168,12 @@ class PairedComparison:
             f"{100 * high:+.2f}), p = {self.p_value:.2g}"
         )
         if self.verdict != UNDECIDED:
-            return f"B is {self.verdict} than A on {self.count:,} images: {numbers}"
+            return f"B is {self.verdict} than A on {self.images}: {numbers}"
         needed = self.images_needed()
         remedy = (
             "" if needed is None else f"; it would take about {needed:,} to show this difference"
         )
-        return f"A and B are not distinguishable with {self.count:,} images: {numbers}{remedy}"
+        return f"A and B are not distinguishable with {self.images}: {numbers}{remedy}"
 
 
 @dataclass(frozen=True)
@@ -241,7 +257,14 @@ class AllPairs:
             }
             for key, pair in self.pairs.items()
         ]
-        return {"count": self.count, "runs": runs, "pairs": pairs, "sentence": self.sentence()}
+        groups = self.pairs[0, 1].groups
+        return {
+            "count": self.count,
+            **({"groups": groups} if groups else {}),
+            "runs": runs,
+            "pairs": pairs,
+            "sentence": self.sentence(),
+        }
 
     def sentence(self) -> str:
         """Which of them are distinguishable, in words."""
@@ -251,7 +274,7 @@ class AllPairs:
                 winner, loser = (b, a) if verdict == "better" else (a, b)
                 worse.setdefault(winner, []).append(loser)
         method = f"Holm's correction for {plural(len(self.pairs), 'pair')}, 5 % level"
-        images = plural(self.count, "image")
+        images = self.pairs[0, 1].images
         if not worse:
             return (
                 f"None of the {self.runs} runs is distinguishable from another with {images} "

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.bootstrap_intervals import jackknife_weights
-from vit.evaluation.image_groups import FEWEST_DEGREES, student_quantile
+from vit.evaluation.image_groups import FEWEST_DEGREES, count_groups, student_quantile
 from vit.evaluation.multilabel_metrics import (
     average_precisions,
     degrees_of_mean,
@@ -58,7 +58,11 @@ class PairedMap(PairedComparison):
 
     @staticmethod
     def of_scores(
-        a: Tensor, b: Tensor, targets: Tensor, right: tuple[Tensor, Tensor]
+        a: Tensor,
+        b: Tensor,
+        targets: Tensor,
+        right: tuple[Tensor, Tensor],
+        groups: Tensor | None = None,
     ) -> "PairedMap":
         """From the probabilities of both.
 
@@ -66,21 +70,24 @@ class PairedMap(PairedComparison):
             a, b: (images, classes).
             targets: 1 where an image has a class, (images, classes).
             right: Whether each answer has all classes right, (images,) both.
+            groups: The group of each image, (images,); None of independent ones.
         """
-        counts = PairedComparison.of(*right)
+        counts = vars(PairedComparison.of(*right))
+        if groups is not None:
+            counts = {**counts, "groups": count_groups(groups)}
         left_out = torch.cat(
             [
                 average_precisions(b, targets, weights) - average_precisions(a, targets, weights)
-                for weights in jackknife_weights(len(a))
+                for weights in jackknife_weights(len(a), groups)
             ],
             dim=1,
         )
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
         squares = float((means - means.mean()).square().sum()) if parts > 1 else 0.0
         return PairedMap(
-            **vars(counts),
+            **counts,
             maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
-            intervals=(map_interval(a, targets), map_interval(b, targets)),
+            intervals=(map_interval(a, targets, groups), map_interval(b, targets, groups)),
             error=math.sqrt(squares * (parts - 1) / parts),
             degrees=max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES),
         )

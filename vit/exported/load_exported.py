@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vit.errors import ConfigError
@@ -22,6 +23,14 @@ def exported_engine(model: object) -> str | None:
         return None
     name = os.fspath(model).lower()
     return next((engine for suffix, engine in EXPORTED.items() if name.endswith(suffix)), None)
+
+
+def exported_files(path: PathLike) -> list[Path]:
+    """Files of the network that `path` names, which may keep weights or a decoder beside it."""
+    file = Path(path)
+    decoder = file.with_suffix(f".decoder{file.suffix}")
+    beside = file.with_suffix(".bin") if file.suffix == ".xml" else Path(f"{file}.data")
+    return sorted(one for one in (file, beside, decoder) if one.is_file())
 
 
 def load_exported(

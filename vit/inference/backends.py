@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vit.errors import ConfigError
-from vit.exported.load_exported import EXPORTED
+from vit.exported.load_exported import EXPORTED, exported_files
 from vit.quick_imports import quick_imports
 from vit.text import printable, quoted
 
@@ -112,3 +113,17 @@ def library_version(engine: str) -> str:
         return f"{library} {version(library)}"
     except PackageNotFoundError:
         return f"{library} not installed"
+
+
+def model_files(model: str, engine: str) -> list[Path]:
+    """Files of the model, for its digest."""
+    if engine != "torch":
+        return exported_files(model)
+    from vit.weights.resolve_source import locate_weights
+
+    found = locate_weights(model)
+    shards = found.folder.glob("*-of-*") if found.weights.suffix == ".json" else ()
+    names = ("tokenizer.json", "distance.safetensors")
+    others = (found.config, found.processor, *(found.folder / name for name in names))
+    files = [found.weights, *shards, *(one for one in others if one is not None)]
+    return sorted(file for file in files if file.is_file())

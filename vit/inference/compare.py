@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vit.config.stored_config import run_folder_of
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.multilabel_targets import MultiHot, labels_of
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
+from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError
 from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
+from vit.evaluation.image_groups import number_groups
 from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
+from vit.evaluation.paired_groups import PairedGroups
 from vit.evaluation.paired_map import PairedMap
-from vit.inference.evaluate import load_samples, source_of
+from vit.inference.evaluate import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
 from vit.text import join_names, plural, printable
@@ -103,15 +107,20 @@ class SharedAnswers(NamedTuple):
     """Of each multi-label classifier the probabilities, (images, classes of the first one)."""
     targets: Tensor
     """1 where an image has a class of a multi-label classifier, (images, classes)."""
+    groups: Tensor | None = None
+    """The group of each image; None of independent images."""
 
     def compared(self, a: int, b: int) -> PairedComparison:
         """The comparison of two classifiers by their places."""
         right = self.right()
-        if not self.scores:
-            return PairedComparison.of(right[a], right[b])
-        return PairedMap.of_scores(
-            self.scores[a], self.scores[b], self.targets, (right[a], right[b])
-        )
+        both = right[a], right[b]
+        if self.scores:
+            return PairedMap.of_scores(
+                self.scores[a], self.scores[b], self.targets, both, self.groups
+            )
+        if self.groups is not None:
+            return PairedGroups.of_groups(*both, self.groups)
+        return PairedComparison.of(*both)
 
     def right(self) -> Tensor:
         """Whether each answer is right, (classifiers, images)."""
@@ -130,6 +139,7 @@ def compare(
     *,
     split: str = "val",
     images: str | None = None,
+    group: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
@@ -142,6 +152,9 @@ def compare(
     Args:
         run_a, run_b: Run folders, other sources of weights with a head, or exported files.
         data, split, images: As for `vit.evaluate`.
+        group: Column of a list, or a regular expression over paths, that names the group of an
+            image, such as a patient: groups are then independent, not images. By default that of
+            the first training with groups, if the data are its own.
         notify: Called with notes.
         progress: Called with the images done and their total, of both runs, after each batch.
         settings: As for Predictor, of both.
@@ -154,6 +167,7 @@ def compare(
         data,
         split=split,
         images=images,
+        group=group,
         notify=notify,
         progress=progress,
         settings=settings,
@@ -173,6 +187,7 @@ def compare_runs(
     *,
     split: str = "val",
     images: str | None = None,
+    group: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
@@ -194,7 +209,14 @@ def compare_runs(
     if not 2 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{plural(len(runs), 'run')}: from 2 to {MAX_RUNS} are compared")
     answers = _answer(
-        runs, data, split=split, images=images, notify=notify, progress=progress, settings=settings
+        runs,
+        data,
+        split=split,
+        images=images,
+        group=group,
+        notify=notify,
+        progress=progress,
+        settings=settings,
     )
     return RunsComparison(
         tuple(os.fspath(run) for run in runs),
@@ -210,18 +232,18 @@ def _answer(
     *,
     split: str,
     images: str | None,
+    group: str | None,
     notify: Callable[[str], object],
     progress: Callable[[int, int], object],
     settings: dict[str, Any],
 ) -> SharedAnswers:
     """Answers of all `runs` for the images that no training has seen; as `compare`."""
-    spec = (
-        data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
-    )
+    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
     predictors = [open_evaluated(run, **settings, notify=notify) for run in runs]
     check_comparable(runs, predictors)
     several = predictors[0].thresholds is not None
     tables: list[dict[str, Sample]] = []
+    specs: list[DatasetSpec] = []
     said: set[str] = set()
 
     def notify_once(note: str) -> None:  # notes about the data are those of each run
@@ -232,6 +254,8 @@ def _answer(
     for run, predictor in zip(runs, predictors, strict=True):
         source = source_of(run, predictor)
         samples = load_samples(predictor.task, source, spec, predictor.classes, notify_once)
+        folder = run_folder_of(source) if isinstance(source, str | os.PathLike) else None
+        specs.append(evaluated_spec(predictor.task, folder, spec, predictor.classes))
         tables.append({s.path: s for s in samples if several or s.label != NO_LABEL})
     paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
     two = len(runs) == 2
@@ -273,12 +297,14 @@ def _answer(
     if not readable:
         raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
+    names = image_groups(next((one for one in specs if one.group), spec), readable)
     return SharedAnswers(
         readable,
         answers,
         [{"image": image, "error": error} for image, error in failed.items()],
         [torch.stack([found[path] for path in readable]) for found in rows] if several else [],
         MultiHot(labels, len(predictors[0].classes))[torch.arange(len(labels))],
+        None if names is None else number_groups(names),
     )
 
 

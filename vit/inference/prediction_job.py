@@ -24,6 +24,7 @@ from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.inference.backends import (
     ImagePredictor,
     library_version,
+    model_files,
     open_predictor,
     select_engine,
 )
@@ -66,11 +67,10 @@ from vit.output.sort_into_folders import (
     check_sorting,
     renamed_note,
 )
-from vit.paths import path_argument
+from vit.paths import path_argument, sha256_of_files
 from vit.stop_signals import Interrupted, Interruption
 from vit.text import format_clock, plural, printable
 from vit.version import __version__
-from vit.weights.model_files import model_files, sha256_of_files
 
 if TYPE_CHECKING:
     from vit.generation.generation_config import Search

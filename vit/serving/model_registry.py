@@ -11,11 +11,11 @@ from typing import Any
 
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.errors import ConfigError, VitError
+from vit.inference.backends import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import join_names, printable
-from vit.weights.model_files import model_files
 
 POLL_SECONDS = 2.0
 

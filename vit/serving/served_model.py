@@ -27,12 +27,17 @@ from vit.errors import BadImage, ConfigError, VitError
 from vit.exported.image_prefetch import decode_image
 from vit.exported.onnx_captioner import ExportedCaptioner
 from vit.exported.onnx_classifier import OUTPUT, ExportedClassifier
-from vit.inference.backends import ImagePredictor, open_predictor, select_engine
+from vit.inference.backends import (
+    ImagePredictor,
+    model_files,
+    open_predictor,
+    select_engine,
+)
 from vit.inference.prediction_job import apply_threshold, classes_per_row
 from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k, resolve_top_k
+from vit.paths import sha256_of_files
 from vit.score_calibration import check_selection
 from vit.text import plural
-from vit.weights.model_files import model_files, sha256_of_files
 
 if TYPE_CHECKING:
     from vit.generation.caption import Caption

@@ -30,7 +30,8 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.exported.load_exported import exported_engine
+from vit.exported.load_exported import exported_engine, exported_files
+from vit.paths import sha256_of_files
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
 from vit.text import join_names, percent, plural, printable
@@ -40,7 +41,6 @@ from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.training.finetune.feature_extraction import ImagePass, extract
 from vit.training.finetune.linear_probe_init import BATCH_SIZES, feature_cache
 from vit.weights.load_model import load_model
-from vit.weights.model_files import model_files, sha256_of_files
 from vit.weights.resolve_source import locate_weights
 from vit.weights.safetensors_io import digest, read_tensors
 from vit.weights.saved_model import LoadedRun
@@ -195,7 +195,7 @@ class ExportedTeacher(Teacher):
         self.name, self.classifier, self.classes = name, found, found.classes
         self.multilabel = found.thresholds is not None
         self.preprocessing = found.preprocessing
-        self.key = sha256_of_files(model_files(name, engine))
+        self.key = sha256_of_files(exported_files(name))
 
     def prepare(self, path: str) -> Tensor:
         """The whole image."""
