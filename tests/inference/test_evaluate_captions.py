@@ -83,6 +83,11 @@ def test_the_scored_captions_are_those_of_the_predictor(run, data, search):
     assert len({row["image"] for row in scores["examples"]}) == 5
 
 
+def test_a_group_has_no_meaning_for_captions(run, data):
+    with pytest.raises(ConfigError, match="group: intervals are those of classifiers"):
+        evaluate(run, str(data), group=r"(\d)\.", **PRECISE)
+
+
 @torch.no_grad()
 def test_the_losses_equal_those_computed_directly(run, data):
     loaded = load_run(run)

@@ -162,6 +162,13 @@ def evaluate(
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     columns = column_cells(full_spec, slice)
     groups = image_groups(full_spec, [sample.path for sample in samples])
+    if predictor.n_best and spec.group is not None:
+        without = dataclasses.replace(spec, group=None)
+        if evaluated_spec(predictor.task, run, without, predictor.classes).group != spec.group:
+            raise ConfigError(
+                "group: intervals are those of classifiers, and this network writes captions; "
+                "leave it out"
+            )
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
 
     def advance(done: int, total: int) -> None:
