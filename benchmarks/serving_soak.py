@@ -328,7 +328,7 @@ def soak_for_minutes(
     bad: list[Callable[[], None]] = []
     if args.bad:
         files = sorted(path for path in args.bad.rglob("*") if is_small_file(path))
-        bad = [lambda seed=seed: soak.bad_client(seed, files) for seed in (100, 101, 102)]
+        bad = [lambda seed=seed: soak.bad_client(seed, files) for seed in range(100, 108)]
         bad.append(soak.hold_connections)
     begin, memory = time.monotonic(), list[tuple[float, float]]()
 
