@@ -162,16 +162,8 @@ def compare(
     Raises:
         VitError: A model, the data or a setting cannot be used.
     """
-    answers = _answer(
-        (run_a, run_b),
-        data,
-        split=split,
-        images=images,
-        group=group,
-        notify=notify,
-        progress=progress,
-        settings=settings,
-    )
+    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
+    answers = _answer((run_a, run_b), spec, notify, progress, settings)
     first, second = answers.answers
     return Comparison(
         (_name(run_a), _name(run_b)),
@@ -208,16 +200,8 @@ def compare_runs(
     """
     if not 2 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{plural(len(runs), 'run')}: from 2 to {MAX_RUNS} are compared")
-    answers = _answer(
-        runs,
-        data,
-        split=split,
-        images=images,
-        group=group,
-        notify=notify,
-        progress=progress,
-        settings=settings,
-    )
+    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
+    answers = _answer(runs, spec, notify, progress, settings)
     return RunsComparison(
         tuple(os.fspath(run) for run in runs),
         AllPairs.of(answers.right(), answers.compared),
@@ -228,17 +212,12 @@ def compare_runs(
 
 def _answer(
     runs: Sequence[PathLike],
-    data: str | DatasetSpec,
-    *,
-    split: str,
-    images: str | None,
-    group: str | None,
+    spec: DatasetSpec,
     notify: Callable[[str], object],
     progress: Callable[[int, int], object],
     settings: dict[str, Any],
 ) -> SharedAnswers:
     """Answers of all `runs` for the images that no training has seen; as `compare`."""
-    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
     predictors = [open_evaluated(run, **settings, notify=notify) for run in runs]
     check_comparable(runs, predictors)
     several = predictors[0].thresholds is not None

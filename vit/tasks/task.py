@@ -30,6 +30,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import image_groups
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import accuracy_slices
@@ -80,8 +81,18 @@ class ValidationLogits:
     """Distance of each image, (images,), float64."""
     properties: ImageProperties | None = None
     """Brightness and sharpness of the images."""
-    groups: Tensor | None = None
-    """The group of each image; None of independent images."""
+    data: DatasetSpec | None = None
+    """What they were read from, by which their groups are found."""
+
+    @cached_property
+    def groups(self) -> Tensor | None:
+        """The group of each image, for the report; None of independent images.
+
+        Raises:
+            VitError: The data, which are read again, have changed.
+        """
+        names = None if self.data is None else image_groups(self.data, self.paths)
+        return None if names is None else number_groups(names)
 
     @cached_property
     def temperature(self) -> FittedTemperature | None:

@@ -23,10 +23,8 @@ from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.held_out_split import read_split
-from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, RunError, VitError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
-from vit.evaluation.image_groups import number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
@@ -163,7 +161,6 @@ class BestWeights:
                 paths += names
         if distance is not None:
             distance.standardise(torch.cat(distances))
-        groups = image_groups(self.run.task.dataset_spec(self.config), paths)
         return ValidationLogits(
             torch.cat(logits),
             torch.cat(labels),
@@ -172,7 +169,7 @@ class BestWeights:
             distance,
             None if distance is None else distance.combine(torch.cat(distances)).double(),
             properties,
-            None if groups is None else number_groups(groups),
+            self.run.task.dataset_spec(self.config),
         )
 
     def _fit_distance(self) -> FeatureDistance | None:
