@@ -2,13 +2,16 @@
 
     python -m benchmarks.serving_soak RUN IMAGES --requests 10000 --clients 32
     python -m benchmarks.serving_soak RUN IMAGES --minutes 30 --bad FOLDER
+    python -m benchmarks.serving_soak RUN IMAGES --minutes 10 --replicas 2 --kill 2
 
 Good clients send images as raw bodies, as multipart bodies of one to eight, and by the protocol of
 KServe; every row must be the one of `vit predict`, byte for byte, under the name that was sent with
 the image. With --bad, others send the files of FOLDER, broken requests, slow ones, and hold
 connections open: these must end with a row, with a sentence and a status of 4xx, or closed, never
-with 5xx. Prints counts, seconds of requests of one image, and the server's memory. The clients
-share the machine with the server. Needs the extra `serve`.
+with 5xx. With --kill, a process of the server is killed (SIGKILL) every so many seconds: its
+requests may end with a closed connection, and with nothing else. Prints counts, seconds of requests
+of one image, and the server's memory. The clients share the machine with the server. Needs the
+extra `serve`.
 """
 
 import argparse
@@ -17,8 +20,10 @@ import collections
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -34,6 +39,8 @@ from urllib.parse import urlencode
 from vit.data.sources.image_inputs import list_images
 
 BOUNDARY = "soak-part"
+CLOSED = -1
+"""The status of a request whose connection was closed before its answer."""
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
 MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 Answer = tuple[int, bytes]
@@ -46,10 +53,15 @@ class Soak:
         port: Of the server.
         images: Content of good images, by name.
         rows: The row of `vit predict` of each.
+        kills: Whether processes of the server are killed.
     """
 
-    def __init__(self, port: int, images: dict[str, bytes], rows: dict[str, str]) -> None:
-        self.port, self.images, self.rows = port, images, rows
+    def __init__(
+        self, port: int, images: dict[str, bytes], rows: dict[str, str], kills: bool = False
+    ) -> None:
+        self.port, self.images, self.rows, self.kills = port, images, rows, kills
+        self.last_row = 0.0
+        """When a row came last."""
         self.names = [*images]
         self.counts: collections.Counter[str] = collections.Counter()
         self.seconds: list[float] = []
@@ -64,6 +76,8 @@ class Soak:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
+        except (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead):
+            return CLOSED, b""
         except (OSError, http.client.HTTPException) as error:
             return 0, repr(error).encode()
         finally:
@@ -75,6 +89,16 @@ class Soak:
             self.counts[kind] += 1
             if problem:
                 self.problems.append(f"{kind}: {problem}")
+
+    def check(self, kind: str, status: int, found: str, expected: str) -> None:
+        """Count a request, and what is wrong with its answer."""
+        if status == CLOSED and self.kills:
+            self.count("closed")
+            return
+        problem = compare(status, found, expected)
+        if status == 200:
+            self.last_row = time.monotonic()
+        self.count(kind, problem)
 
     def good_client(self, seed: int) -> None:
         """Ask until told to stop."""
@@ -92,7 +116,7 @@ class Soak:
             self.seconds.append(time.perf_counter() - began)
             self.counts["429"] += status == 429
         expected = f'{{"results": [{self.rows[name]}]}}'
-        self.count("raw", compare(status, body.decode(), expected))
+        self.check("raw", status, body.decode(), expected)
 
     def ask_multipart(self, draw: random.Random) -> None:
         """One to eight images as files of a form."""
@@ -101,7 +125,7 @@ class Soak:
             "/predict", multipart((name, self.images[name]) for name in names), MULTIPART
         )
         expected = f'{{"results": [{", ".join(self.rows[name] for name in names)}]}}'
-        self.count("multipart", compare(status, body.decode(), expected))
+        self.check("multipart", status, body.decode(), expected)
 
     def ask_kserve(self, draw: random.Random) -> None:
         """One to four images by the protocol of KServe, whose rows have numbers as names."""
@@ -121,7 +145,7 @@ class Soak:
         if status == 200:
             outputs = {one["name"]: one["data"] for one in json.loads(body)["outputs"]}
             found = "\n".join(outputs["rows"])
-        self.count("kserve", compare(status, found, "\n".join(rows)))
+        self.check("kserve", status, found, "\n".join(rows))
 
     def bad_client(self, seed: int, bad: list[Path]) -> None:
         """Misbehave in one way after another until told to stop."""
@@ -168,6 +192,21 @@ class Soak:
                 self.stop.wait(5)
             self.count("1,000 connections")
             self.stop.wait(20)
+
+    def kill_replicas(self, server: int, every: float) -> None:
+        """Kill a process of the server again and again; note how soon a row comes after it."""
+        draw, waits, killed = random.Random(0), list[float](), 0
+        while not self.stop.wait(every):
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(draw.choice(replicas_of(server)), signal.SIGKILL)
+                killed, moment = killed + 1, time.monotonic()
+                while self.last_row <= moment and not self.stop.wait(0.002):
+                    pass
+                waits.append(time.monotonic() - moment)
+        print(
+            f"{killed} killed; a row came after a median of {statistics.median(waits):.2f} s, at "
+            f"most {max(waits):.2f} s"
+        )
 
     def run(self, clients: list[Callable[[], None]], until: Callable[[], bool]) -> None:
         """Run clients in threads until a condition holds, and ask the server for its health."""
@@ -249,11 +288,20 @@ def is_small_file(path: Path) -> bool:
     return path.is_file() and path.stat().st_size < 20e6
 
 
-def resident(process: int) -> float:
-    """Megabytes of memory that a process holds."""
-    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    (kilobytes,) = re.findall(r"^VmRSS:\s+(\d+)", status, re.MULTILINE)
-    return int(kilobytes) / 1024
+def replicas_of(server: int) -> list[int]:
+    """Processes that a server has started to serve."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text(encoding="utf-8").split()
+    commands = {int(one): Path(f"/proc/{one}/cmdline") for one in children}
+    return [one for one, path in commands.items() if b"spawn_main" in path.read_bytes()]
+
+
+def resident(server: int) -> float:
+    """Megabytes of memory that a server and its replicas hold."""
+    total = 0
+    for process in (server, *replicas_of(server)):
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        total += sum(int(one) for one in re.findall(r"^VmRSS:\s+(\d+)", status, re.MULTILINE))
+    return total / 1024
 
 
 def expected_rows(run: str, images: list[str]) -> dict[str, str]:
@@ -282,11 +330,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="that behave")
     parser.add_argument("--requests", type=int, help="of these, instead of --minutes")
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--replicas", type=int, help="processes of the server")
+    parser.add_argument("--kill", type=float, metavar="SECONDS", help="kill one so often")
     parser.add_argument("--port", type=int, default=8600)
     args = parser.parse_args()
     paths = list_images([args.images])[:1000]
     rows = expected_rows(args.run, paths)
+    if args.kill and not args.replicas:
+        parser.error("--kill needs --replicas")
     port, words = args.port, ["--precision", "fp32", "--device", "cpu", "--port", str(args.port)]
+    words += ["--replicas", str(args.replicas)] if args.replicas else []
     server = subprocess.Popen(
         [sys.executable, "-m", "vit", "serve", f"soak={args.run}", *words], stderr=subprocess.PIPE
     )
@@ -295,7 +348,8 @@ def main() -> None:
     threading.Thread(
         target=lambda: log.extend(line.decode() for line in server.stderr or ()), daemon=True
     ).start()
-    soak = Soak(port, {path: Path(path).read_bytes() for path in paths}, rows)
+    contents = {path: Path(path).read_bytes() for path in paths}
+    soak = Soak(port, contents, rows, bool(args.kill))
     try:
         while True:
             assert server.poll() is None, log
@@ -330,6 +384,8 @@ def soak_for_minutes(
         files = sorted(path for path in args.bad.rglob("*") if is_small_file(path))
         bad = [lambda seed=seed: soak.bad_client(seed, files) for seed in range(100, 108)]
         bad.append(soak.hold_connections)
+    if args.kill:
+        bad.append(lambda: soak.kill_replicas(server, args.kill))
     begin, memory = time.monotonic(), list[tuple[float, float]]()
 
     def done() -> bool:
@@ -339,7 +395,7 @@ def soak_for_minutes(
         return now > 60 * args.minutes
 
     soak.run([*good, *bad], done)
-    print(seconds_line("beside abuse" if bad else "all", soak.seconds))
+    print(seconds_line("beside abuse" if args.bad else "all", soak.seconds))
     tenth = max(len(memory) // 10, 1)
     parts = [[mb for _, mb in memory[n : n + tenth]] for n in range(0, len(memory), tenth)]
     print("memory, MB, median of each tenth:", [round(statistics.median(one)) for one in parts])

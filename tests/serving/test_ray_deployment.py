@@ -18,23 +18,24 @@ import pytest
 import vit
 from vit.errors import ConfigError, VitError
 from vit.serving.http_server import bind
-from vit.serving.ray_deployment import Replicas, shared_path
+from vit.serving.ray_deployment import replica_settings, shared_path
+from vit.serving.replicas import Replicas
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 
 
 def test_the_number_of_replicas_may_be_a_range():
-    assert Replicas.parse("2").settings(8) == {"num_replicas": 2}
-    scaled = Replicas.parse("1-4").settings(8)["autoscaling_config"]
+    assert replica_settings(Replicas.parse("2"), 8) == {"num_replicas": 2}
+    scaled = replica_settings(Replicas.parse("1-4"), 8)["autoscaling_config"]
     assert scaled == {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8}
     for text in ("0", "", "-2", "2-", "4-1", "two", "1-2-3", "²"):
         with pytest.raises(ConfigError, match="1-8"):
             Replicas.parse(text)
 
 
-def test_replicas_need_ray(exported):
-    with pytest.raises(ConfigError, match=r"replicas=2: .*engine ray"):
-        vit.serve(exported, replicas=2)
+def test_a_range_needs_ray(exported):
+    with pytest.raises(ConfigError, match=r"replicas=1-2: .*engine ray"):
+        vit.serve(exported, replicas="1-2")
     if find_spec("ray") is None:
         with pytest.raises(VitError, match=r"ray is not installed: pip install .*\[ray\]"):
             vit.serve(exported, engine="ray", port=0)

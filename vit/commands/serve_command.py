@@ -149,8 +149,8 @@ def _add_network(parser: CommandParser) -> None:
     group.add_argument(
         "--replicas",
         metavar="N|LEAST-MOST",
-        help="processes of --engine ray, each with its own models (default: 1); a range lets Ray "
-        "choose by the load",
+        help="serve with N processes, each with its own models and limits, and start one that ends "
+        "again (default: one process alone); a range lets --engine ray choose by the load",
     )
     group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
 
@@ -216,7 +216,8 @@ def serve(
             alone or as `NAME=MODEL`; the first one is the default.
         engine: torch, onnx or openvino; by default the suffix of each model decides. With ray the
             server runs in Ray Serve.
-        replicas: Processes of Ray Serve, such as 2, or "1-8" by load; 1 by default.
+        replicas: Processes that serve, each with its own models, such as 2; one that ends by
+            itself is started again. With ray also "1-8", by load.
         notify: Called with notes.
         settings: Fields of ServerConfig (vit/serving/server_config.py), and as for vit.Predictor
             `batch_size`, `device`, `precision`, `workers`, `no_calibration` and `search`.
@@ -235,17 +236,21 @@ def serve(
     config = ServerConfig(**{name: settings.pop(name) for name in access if name in settings})
     several = [models] if isinstance(models, str | os.PathLike) else models
     words = [path_argument("models", one, "a run folder, weights, or a file") for one in several]
+    from vit.serving.replicas import Replicas, serve_replicas
+
+    number = Replicas.parse(str(1 if replicas is None else replicas))
     if engine == "ray":
-        from vit.serving.ray_deployment import Replicas, serve_with_ray
+        from vit.serving.ray_deployment import serve_with_ray
 
-        number = Replicas.parse(str(1 if replicas is None else replicas))
         serve_with_ray(words, config, number, notify=notify, **settings)
-        return
-    if replicas is not None:
-        raise ConfigError(f"replicas={replicas}: one process serves here; choose engine ray")
-    from vit.serving.http_server import serve
+    elif number.least < number.most:
+        raise ConfigError(f"replicas={replicas}: a range needs engine ray; give one number")
+    elif replicas is not None:
+        serve_replicas(words, config, number.most, engine=engine, notify=notify, **settings)
+    else:
+        from vit.serving.http_server import serve
 
-    serve(words, config, engine=engine, notify=notify, **settings)
+        serve(words, config, engine=engine, notify=notify, **settings)
 
 
 def read_token(token: str | None, path: str | None) -> str | None:

@@ -159,12 +159,13 @@ class RunningServer:
     Args:
         url: Its URL on this machine.
         application: Its application.
-        stop: Stops it as SIGTERM does; may be called in any thread.
+        stop, reload: Do what SIGTERM and SIGHUP do; may be called in any thread.
     """
 
     url: str
     application: Application
     stop: Callable[[], object]
+    reload: Callable[[], object]
 
 
 def serve(
@@ -172,6 +173,7 @@ def serve(
     config: ServerConfig | None = None,
     *,
     engine: str | None = None,
+    listener: socket.socket | None = None,
     notify: Callable[[str], object] = lambda line: print(line, file=sys.stderr),
     on_ready: Callable[[RunningServer], object] = lambda _server: None,
     **settings: Any,
@@ -183,6 +185,7 @@ def serve(
             files; the first one is the default.
         config: Address, access and limits.
         engine: Engine of all models; by default the suffix of each decides.
+        listener: A socket at the address, which other processes may share; its own by default.
         notify: Called with notes.
         on_ready: Called once it answers.
         settings: Of vit.Predictor.
@@ -193,8 +196,7 @@ def serve(
     """
     config = config or ServerConfig()
     raise_file_limit(config.max_connections + SPARE_FILES)
-    listener = bind(config.host, config.port)
-    try:
+    with listener or bind(config.host, config.port) as listener:
         registry = ModelRegistry(
             models,
             max_pixels=config.max_pixels,
@@ -213,8 +215,6 @@ def serve(
             raise ServerError(f"{application.scheduler.failure}; start the server again")
         if computing:
             raise ServerError("stopped before the network had ended what was accepted")
-    finally:
-        listener.close()
 
 
 async def _serve(
@@ -250,14 +250,17 @@ async def _serve(
         server.force_exit = server.should_exit
         server.should_exit = application.stopping = True
 
-    def stop_from_thread() -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
-            loop.call_soon_threadsafe(stop)
-
     def reload() -> None:
         task = loop.create_task(registry.reload(application.metrics))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
+
+    def from_thread(action: Callable[[], object]) -> Callable[[], object]:
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(action)
+
+        return call
 
     def fail() -> None:
         if not server.should_exit:
@@ -280,7 +283,7 @@ async def _serve(
             notify(f"{model.name}: {model.summary()}")
         every = "" if is_loopback(listener) else ", open to other machines"
         notify(f"listening at {url}{every}{'' if config.token else ' without a token'}")
-        on_ready(RunningServer(url, application, stop_from_thread))
+        on_ready(RunningServer(url, application, from_thread(stop), from_thread(reload)))
         await serving
         notify("stopped")
     finally:

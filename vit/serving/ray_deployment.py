@@ -8,20 +8,18 @@ of the proxy; all others hold in each replica.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from vit.errors import ConfigError
 from vit.exported.load_exported import exported_engine
 from vit.inference.ray_inference import cluster, raise_worker_errors, shares
 from vit.serving.application import Application
 from vit.serving.http_server import KEEP_ALIVE_SECONDS, bind, url_of
 from vit.serving.model_registry import ModelRegistry
+from vit.serving.replicas import Replicas, signal_handlers
 from vit.serving.served_model import check_names
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
@@ -32,38 +30,12 @@ NAME = "vit"
 HEALTH_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """Number of replicas; Ray adds and removes some between two limits by their load.
-
-    Args:
-        least, most: The limits.
-    """
-
-    least: int = 1
-    most: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> "Replicas":
-        """`N` or `LEAST-MOST`.
-
-        Raises:
-            ConfigError: It is neither.
-        """
-        first, separator, last = text.partition("-")
-        words = [first, last] if separator else [first]
-        if all(word.isascii() and word.isdecimal() for word in words):
-            least, most = int(words[0]), int(words[-1])
-            if 0 < least <= most:
-                return cls(least, most)
-        raise ConfigError(f"replicas={text!r}: give a number, or LEAST-MOST such as 1-8")
-
-    def settings(self, requests: int) -> dict[str, Any]:
-        """Of a deployment; `requests` are those that a replica should have at a time."""
-        if self.least == self.most:
-            return {"num_replicas": self.most}
-        limits = {"min_replicas": self.least, "max_replicas": self.most}
-        return {"autoscaling_config": {**limits, "target_ongoing_requests": requests}}
+def replica_settings(replicas: Replicas, requests: int) -> dict[str, Any]:
+    """Settings of a deployment; `requests` are those that a replica should have at a time."""
+    if replicas.least == replicas.most:
+        return {"num_replicas": replicas.most}
+    limits = {"min_replicas": replicas.least, "max_replicas": replicas.most}
+    return {"autoscaling_config": {**limits, "target_ongoing_requests": requests}}
 
 
 class ReplicaApplication:
@@ -173,7 +145,7 @@ def serve_with_ray(
             graceful_shutdown_timeout_s=config.stop_timeout,
             max_constructor_retry_count=1,
             logging_config={"enable_access_log": False, "log_level": "ERROR"},
-            **replicas.settings(images),
+            **replica_settings(replicas, images),
         )(serve.ingress(build)(Replica))
         http = {"host": config.host, "port": config.port}
         serve.start(
@@ -208,20 +180,16 @@ def _obey_signals(
     """Return after SIGTERM or SIGINT; SIGHUP calls `reload` with its number."""
     wake, stopped, hangups = threading.Event(), threading.Event(), 0
 
-    def stop(*_: object) -> None:
+    def stop() -> None:
         stopped.set()
         wake.set()
 
-    def hang_up(*_: object) -> None:
+    def hang_up() -> None:
         nonlocal hangups
         hangups += 1
         wake.set()
 
-    before: dict[str, Any] = {}
-    for name, action in {"SIGTERM": stop, "SIGINT": stop, "SIGHUP": hang_up}.items():
-        with contextlib.suppress(AttributeError, ValueError):  # of this system; a main thread only
-            before[name] = signal.signal(getattr(signal, name), action)
-    try:
+    with signal_handlers({"SIGTERM": stop, "SIGINT": stop, "SIGHUP": hang_up}):
         on_ready(stop)
         done = 0
         while not stopped.is_set():
@@ -230,9 +198,6 @@ def _obey_signals(
             if hangups > done and not stopped.is_set():
                 done = hangups
                 reload(done)
-    finally:
-        for name, previous in before.items():
-            signal.signal(getattr(signal, name), previous)
 
 
 def shared_path(source: str) -> str:

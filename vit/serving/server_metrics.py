@@ -1,4 +1,10 @@
-"""Metrics of the server in the text format of Prometheus, the only user of prometheus_client."""
+"""Metrics of the server in the text format of Prometheus, the only user of prometheus_client.
+
+Processes that share an address write theirs to files in the folder that the environment variable
+SHARED_FOLDER names, and each of them answers with the sums.
+"""
+
+import os
 
 from prometheus_client import (
     CollectorRegistry,
@@ -7,15 +13,18 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from vit.score_calibration import UNCERTAIN, UNLIKE
 
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Set before this module is imported."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class ServerMetrics:
-    """Counters of one server."""
+    """Counters of one process."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -52,8 +61,15 @@ class ServerMetrics:
             ["model", "answer"],
             registry=registry,
         )
-        self.waiting = Gauge("vit_waiting_images", "Accepted images", registry=registry)
-        self.memory = Gauge("vit_request_bytes", "Bytes of requests in memory", registry=registry)
+        self.waiting = Gauge(
+            "vit_waiting_images", "Accepted images", registry=registry, multiprocess_mode="livesum"
+        )
+        self.memory = Gauge(
+            "vit_request_bytes",
+            "Bytes of requests in memory",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.batch_images = Histogram(
             "vit_batch_images", "Images of a batch", ["model"], buckets=SIZES, registry=registry
         )
@@ -75,4 +91,13 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """All metrics, in the text format."""
-        return generate_latest(self.registry)
+        registry = self.registry
+        if SHARED_FOLDER in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+
+def forget_process(process: int, folder: str) -> None:
+    """Take a process that has ended out of the gauges; what it counted stays."""
+    mark_process_dead(process, folder)  # type: ignore[no-untyped-call]
