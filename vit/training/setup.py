@@ -208,7 +208,8 @@ def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
     if config.training.epoch_steps is None:
         return epochs
     passes = total_steps * config.data.batch_size / len(splits.train)
-    return f"{epochs} of {config.training.epoch_steps} steps, {passes:.1f} passes over the images"
+    each = plural(config.training.epoch_steps, "step")
+    return f"{epochs} of {each}, {passes:.1f} passes over the images"
 
 
 def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]:
