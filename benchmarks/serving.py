@@ -33,9 +33,9 @@ PREDICTOR = """
 import io, sys, time
 import vit
 from PIL import Image
-predictor = vit.Predictor(sys.argv[1], precision="fp32", device="cpu")
-images = [open(path, "rb").read() for path in sys.argv[3:]]
-end, number = time.perf_counter() + float(sys.argv[2]), 0
+predictor = vit.Predictor(sys.argv[1], precision=sys.argv[2], device="cpu")
+images = [open(path, "rb").read() for path in sys.argv[4:]]
+end, number = time.perf_counter() + float(sys.argv[3]), 0
 predictor([Image.open(io.BytesIO(images[0])).convert("RGB")])
 while (began := time.perf_counter()) < end:
     predictor([Image.open(io.BytesIO(images[number % len(images)])).convert("RGB")])
@@ -50,7 +50,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-predictor, lock = vit.Predictor(sys.argv[1], precision="fp32", device="cpu"), threading.Lock()
+predictor, lock = vit.Predictor(sys.argv[1], precision=sys.argv[2], device="cpu"), threading.Lock()
 def answer(data):
     image = Image.open(io.BytesIO(data)).convert("RGB")
     with lock:
@@ -65,7 +65,7 @@ try:
 except ImportError:
     app = Starlette()
     app.add_route("/predict", predict, methods=["POST"])
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="error")
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[3]), log_level="error")
 """
 LITSERVE = """
 import base64, io, sys
@@ -73,7 +73,7 @@ import litserve, vit
 from PIL import Image
 class API(litserve.LitAPI):
     def setup(self, device):
-        self.predictor = vit.Predictor(sys.argv[1], precision="fp32", device="cpu")
+        self.predictor = vit.Predictor(sys.argv[1], precision=sys.argv[2], device="cpu")
     def decode_request(self, request):
         return Image.open(io.BytesIO(base64.b64decode(request["image"]))).convert("RGB")
     def batch(self, inputs):
@@ -87,23 +87,22 @@ class API(litserve.LitAPI):
 if __name__ == "__main__":
     api = API(max_batch_size=8, batch_timeout=0.005)
     litserve.LitServer(api, accelerator="cpu").run(
-        host="127.0.0.1", port=int(sys.argv[2]), log_level="error", generate_client_file=False
+        host="127.0.0.1", port=int(sys.argv[3]), log_level="error", generate_client_file=False
     )
 """
 
 
-def commands(run: str, folder: Path) -> dict[str, list[str]]:
+def commands(run: str, precision: str, folder: Path) -> dict[str, list[str]]:
     """The command of each server, without its port."""
-    found = {
-        "vit serve": [sys.executable, "-m", "vit", "serve", run, "--precision", "fp32", "--port"]
-    }
+    words = ["-m", "vit", "serve", run, "--device", "cpu", "--precision", precision, "--port"]
+    found = {"vit serve": [sys.executable, *words]}
     for name, code in {"fastapi": PLAIN, "litserve": LITSERVE}.items():
         if name == "litserve" and find_spec(name) is None:
             print("litserve is not installed")
             continue
         script = folder / f"benchmark_{name}.py"  # no name of a module
         script.write_text(code, encoding="utf-8")
-        found[name] = [sys.executable, str(script), run]
+        found[name] = [sys.executable, str(script), run, precision]
     return found
 
 
@@ -127,9 +126,11 @@ def send(port: int, data: bytes) -> None:
         connection.close()
 
 
-def measure_predictor(run: str, images: Sequence[str], seconds: float) -> list[float]:
+def measure_predictor(
+    run: str, precision: str, images: Sequence[str], seconds: float
+) -> list[float]:
     """Seconds of each image in a process of its own."""
-    words = [sys.executable, "-c", PREDICTOR, run, str(seconds), *images]
+    words = [sys.executable, "-c", PREDICTOR, run, precision, str(seconds), *images]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return [float(line) for line in done.stdout.split()]
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", default="auto", help="of all of them")
     parser.add_argument("--port", type=int, default=8500, help="the first of a few")
     parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for scripts of servers")
     args = parser.parse_args()
@@ -179,7 +181,7 @@ def main() -> None:
         name: [to_body(name, image) for image in images] for name in ("litserve", "vit serve")
     }
     bodies["fastapi"] = bodies["vit serve"]
-    found = commands(args.run, args.folder)
+    found = commands(args.run, args.precision, args.folder)
     ports = {name: args.port + place for place, name in enumerate(found)}
     processes = {
         name: subprocess.Popen(
@@ -198,7 +200,8 @@ def main() -> None:
                 took["predictor"] = []
             for _ in range(args.rounds):
                 if clients == 1:
-                    took["predictor"].append(measure_predictor(args.run, paths, args.seconds))
+                    alone = measure_predictor(args.run, args.precision, paths, args.seconds)
+                    took["predictor"].append(alone)
                 for name in found:
                     took[name].append(measure(ports[name], bodies[name], clients, args.seconds))
             for name, rounds in took.items():

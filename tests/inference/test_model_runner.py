@@ -235,6 +235,20 @@ def test_a_prepacked_network_gives_the_same_logits(options):
 
 
 @needs_onednn
+def test_an_image_alone_has_the_digits_that_it_has_beside_another():
+    torch.manual_seed(0)
+    model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    torch.nn.init.normal_(model.head.weight)
+    twin = prepack(model)
+    assert twin.num_classes == SMALL["num_classes"]
+    features = torch.randn(8, SMALL["dim"])
+    with torch.inference_mode():
+        for number in range(8):
+            two = twin.head(features[[number, 0]])
+            assert torch.equal(twin.head(features[number : number + 1]), two[:1])
+
+
+@needs_onednn
 def test_a_prepacked_network_shares_all_tensors_but_the_matrices():
     model = vit.create_model("vit_tiny_patch16_224", **SMALL).eval()
     twin = prepack(model)

@@ -41,10 +41,11 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
 class Network:
     """A model whose outputs are its images in capitals; `wrong` ones make it raise."""
 
-    keeps_pixels, name, batch_sizes = False, "network", (1, 4)
+    keeps_pixels, name, batch_sizes, exact_on_all_cores = False, "network", (1, 4), True
 
     def __init__(self, wrong="", ends=None):
-        self.adapter, self.wrong, self.ends, self.batches = self, wrong, ends, []
+        self.adapter, self.wrong, self.ends = self, wrong, ends
+        self.batches, self.threads = [], []
 
     def decode(self, _name, upload):
         return upload
@@ -57,6 +58,7 @@ class Network:
 
     def run(self, _names, images, rows):
         self.batches.append((tuple(images), rows))
+        self.threads.append(threading.current_thread().name[:4])
         if self.ends is not None:
             self.ends.wait(20)
         if set(images) & set(self.wrong):
@@ -70,7 +72,7 @@ def predict(network, images, compute_timeout=20.0):
 
     async def main():
         pool = ThreadPoolExecutor(1)
-        scheduler = BatchScheduler(pool, 1, 100, compute_timeout, ServerMetrics())
+        scheduler = BatchScheduler(pool, 1, None, 100, compute_timeout, ServerMetrics())
         scheduler.on_failure = lambda: failures.append(scheduler.failure)
         scheduler.idle = 0  # the images share a batch
         requests = [
@@ -123,8 +125,30 @@ def test_a_network_that_never_ends_is_not_waited_for():
         ends.set()
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_image_has_all_cores_while_it_is_the_only_one(exact):
+    network = Network(ends=threading.Event())
+    network.exact_on_all_cores = exact
+
+    async def main():
+        pools = ThreadPoolExecutor(2, "part"), ThreadPoolExecutor(1, "all ")
+        scheduler = BatchScheduler(pools[0], 2, pools[1], 100, 20.0, ServerMetrics())
+        requests = []
+        for image in "ab":
+            requests.append(asyncio.ensure_future(scheduler.predict(network, [image], [image])))
+            while len(network.batches) < len(requests):
+                await asyncio.sleep(0.001)
+        network.ends.set()
+        await asyncio.gather(*requests)
+        await scheduler.predict(network, ["c"], ["c"])
+        assert not scheduler.close()
+
+    asyncio.run(main())
+    assert network.threads == (["all ", "part", "all "] if exact else ["part"] * 3)
+
+
 def test_a_call_is_given_time_from_its_begin_or_from_the_last_end_of_another(monkeypatch):
-    scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, 100, 60.0, ServerMetrics())
+    scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, None, 100, 60.0, ServerMetrics())
     monkeypatch.setattr(dynamic_batching.time, "monotonic", lambda: 130.0)
     assert scheduler._seconds_left(10.0, [20.0]) == -50
     assert scheduler._seconds_left(10.0, []) == -60

@@ -1,6 +1,10 @@
 """Which batch sizes give the same digits."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
+import pytest
 
 from vit.serving import exact_batch_sizes
 from vit.serving.exact_batch_sizes import measure_batch_sizes
@@ -12,6 +16,7 @@ class Rounding:
     def __init__(self, exact_from=1, by_place=False):
         self.adapter, self.name = self, "rounding"
         self.exact_from, self.by_place, self.sizes = exact_from, by_place, []
+        self.exact_on_all_cores = False
 
     def probe(self, number):
         return float(number)
@@ -26,7 +31,7 @@ class Rounding:
         return np.array([output])
 
 
-def sizes_of(monkeypatch, model, largest, speed):
+def sizes_of(monkeypatch, model, largest, speed, all_cores=None):
     """The sizes, on a machine where a batch of n images takes speed(n) seconds."""
     now = 0.0
 
@@ -39,7 +44,7 @@ def sizes_of(monkeypatch, model, largest, speed):
 
     clock.begun = 0
     monkeypatch.setattr(exact_batch_sizes.time, "perf_counter", clock)
-    measure_batch_sizes(model, largest)
+    measure_batch_sizes(model, largest, all_cores)
     return model.batch_sizes
 
 
@@ -56,3 +61,26 @@ def test_a_batch_is_not_larger_than_what_is_fastest(monkeypatch):
 
 def test_digits_that_depend_on_the_place_leave_batches_of_one(monkeypatch):
     assert sizes_of(monkeypatch, Rounding(by_place=True), 8, lambda n: 5 + n) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("error", "speed", "used"), [(0, 0.6, True), (1e-12, 0.6, False), (0, 1, False)]
+)
+def test_all_cores_are_used_where_they_give_the_same_digits_sooner(monkeypatch, error, speed, used):
+    class OnAllCores(Rounding):
+        """Whose digits and seconds are others in the thread with all cores."""
+
+        on_all_cores: list[bool]
+
+        def run(self, names, images, rows):
+            is_there = threading.current_thread().name.startswith("all")
+            self.on_all_cores.append(is_there)
+            return [x + is_there * error for x in super().run(names, images, rows)]
+
+    model = OnAllCores()
+    model.on_all_cores = []
+    with ThreadPoolExecutor(1, "all") as pool:
+        sizes_of(
+            monkeypatch, model, 4, lambda n: n * (speed if model.on_all_cores[-1] else 1), pool
+        )
+    assert model.exact_on_all_cores is used

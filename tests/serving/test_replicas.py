@@ -97,7 +97,7 @@ def test_a_killed_replica_is_replaced_and_every_row_is_right(exported, files, pr
                 answers.append((status, text == f'{{"results": [{expected[place]}]}}'))
 
         server.wait_for("is ready")
-        assert "2 replicas of" in server.log.read_text()
+        assert "2 replicas\n" in server.log.read_text()
         with ThreadPoolExecutor(4) as pool:
             clients = [pool.submit(keep_asking, place) for place in range(4)]
             for kill in (1, 2, 3):

@@ -165,13 +165,13 @@ class ModelRunner:
         if self.returns_distances and self.distance is not None:
             _, _, features = encode_with_features(model, batch)
             pooled = features.pooled
-            return self.model.head(pooled), pooled if self.embeddings else None, None, features
+            return model.head(pooled), pooled if self.embeddings else None, None, features
         if not self.embeddings:
             return model(batch), None, None, None
         pooled = model.features(batch)
         if not self.model.num_classes:
             return pooled.new_zeros(len(pooled), 0), pooled, None, None
-        return self.model.head(pooled), pooled, None, None
+        return model.head(pooled), pooled, None, None
 
     def _normalise(self, images: Tensor) -> Tensor:
         """uint8 (..., channels, height, width) -> normalised floats on the device"""
@@ -237,7 +237,8 @@ def can_prepack(model: nn.Module) -> bool:
 def prepack(model: VisionTransformer) -> VisionTransformer:
     """A copy of `model` with prepacked linear layers in its blocks; it shares all other tensors.
 
-    The weights of the blocks are in memory twice from then on.
+    The weights of the blocks are in memory twice from then on. The head of the copy gives an image
+    alone the digits that it has among others.
     """
     shared: dict[int, object] = {id(one): one for one in model.parameters()}
     shared |= {id(one): one for one in model.buffers()}
@@ -250,7 +251,28 @@ def prepack(model: VisionTransformer) -> VisionTransformer:
             assert isinstance(module.fc1, PrepackedLinear)
             module.fc1.gelu = ONEDNN_GELU[module.act.approximate]
             module.act = nn.Identity()
+    if type(clone.head) is nn.Linear:
+        clone.head = PairedLinear(clone.head)
     return clone
+
+
+class PairedLinear(nn.Linear):
+    """A linear layer that computes one row as two.
+
+    A matrix by a vector is a kernel of its own, which rounds differently from that of a matrix by a
+    matrix, so an image alone would have other digits than among others.
+
+    Args:
+        linear: The layer, whose tensors it shares.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, in) -> (batch, out)"""
+        return super().forward(x.expand(2, -1) if len(x) == 1 else x)[: len(x)]
 
 
 class PrepackedLinear(nn.Module):

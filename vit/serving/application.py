@@ -95,6 +95,7 @@ class Application:
         self.scheduler = BatchScheduler(
             registry.compute,
             registry.compute_threads,
+            registry.all_cores,
             config.max_queue,
             config.compute_timeout,
             metrics,

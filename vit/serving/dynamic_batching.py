@@ -3,7 +3,8 @@
     request -> decode (threads) -> waiting images, by model and shape -> batch (threads) -> output
 
 A batch begins as soon as a thread is free, with what is waiting by then: under load batches grow by
-themselves, and a single image never waits for others. All methods but the two that run in threads
+themselves, and a single image never waits for others; while it is the only one it has all cores,
+where these give the same digits. All methods but the two that run in threads
 belong to the event loop's thread, so nothing is locked.
 
 A batch that raises is computed again image by image, so that an image fails alone. A thread cannot
@@ -107,6 +108,7 @@ class BatchScheduler:
     Args:
         compute: Threads that compute.
         compute_threads: Their number.
+        all_cores: A thread that computes with all cores, if each of the others has a part of them.
         max_queue: Most images that are accepted and not answered.
         compute_timeout: Seconds after which a call in a thread that computes never returns.
         metrics: Counts batches and waiting images.
@@ -120,13 +122,14 @@ class BatchScheduler:
         self,
         compute: Executor,
         compute_threads: int,
+        all_cores: Executor | None,
         max_queue: int,
         compute_timeout: float,
         metrics: ServerMetrics,
     ) -> None:
         self.failure, self.compute_timeout = "", compute_timeout
         self.on_failure: Callable[[], object] = lambda: None
-        self.compute, self.idle = compute, compute_threads
+        self.compute, self.idle, self.all_cores = compute, compute_threads, all_cores
         self.compute_threads, self.max_queue, self.metrics = compute_threads, max_queue, metrics
         decoders = min(8, usable_cores())
         self.decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
@@ -217,9 +220,11 @@ class BatchScheduler:
         loop = asyncio.get_running_loop()
         rows = next(size for size in model.batch_sizes if size >= len(batch))
         names, pixels = [one.name for one in batch], [one.pixels for one in batch]
+        only = self.idle == self.compute_threads - 1 and rows == model.batch_sizes[0]
+        executor = self.all_cores if only and model.exact_on_all_cores else None
         began = loop.time()
         try:
-            outputs = await self._compute(model.adapter.run, names, pixels, rows)
+            outputs = await self._compute(model.adapter.run, names, pixels, rows, executor=executor)
         except Exception as error:  # each waiting request must have its answer
             outputs = await self._recover(model, batch, error)
         self.idle += 1
@@ -238,8 +243,10 @@ class BatchScheduler:
             one.output.set_result(output)
         self._start_batches()
 
-    async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread that computes.
+    async def _compute(
+        self, function: Callable[..., T], *arguments: Any, executor: Executor | None = None
+    ) -> T:
+        """Call a function in a thread that computes, or in that of `executor`.
 
         Raises:
             ServerFailed: It has not returned, or no thread has become free, in `compute_timeout`.
@@ -257,7 +264,7 @@ class BatchScheduler:
                 future.exception()  # of a call that was given up, nobody else asks
 
         submitted, left = time.monotonic(), self.compute_timeout
-        future = loop.run_in_executor(self.compute, call)
+        future = loop.run_in_executor(executor or self.compute, call)
         self._calls += 1
         future.add_done_callback(end)
         try:
@@ -332,5 +339,7 @@ class BatchScheduler:
         """Stop the threads; return whether one still computes, which is not waited for."""
         computing = self._calls > 0
         self.decoders.shutdown(wait=not computing, cancel_futures=True)
-        self.compute.shutdown(wait=not computing, cancel_futures=True)
+        for executor in (self.compute, self.all_cores):
+            if executor is not None:
+                executor.shutdown(wait=not computing, cancel_futures=True)
         return computing

@@ -9,6 +9,7 @@ other requests arrive at the same time.
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,15 @@ NEARLY = 1.1
 """A larger batch must be faster an image by this."""
 
 
-def measure_batch_sizes(model: ServedModel, largest: int) -> None:
-    """Set `batch_sizes` and `seconds` of a model; call it in a thread that computes.
+def measure_batch_sizes(
+    model: ServedModel, largest: int, all_cores: Executor | None = None
+) -> None:
+    """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model, in a thread that computes.
 
     Args:
         model: The model; it is warm afterwards.
         largest: Size of the batches of `vit predict`.
+        all_cores: A thread that computes with all cores, while the other ones have a part of them.
 
     Raises:
         RunError: The network gives no finite probabilities.
@@ -39,7 +43,7 @@ def measure_batch_sizes(model: ServedModel, largest: int) -> None:
     turned = _run(model, [*images[1:], *images[:1]], seconds)
     if largest > 1 and not _equal(turned, [*whole[1:], *whole[:1]]):
         # the digits depend on the place in a batch: only batches of one image are exact
-        measure_batch_sizes(model, 1)
+        measure_batch_sizes(model, 1, all_cores)
         return
     exact = [largest]
     for size in (1 << power for power in range((largest - 1).bit_length())):
@@ -55,6 +59,12 @@ def measure_batch_sizes(model: ServedModel, largest: int) -> None:
     fast = min(size for size in exact if seconds[size] / size <= NEARLY * best)
     model.batch_sizes = tuple(sorted(size for size in exact if size <= fast))
     model.seconds = {size: seconds[size] for size in model.batch_sizes}
+    if all_cores is not None:
+        size, faster = model.batch_sizes[0], dict[int, float]()
+        for _ in range(ROUNDS):
+            found = all_cores.submit(_run, model, images[:size], faster).result()
+        same = _equal(found, whole[:size])
+        model.exact_on_all_cores = same and faster[size] < seconds[size]
 
 
 def _run(model: ServedModel, images: Sequence[Any], seconds: dict[int, float]) -> list[Any]:

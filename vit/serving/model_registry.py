@@ -38,6 +38,7 @@ class ModelRegistry:
         models: The models by name.
         compute: Threads that compute, of all models.
         compute_threads: Their number.
+        all_cores: A thread that computes with the cores of all of them; None where they are one.
 
     Raises:
         VitError: A model or a setting cannot be used.
@@ -61,14 +62,17 @@ class ModelRegistry:
         self.models = {name: self._open(name) for name in self.sources}
         self.compute_threads = max(model.adapter.compute_threads for model in self.models.values())
         self.compute: Executor
+        self.all_cores: Executor | None = None
         if any(model.engine == "torch" for model in self.models.values()):
             from vit.inference.batch_pipeline import make_thread_pool
 
             self.compute = make_thread_pool(self.compute_threads)
+            if self.compute_threads > 1:
+                self.all_cores = make_thread_pool(1)
         else:
             self.compute = ThreadPoolExecutor(self.compute_threads, thread_name_prefix="compute")
         for model in self.models.values():
-            self.compute.submit(measure_batch_sizes, model, largest_batch(model)).result()
+            self.compute.submit(self._measure, model).result()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
         self._reloading = asyncio.Lock()
 
@@ -98,9 +102,7 @@ class ModelRegistry:
                 fingerprint = self._fingerprint(name)
                 try:
                     model = await loop.run_in_executor(self._loader, self._open, name)
-                    await loop.run_in_executor(
-                        self.compute, measure_batch_sizes, model, largest_batch(model)
-                    )
+                    await loop.run_in_executor(self.compute, self._measure, model)
                 except Exception as error:  # a file of any content must not end the server
                     reason = str(error) if isinstance(error, VitError) else repr(error)
                     self.notify(
@@ -141,6 +143,9 @@ class ModelRegistry:
     def _open(self, name: str) -> ServedModel:
         source = self.sources[name]
         return ServedModel(name, source, self.max_pixels, self.engine, dict(self.settings))
+
+    def _measure(self, model: ServedModel) -> None:
+        measure_batch_sizes(model, largest_batch(model), self.all_cores)
 
     def _fingerprint(self, name: str) -> tuple[Fingerprint, ...]:
         """Fingerprints of a model's files; empty while they cannot be found."""

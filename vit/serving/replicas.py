@@ -28,7 +28,6 @@ from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import SHARED_FOLDER, forget_process
 from vit.text import plural
 
-MOST_THREADS = 8
 LONGEST_DELAY = 30.0
 """Seconds before a replica that cannot start is started again; 1, 2, 4 ... until then."""
 
@@ -218,20 +217,21 @@ def serve_replicas(
         VitError: A model, a setting or the address cannot be used.
         ServerError: A process did not end in time what it had accepted.
     """
-    if settings.get("workers") is None:
-        settings["workers"] = max(1, min(usable_cores() // number, MOST_THREADS))
     context: Any = multiprocessing.get_context("spawn")  # a fork of threads of torch may hang
     with (
         bind(config.host, config.port) as listener,
         tempfile.TemporaryDirectory(prefix="vit-metrics-") as folder,
     ):
         config = replace(config, port=listener.getsockname()[1])
+        environment = {SHARED_FOLDER: folder}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // number))
 
         def start(one: int) -> Replica:
             ours, theirs = context.Pipe()
             words = (listener, theirs, list(models), config, engine, settings)
             process = context.Process(target=run_replica, args=words, daemon=True)
-            with _child_environment(folder):
+            with child_environment(environment):
                 process.start()
             theirs.close()
             return Replica(one, process, ours)
@@ -240,7 +240,7 @@ def serve_replicas(
         url, stop = url_of(listener), supervisor.stop
 
         def begin() -> None:
-            notify(f"{plural(number, 'replica')} of {plural(settings['workers'], 'worker')}")
+            notify(plural(number, "replica"))
             on_ready(url, supervisor)
 
         with signal_handlers({"SIGTERM": stop, "SIGINT": stop, "SIGHUP": supervisor.reload}):
@@ -266,10 +266,10 @@ def signal_handlers(actions: dict[str, Callable[[], object]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _child_environment(folder: str) -> Iterator[None]:
-    """What a process that is started inherits: the folder of metrics, and no Ctrl-C for now."""
-    before = os.environ.get(SHARED_FOLDER)
-    os.environ[SHARED_FOLDER] = folder
+def child_environment(variables: dict[str, str]) -> Iterator[None]:
+    """What a process that is started inherits: environment variables, and no Ctrl-C for now."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -277,9 +277,11 @@ def _child_environment(folder: str) -> Iterator[None]:
     finally:
         if os.name == "posix":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.environ.pop(SHARED_FOLDER)
-        if before is not None:
-            os.environ[SHARED_FOLDER] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def run_replica(

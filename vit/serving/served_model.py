@@ -268,6 +268,7 @@ class ServedModel:
         adapter: What differs between kinds of predictors.
         engine: torch, onnx or openvino.
         batch_sizes: Sizes of batches that give the same digits, in order (exact_batch_sizes).
+        exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
         sha256: Digest of its files, which tells versions apart.
 
@@ -301,6 +302,7 @@ class ServedModel:
         else:
             self.adapter = TorchAdapter(cast("Predictor", predictor), max_pixels)
         self.batch_sizes: tuple[int, ...] = (1,)
+        self.exact_on_all_cores = False
         self.seconds: dict[int, float] = {}
 
     @property
