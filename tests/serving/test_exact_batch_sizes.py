@@ -64,7 +64,7 @@ def test_digits_that_depend_on_the_place_leave_batches_of_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "speed", "used"), [(0, 0.6, True), (1e-12, 0.6, False), (0, 1, False)]
+    ("error", "speed", "used"), [(0, 0.6, True), (1e-12, 0.6, False), (0, 0.9, False)]
 )
 def test_all_cores_are_used_where_they_give_the_same_digits_sooner(monkeypatch, error, speed, used):
     class OnAllCores(Rounding):
