@@ -227,6 +227,8 @@ def step(options: argparse.Namespace) -> Iterator[Comparison]:
             "timm, float32": of_timm,
             "timm, bf16": partial(of_timm, bf16=True),
             "timm, bf16, fused attention off": partial(of_timm, fused=False, bf16=True),
+            "timm, float32, Muon": partial(of_timm, muon=True),
+            "timm, bf16, Muon": partial(of_timm, bf16=True, muon=True),
             "timm, bf16, fused attention off, Muon": partial(
                 of_timm, fused=False, bf16=True, muon=True
             ),
