@@ -149,8 +149,8 @@ def _add_network(parser: CommandParser) -> None:
     group.add_argument(
         "--replicas",
         metavar="N|LEAST-MOST",
-        help="serve with N processes, each with its own models and limits, and start one that ends "
-        "again (default: one process alone); a range lets --engine ray choose by the load",
+        help="serve with N processes, each with its own models and limits, and restart one that "
+        "ends (default: one process alone); a range lets --engine ray choose by the load",
     )
     group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
 
@@ -217,7 +217,8 @@ def serve(
         engine: torch, onnx or openvino; by default the suffix of each model decides. With ray the
             server runs in Ray Serve.
         replicas: Processes that serve, each with its own models, such as 2; one that ends by
-            itself is started again. With ray also "1-8", by load.
+            itself is restarted. With ray also "1-8", by load. A script calls this under
+            `if __name__ == "__main__":`, as for all of multiprocessing.
         notify: Called with notes.
         settings: Fields of ServerConfig (vit/serving/server_config.py), and as for vit.Predictor
             `batch_size`, `device`, `precision`, `workers`, `no_calibration` and `search`.

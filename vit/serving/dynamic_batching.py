@@ -12,7 +12,7 @@ be ended: if one never returns, or if the network fails on random pixels too, as
 GPU, the scheduler calls `on_failure`, and the server ends for a supervisor to start it again. The
 threads share the process of the server: a process of their own would survive a crash of a library,
 at the price of a copy of each image and a second copy of the weights while models are reloaded; the
-kernels see tensors of known shapes only, and several replicas (Ray, Kubernetes) go on meanwhile.
+kernels see tensors of known shapes only, and other replicas (`--replicas`) go on meanwhile.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from typing import Any
 
 from vit.cpu_cores import usable_cores
 from vit.errors import ConfigError, VitError
-from vit.serving.http_server import RunningServer, ServerError, bind, serve, url_of
+from vit.serving.http_server import RunningServer, ServerError, bind, serve
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import SHARED_FOLDER, forget_process
 from vit.text import plural
@@ -111,7 +111,7 @@ class Supervisor:
         """Reload as SIGHUP does."""
         self.events.put((None, "reload", None))
 
-    def run(self, number: int, on_begin: Callable[[], object]) -> None:
+    def run(self, number: int) -> None:
         """Return after `stop`, when all have ended.
 
         Raises:
@@ -128,19 +128,16 @@ class Supervisor:
                     self.listener.close()
                 for other in self.replicas.values():
                     other.tell(what)
-            elif what == "start":
-                if not self.stopping:
-                    self._start(value)
+            elif what == "start" and not self.stopping:
+                self._start(value)
             elif what == "ready":
-                self._greet(replica, value, on_begin)
-            elif what == "note":
-                self.notify(f"replica {replica.number}: {value}")
+                self._on_ready(replica, [*value, plural(number, "replica")])
             elif what == "failed" and not self.begun:
                 raise VitError(value)
-            elif what == "failed":
+            elif what in ("note", "failed"):
                 self.notify(f"replica {replica.number}: {value}")
-            else:
-                self._bury(replica)
+            elif what == "ended":
+                self._on_end(replica)
         if any(code > 0 for code in self.exit_codes):
             raise ServerError("stopped before the network had ended what was accepted")
 
@@ -162,7 +159,7 @@ class Supervisor:
         replica.process.join()
         self.events.put((replica, "ended", None))
 
-    def _greet(self, replica: Replica, notes: list[str], on_begin: Callable[[], object]) -> None:
+    def _on_ready(self, replica: Replica, notes: list[str]) -> None:
         replica.ready, self.failures[replica.number] = True, 0
         if self.stopping:
             replica.tell("stop")
@@ -172,9 +169,8 @@ class Supervisor:
             self.begun = True
             for note in notes:
                 self.notify(note)
-            on_begin()
 
-    def _bury(self, replica: Replica) -> None:
+    def _on_end(self, replica: Replica) -> None:
         number, code = replica.number, replica.process.exitcode
         del self.replicas[number]
         replica.pipe.close()
@@ -203,7 +199,6 @@ def serve_replicas(
     *,
     engine: str | None = None,
     notify: Callable[[str], object],
-    on_ready: Callable[[str, Supervisor], object] = lambda _url, _supervisor: None,
     **settings: Any,
 ) -> None:
     """Serve models in processes of this machine until a signal stops it.
@@ -211,7 +206,6 @@ def serve_replicas(
     Args:
         models, config, engine, notify, settings: As for `serve`; limits hold in each process.
         number: Of processes.
-        on_ready: Called once the first of them answers, with the URL and the supervisor.
 
     Raises:
         VitError: A model, a setting or the address cannot be used.
@@ -237,15 +231,10 @@ def serve_replicas(
             return Replica(one, process, ours)
 
         supervisor = Supervisor(start, listener, notify, folder)
-        url, stop = url_of(listener), supervisor.stop
-
-        def begin() -> None:
-            notify(plural(number, "replica"))
-            on_ready(url, supervisor)
-
+        stop = supervisor.stop
         with signal_handlers({"SIGTERM": stop, "SIGINT": stop, "SIGHUP": supervisor.reload}):
             try:
-                supervisor.run(number, begin)
+                supervisor.run(number)
             finally:
                 supervisor.close()
     notify("stopped")
