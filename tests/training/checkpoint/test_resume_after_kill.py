@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,12 @@ class Tally:
 
     killed: int = 0
     while_saving: int = 0
-    missed: int = 0
     failures: tuple[str, ...] = ()
 
     def kill(
         self, config: Config, folder: Path, whole: Path, kills: list[Kill], processes: int = 1
-    ) -> bool:
-        """Kill a run, resume it to its end, and compare; False where it ended before the kill."""
+    ) -> None:
+        """Kill a run, resume it to its end, and compare; nothing where it ended before the kill."""
         shutil.rmtree(folder, ignore_errors=True)
         log, often = folder.with_suffix(".log"), config.run.checkpoint_steps or 0
         faults, saving = [], False
@@ -139,8 +138,7 @@ class Tally:
                 job = Job(train, config, folder, number > 0, log=log, processes=processes)
                 struck = kill.strike(jobs.enter_context(job), folder)
                 if struck is None:
-                    self.missed += 1
-                    return False
+                    return
                 saving |= struck
                 # the one in hand, and one that waits for it
                 if (lost := lost_steps(folder)) > 2 * often:
@@ -153,24 +151,31 @@ class Tally:
         self.killed += 1
         self.while_saving += saving
         self.failures += tuple(f"{kills}: {fault}" for fault in faults)
-        return True
+
+    def ask(self, killed: int, while_saving: int) -> Iterator[bool]:
+        """Whether the next kill waits for a half-written file, until there were enough of both.
+
+        A run may end before its kill, and a file be whole by the time that the signal comes: then
+        there is one more.
+        """
+        for _ in range(12 * killed):
+            if self.killed >= killed and self.while_saving >= while_saving:
+                break
+            yield self.killed % 2 == 1 or self.killed >= killed
+
+    def check(self, killed: int, while_saving: int) -> None:
+        assert not self.failures, "\n".join(self.failures)
+        assert self.killed >= killed
+        assert self.while_saving >= while_saving
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole, count):
-    """Half of the kills come while a file is half written."""
-    folder, duration = whole
-    draw, tally, half = random.Random(3), Tally(), count // 2
-    # a write may end before the kill comes, on a machine with other work: then there is one more
-    while (tally.killed < count or tally.while_saving < half) and (
-        tally.killed + tally.missed < 6 * count
-    ):
-        saving, twice = tally.killed % 2 == 1 or tally.killed >= count, tally.killed % 5 == 0
-        kills = draw_kills(draw, duration, saving=saving, twice=twice)
+    draw, tally, (folder, duration) = random.Random(3), Tally(), whole
+    for saving in tally.ask(count, count // 2):
+        kills = draw_kills(draw, duration, saving=saving, twice=tally.killed % 5 == 0)
         tally.kill(tiny_config(**EVERYTHING), tmp_path / "run", folder, kills)
-    assert not tally.failures, "\n".join(tally.failures)
-    assert tally.killed >= count
-    assert tally.while_saving >= half
+    tally.check(count, count // 2)
 
 
 @pytest.mark.slow
@@ -180,12 +185,10 @@ def test_two_processes_killed_at_any_moment_resume_to_the_same_result(tiny_confi
     started = time.monotonic()
     complete(train, config, tmp_path / "whole", log=tmp_path / "log", processes=2)
     duration = time.monotonic() - started
-    while tally.killed < 4 and tally.missed < 50:
-        kills = draw_kills(draw, duration, saving=tally.killed % 2 == 1, twice=False)
+    for saving in tally.ask(4, 2):
+        kills = draw_kills(draw, duration, saving=saving, twice=False)
         tally.kill(config, tmp_path / "run", tmp_path / "whole", kills, processes=2)
-    assert not tally.failures, "\n".join(tally.failures)
-    assert tally.killed == 4
-    assert tally.while_saving >= 2
+    tally.check(4, 2)
 
 
 PRETRAINING = {"mixup": 0, "cutmix": 0, "pooling": "mean", "class_token": False}
@@ -204,11 +207,10 @@ def test_pretrainings_and_students_killed_at_any_moment_resume_to_the_same_resul
     started = time.monotonic()
     complete(train, config, tmp_path / "whole", log=tmp_path / "log")
     duration = time.monotonic() - started
-    while tally.killed < 3 and tally.missed < 20:
-        kills = draw_kills(draw, duration, saving=tally.killed == 1, twice=tally.killed == 2)
+    for saving in tally.ask(3, 1):
+        kills = draw_kills(draw, duration, saving=saving, twice=tally.killed == 2)
         tally.kill(config, tmp_path / "run", tmp_path / "whole", kills)
-    assert not tally.failures, "\n".join(tally.failures)
-    assert tally.killed == 3
+    tally.check(3, 1)
     moments = (draw.uniform(0.3, 0.9) * duration for _ in range(20))
     assert stop_and_resume(config, tmp_path / "run", tmp_path / "whole", moments).count(143) == 1
 
