@@ -124,6 +124,22 @@ def test_directions_are_those_of_the_singular_vectors(name):
     assert values.max() < 1.25
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("float64", 1e-9), ("float32", 1e-4), ("bfloat16", 0.04)]
+)
+@pytest.mark.parametrize("rows_to_cols", [1, 2, 4])
+def test_small_singular_values_are_not_drowned_by_rounding(rows_to_cols, dtype, most):
+    """Singular values from 1 down to 1 / 64, as momenta have them, against float64 without Gram."""
+    drawn = parameters([(3, 64, 64 * rows_to_cols)], torch.float64)[0].detach()
+    u, _, vh = torch.linalg.svd(drawn, full_matrices=False)
+    matrices = u @ torch.diag(1 / torch.arange(1, 65, dtype=torch.float64)) @ vh
+    coefficients = COEFFICIENTS["quintic"]
+    norms = matrices.norm(dim=(-2, -1), keepdim=True)
+    expected = muon._iterate(matrices / norms, coefficients)
+    found = orthogonalize(matrices.to(getattr(torch, dtype), copy=True), coefficients).double()
+    assert (found - expected).norm() < most * expected.norm()
+
+
 def test_nothing_to_learn_moves_nothing():
     members = parameters(SHAPES)
     optimizer = Muon(members, lr=0.1)
@@ -181,10 +197,11 @@ def test_matrices_of_one_size_share_their_products(monkeypatch):
         return products, [parameter.detach() for parameter in model.parameters()]
 
     products, together = steps()
-    assert products == 3 * 5 * 3  # qkv; proj; fc1 and fc2, one of them on its side
-    monkeypatch.setattr(ours, "STACK", 2 * 32 * 128)
+    square, wide = 5 * 3, 1 + 5 + 4 + 2 * 4 + 1  # of wide ones, by Gram matrices
+    assert products == square + 2 * wide  # proj; qkv; fc1 and fc2, one of them on its side
+    monkeypatch.setitem(ours.STACK, "cpu", 2 * 32 * 128)
     products, pairs = steps()
-    assert products == 3 * 5 * 4
+    assert products == square + 3 * wide
     for one, other in zip(together, pairs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 

@@ -40,8 +40,13 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
 }
 
-# numbers in a stack: larger matrices fill a device alone, and stacks of them would fill its memory
-STACK = 2**24
+# iterations after which a Gram matrix in bf16 is computed anew
+RESTART = 2
+
+# numbers in a stack: larger matrices fill a device alone, and stacks of them would fill its memory,
+# or leave the caches of a CPU
+STACK = {"cpu": 2**22}
+STACK_OF_OTHERS = 2**24
 
 
 class Update(NamedTuple):
@@ -136,8 +141,9 @@ class Muon(Optimizer):
                 continue
             for update in self._step_momentum(group, learning):
                 alike[_kind(update.parameter, group)].append(update)
-        for (shape, _, _, name, eps), updates in alike.items():
-            for part in _chunks(updates, max(1, STACK // shape.numel())):
+        for (shape, device, _, name, eps), updates in alike.items():
+            numbers = STACK.get(device.type, STACK_OF_OTHERS)
+            for part in _chunks(updates, max(1, numbers // shape.numel())):
                 _apply(part, COEFFICIENTS[name], eps, self.ns_dtype)
         return loss
 
@@ -195,6 +201,10 @@ class Muon(Optimizer):
 def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
     """About U V^T of each matrix U S V^T: its singular values are brought near 1.
 
+    Matrices at least twice as wide as tall are multiplied by polynomials of their Gram matrices
+    X X^T, which is the same with fewer products of the long side: Zhang et al., "Gram
+    Newton-Schulz", 2026, dao-ailab.github.io/blog/2026/gram-newton-schulz.
+
     Args:
         matrices: (batch, rows, cols), rows <= cols; changed in place.
         coefficients: Of one iteration after the other.
@@ -205,6 +215,19 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
     """
     x = matrices
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))
+    if x.shape[-1] < 2 * x.shape[-2]:
+        return _iterate(x, coefficients)
+    # rounding of a Gram matrix is multiplied by a^2 in each iteration, up to 10^5: too much in
+    # bf16, so that a new one is computed after two iterations, as there
+    until = len(coefficients) if x.element_size() >= 4 else RESTART
+    for part in (coefficients[:until], coefficients[until:]):
+        if part:
+            x = torch.bmm(_gram_polynomial(x, part), x)
+    return x
+
+
+def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """X <- a X + b (X X^T) X + c (X X^T)^2 X, in the memory of `x` and once more."""
     spare = torch.empty_like(x)
     gram = x.new_empty(*x.shape[:-1], x.shape[-2])
     polynomial = torch.empty_like(gram)
@@ -214,6 +237,20 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
         torch.baddbmm(x, polynomial, x, beta=a, out=spare)
         x, spare = spare, x
     return x
+
+
+def _gram_polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """The Q (batch, rows, rows) with which Q X is what the iterations make of X."""
+    gram = torch.bmm(x, x.mT)
+    product: Tensor | None = None
+    for number, (a, b, c) in enumerate(coefficients, 1):
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = polynomial if product is None else torch.bmm(polynomial, product)
+        if number < len(coefficients):
+            gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+    assert product is not None
+    return product
 
 
 def compute_dtype(parameter: Tensor, chosen: torch.dtype | None = None) -> torch.dtype:
