@@ -9,6 +9,7 @@ docs/performance.md says how each part could mislead, and what to expect.
 """
 
 import argparse
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -23,8 +24,10 @@ from benchmarks.timing import (
     Comparison,
     hardware,
     heading,
+    in_own_processes,
     peak_alone,
     run_alone,
+    serve_turns,
     slug,
     table,
     take_turns,
@@ -84,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", action="store_true", help="GPU tests and parts, one file")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 
@@ -114,14 +118,17 @@ def main() -> int:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
-        if options.alone:
-            title, way = options.alone
-            found = (
+        if options.alone or options.turns:
+            title, way = options.alone or options.turns
+            found = next(
                 one
                 for one in comparisons(names[0], options)
                 if isinstance(one, Comparison) and one.title == title
             )
-            print(run_alone(next(found), way, options.device))
+            if options.alone:
+                print(run_alone(found, way, options.device))
+            else:
+                serve_turns(found, way, Clock(options.cpu_time, options.device))
             return 0
         return measure(names, options)
 
@@ -151,10 +158,15 @@ def measure(names: list[str], options: argparse.Namespace) -> int:
                 if isinstance(comparison, str):
                     write(comparison)
                     continue
-                seconds, missing = take_turns(comparison, options.rounds, clock, options.only)
+                alone = [part, *[word for word in words if word not in PARTS]]
+                with (
+                    in_own_processes(comparison, alone)
+                    if comparison.own_processes and options.device == "cpu"
+                    else contextlib.nullcontext(comparison)
+                ) as turns:
+                    seconds, missing = take_turns(turns, options.rounds, clock, options.only)
                 peaks = {}
                 if options.memory:
-                    alone = [*[word for word in words if word not in PARTS], part]
                     peaks = {way: peak_alone(alone, comparison.title, way) for way in seconds}
                 write(table(comparison, seconds, missing, peaks))
     print(f"written to {options.out / name}")

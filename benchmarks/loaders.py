@@ -95,7 +95,7 @@ class Decoded(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         from vit.data.image_io import read_pixels
 
-        return len(read_pixels(self.paths[index]))
+        return len(read_pixels(self.paths[index], lambda *size: size))
 
 
 def from_torch(dataset: torch.utils.data.Dataset[int], workers: int, count: int) -> Run:

@@ -18,6 +18,7 @@ from vit.config.presets import count_flops, preset
 from vit.data.dataset import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.inference.model_runner import ModelRunner
+from vit.memory_allocator import keep_freed_memory
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loop import train_one_step
@@ -103,6 +104,7 @@ def predictions(
     name: str, images: Tensor, device: str, precision: str, *, compiled: bool = False
 ) -> Run:
     """As `vit predict` computes a batch: from bytes to probabilities."""
+    keep_freed_memory()
     model = vit.create_model(name).to(device).eval()
     side = images.shape[-1]
     runner = ModelRunner(
@@ -146,6 +148,8 @@ def forward(options: argparse.Namespace) -> Iterator[Comparison]:
             ways=ways,
             count=batch,
             flops=float(batch * count_flops(sizes)),
+            repeats=5,
+            own_processes=True,
         )
 
 
@@ -183,6 +187,7 @@ def steps(
 
 def our_steps(settings: Mapping[str, Any], images: Tensor, device: str) -> Run:
     """Training steps of `vit train`, from bytes to updated weights and average."""
+    keep_freed_memory()
     batch, side = len(images), images.shape[-1]
     config = make_config(
         {
@@ -248,6 +253,7 @@ def step(options: argparse.Namespace) -> Iterator[Comparison]:
             ways=ways,
             count=batch,
             flops=3.0 * batch * count_flops(sizes),
+            own_processes=True,
         )
 
 
@@ -261,11 +267,12 @@ def small(options: argparse.Namespace) -> Iterator[Comparison]:
             floats = torch.randn(batch, 3, side, side, device=device)
 
             def of_timm(
-                settings: Mapping[str, Any] = settings, floats: Tensor = floats, **how: bool
-            ) -> Run:
+                settings: Mapping[str, Any] = settings, floats: Tensor = floats,
+                fused: bool = True, **how: bool,
+            ) -> Run:  # fmt: skip
                 ratio = settings.get("hidden_dim", 4 * settings["dim"]) / settings["dim"]
                 model = timm_model(
-                    "vit_conv_stem", device, fused=not how.get("bf16", False),
+                    "vit_conv_stem", device, fused=fused,
                     img_size=settings["image_size"], patch_size=settings["patch_size"],
                     embed_dim=settings["dim"], depth=settings["depth"], mlp_ratio=ratio,
                     num_heads=settings["num_heads"], stem_depth=settings["stem_depth"],
@@ -284,17 +291,27 @@ def small(options: argparse.Namespace) -> Iterator[Comparison]:
                 ways={
                     "timm, float32, AdamW": of_timm,
                     "timm, bf16, AdamW": partial(of_timm, bf16=True),
+                    "timm, bf16, fused attention off, AdamW": partial(
+                        of_timm, fused=False, bf16=True
+                    ),
                     "timm, float32, Muon": partial(of_timm, muon=True),
                     "timm, bf16, Muon": partial(of_timm, bf16=True, muon=True),
+                    "timm, bf16, fused attention off, Muon": partial(
+                        of_timm, fused=False, bf16=True, muon=True
+                    ),
                     "vit, float32, AdamW": partial(
                         ours, precision="fp32", optimizer="adamw", fallback_lr=None
+                    ),
+                    "vit, bf16, AdamW": partial(
+                        ours, precision="bf16", optimizer="adamw", fallback_lr=None
                     ),
                     "vit, float32, Muon": partial(ours, precision="fp32"),
                     "vit, bf16, Muon": partial(ours, precision="bf16"),
                     "vit, bf16, Muon, ema": partial(ours, precision="bf16", ema=0.99),
                 },
                 count=batch,
-                warm_ups=4,
+                repeats=10,
+                own_processes=True,
             )
 
 

@@ -5,6 +5,7 @@ the first way's time by that of a way in the same round. Absolute times of a bus
 little.
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -14,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 Run = Callable[[], object]
@@ -42,6 +44,9 @@ class Comparison:
         unit: What is counted.
         flops: Floating-point operations of one run, if known.
         warm_ups: Runs that are not timed.
+        repeats: Runs of a turn; their mean counts.
+        own_processes: On a CPU each way has a process of its own, since the memory that others
+            left there decides how many page faults it has.
     """
 
     title: str
@@ -50,6 +55,8 @@ class Comparison:
     unit: str = "images"
     flops: float = 0.0
     warm_ups: int = 2
+    repeats: int = 1
+    own_processes: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,12 @@ class Clock:
     cpu_time: bool = False
     device: str = "cpu"
 
-    def time(self, run: Run) -> float:
-        """Seconds of one run, with all work that it started on the device."""
+    def time(self, run: Run, repeats: int = 1) -> float:
+        """Mean seconds of runs, with all work that they started on the device."""
         began = self.now()
-        own = run()
-        return own if isinstance(own, float) else self.now() - began
+        own = [run() for _ in range(repeats)]
+        known = [seconds for seconds in own if isinstance(seconds, float)]
+        return (sum(known) if known else self.now() - began) / repeats
 
     def now(self) -> float:
         if self.device.startswith("cuda"):
@@ -89,18 +97,83 @@ def take_turns(
             ready[name] = make()
             for _ in range(comparison.warm_ups):
                 ready[name]()
-        except ImportError as error:
-            missing[name] = f"{error.name} is not installed"
-        except Missing as error:
-            missing[name] = str(error)
+        except (ImportError, Missing) as error:
+            missing[name] = reason(error)
     seconds: dict[str, list[float]] = {name: [] for name in ready}
     names = [*ready]
     for turn in range(rounds if names else 0):
         start = turn % len(names)
         gc.collect()
         for name in names[start:] + names[:start]:
-            seconds[name].append(clock.time(ready[name]))
+            seconds[name].append(clock.time(ready[name], comparison.repeats))
     return seconds, missing
+
+
+class OwnProcess:
+    """A way in a process of its own, which stays until it is closed.
+
+    Args:
+        words: Command line of the part.
+        title: Of the comparison.
+        way: Its name.
+
+    Raises:
+        Missing: The process cannot build the way.
+    """
+
+    def __init__(self, words: list[str], title: str, way: str) -> None:
+        command = [sys.executable, "-m", "benchmarks", *words, "--turns", title, way]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        if (answer := self.read()) != "ready":
+            raise Missing(answer)
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise RuntimeError(f"{' '.join(map(str, self.process.args))} failed")  # type: ignore[arg-type]
+        return line.strip()
+
+    def __call__(self) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.read())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def in_own_processes(comparison: Comparison, words: list[str]) -> Iterator[Comparison]:
+    """The same comparison with a process for each way."""
+    with contextlib.ExitStack() as processes:
+
+        def start(way: str) -> Run:
+            process = OwnProcess(words, comparison.title, way)
+            processes.callback(process.close)
+            return process
+
+        ways = {name: partial(start, name) for name in comparison.ways}
+        yield replace(comparison, ways=ways, repeats=1)
+
+
+def serve_turns(comparison: Comparison, way: str, clock: Clock) -> None:
+    """In the process of a way: build it, then run it and print its seconds for each line."""
+    try:
+        run = comparison.ways[way]()
+    except (ImportError, Missing) as error:
+        print(reason(error), flush=True)
+        return
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        gc.collect()
+        print(clock.time(run, comparison.repeats), flush=True)
+
+
+def reason(error: ImportError | Missing) -> str:
+    """Why a way is left out."""
+    return f"{error.name} is not installed" if isinstance(error, ImportError) else str(error)
 
 
 def table(

@@ -16,11 +16,20 @@ from benchmarks.timing import Comparison, Missing, Run
 
 ROOT = Path(__file__).parents[1]
 VIT = (sys.executable, "-m", "vit")
-FIRST_STEP = (
-    "import gc, os, sys; gc.disable(); from vit.training.trainer import Trainer; gc.enable();"
-    "Trainer.after_step = lambda *_: os._exit(0);"
-    "from vit.commands.main import main; main(sys.argv[1:])"
-)
+# loader processes would live on for seconds, and hold the output open
+FIRST_STEP = """
+import gc, multiprocessing, os, sys
+gc.disable()
+from vit.training.trainer import Trainer
+gc.enable()
+def stop(*_):
+    for loader in multiprocessing.active_children():
+        loader.kill()
+    os._exit(0)
+Trainer.after_step = stop
+from vit.commands.main import main
+main(sys.argv[1:])
+"""
 NO_CHECKPOINTS = (
     "import sys; from vit.training.checkpoint.checkpoint_manager import CheckpointManager;"
     "CheckpointManager.save = lambda *_, **__: None;"

@@ -10,6 +10,7 @@ from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.cpu_cores import limit_active_waiting
 from vit.errors import VitError
+from vit.memory_allocator import keep_freed_memory
 from vit.text import printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
     limit_active_waiting()
+    keep_freed_memory()
     try:
         code = main([*first, *sys.argv[1:]])
         sys.stdout.flush()

@@ -22,7 +22,6 @@ from vit.config.merge_settings import collect_settings, names_of_chosen
 from vit.config.parser import default_run_folder, make_config
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.errors import ConfigError
-from vit.memory_allocator import keep_freed_memory
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports
 
@@ -66,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     """Pretrain; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
-    keep_freed_memory()
     flags = chosen_settings(args)
     out = Path(args.out) if args.out else run_folder(str(flags.get("data") or ""))
     values, stored = collect_settings(

@@ -15,7 +15,6 @@ from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings, names_of_chosen
 from vit.config.parser import all_settings, checked, default_run_folder, make_config
 from vit.errors import ConfigError
-from vit.memory_allocator import keep_freed_memory
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
 from vit.text import printable
@@ -104,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
-    keep_freed_memory()
     flags = chosen_settings(args)
     values, stored = collect_settings(
         flags,

@@ -8,7 +8,6 @@ from vit.commands.command_options import positive_int
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings, require_data
-from vit.memory_allocator import keep_freed_memory
 from vit.quick_imports import quick_imports
 
 
@@ -50,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """Tune; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
-    keep_freed_memory()
     values = chosen_settings(args)
     if not (args.resume and args.out):
         require_data(values, args, "tuning")

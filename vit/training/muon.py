@@ -220,9 +220,11 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
     # rounding of a Gram matrix is multiplied by a^2 in each iteration, up to 10^5: too much in
     # bf16, so that a new one is computed after two iterations, as there
     until = len(coefficients) if x.element_size() >= 4 else RESTART
+    spare = torch.empty_like(x)
     for part in (coefficients[:until], coefficients[until:]):
         if part:
-            x = torch.bmm(_gram_polynomial(x, part), x)
+            torch.bmm(_gram_polynomial(x, part), x, out=spare)
+            x, spare = spare, x
     return x
 
 
@@ -242,14 +244,17 @@ def _iterate(x: Tensor, coefficients: Coefficients) -> Tensor:
 def _gram_polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
     """The Q (batch, rows, rows) with which Q X is what the iterations make of X."""
     gram = torch.bmm(x, x.mT)
-    product: Tensor | None = None
+    product, spare, polynomial = (torch.empty_like(gram) for _ in range(3))
     for number, (a, b, c) in enumerate(coefficients, 1):
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = polynomial if product is None else torch.bmm(polynomial, product)
+        factor = product if number == 1 else polynomial
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=factor)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        if number > 1:
+            torch.bmm(factor, product, out=spare)
+            product, spare = spare, product
         if number < len(coefficients):
-            gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
-    assert product is not None
+            torch.bmm(factor, gram, out=spare)
+            torch.bmm(spare, factor, out=gram)
     return product
 
 
