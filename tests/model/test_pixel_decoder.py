@@ -115,13 +115,14 @@ def test_masks_loss_and_gradients_equal_transformers(normalise):
     assert compared > 40
 
 
-@pytest.mark.parametrize("stem", ["linear", "conv"])
+PATCHES_ALONE = dataclasses.replace(
+    SETTINGS, class_token=False, pooling="mean", final_norm="tokens"
+)
+
+
+@pytest.mark.parametrize("stem", [{}, {"stem": "conv"}, {"stem": "conv", "stem_norm": "layernorm"}])
 def test_hidden_pixels_reach_no_prediction(stem):
-    settings = dataclasses.replace(
-        SETTINGS, stem=stem, class_token=False, pooling="mean", final_norm="tokens"
-    )
-    if stem == "conv":
-        settings = dataclasses.replace(settings, stem_norm="layernorm")
+    settings = dataclasses.replace(PATCHES_ALONE, **stem)
     network = build_masked_autoencoder(settings, METHOD).eval()
     images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, 16)
     found = network(images, noise)
@@ -133,6 +134,23 @@ def test_hidden_pixels_reach_no_prediction(stem):
     torch.testing.assert_close(again.patches, found.patches, atol=1e-6, rtol=0)
     other = network(images + 0.1 * shown, noise)
     assert not torch.allclose(other.patches, found.patches, atol=1e-4)
+
+
+def test_a_convolutional_stem_embeds_each_kept_patch_as_an_image_of_its_own():
+    """Against the whole network on that patch alone, with sinusoidal positions added after it."""
+    settings = dataclasses.replace(PATCHES_ALONE, stem="conv", position="sinusoidal_2d")
+    network = build_masked_autoencoder(settings, METHOD).eval()
+    images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, 16)
+    kept = choose_patches(noise, 0.75)[0]
+    found, context = network.embed_kept(images, kept)
+    assert context.grid == (4, 4)
+    positions = network.embed(images)[0] - network.patch_embed(images)[0]
+    for image, places in enumerate(kept.tolist()):
+        for place in places:
+            row, col = divmod(place, 4)
+            patch = images[image, :, 4 * row : 4 * row + 4, 4 * col : 4 * col + 4]
+            expected = network.patch_embed(patch[None])[0][0, 0] + positions[image, place]
+            torch.testing.assert_close(found[image, place], expected, atol=1e-5, rtol=0)
 
 
 def test_the_encoder_computes_a_quarter_of_the_tokens():

@@ -139,7 +139,7 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
         ("mae", {"merge_tokens": 2}, "merge_tokens=2: task=mae puts each token back"),
         ("mae", {"pooling": "attention"}, "pooling=attention: task=mae trains no pooling"),
         ("mae", {"position": "relative"}, "position=relative: it needs the whole grid"),
-        ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of masked images"),
+        ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of single patches"),
         ("lejepa", {"local_size": 6}, "local_size=6: must be a multiple of patch_size=4"),
     ],
 )

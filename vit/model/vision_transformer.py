@@ -18,7 +18,7 @@ from vit.model.attention_maps import AttentionRecorder
 from vit.model.blocks import Block
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
-from vit.model.position_embedding import LearnedPositions
+from vit.model.position_embedding import Grid, LearnedPositions
 from vit.model.rotary_embedding import RotaryEmbedding
 from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
 
@@ -106,7 +106,10 @@ class VisionTransformer(nn.Module):
         Raises:
             ValueError: Height or width is not a multiple of the patch size.
         """
-        patches, grid = self.patch_embed(images)
+        return self.embed_patches(*self.patch_embed(images))
+
+    def embed_patches(self, patches: Tensor, grid: Grid) -> tuple[Tensor, AttentionContext]:
+        """`embed` of patches that are embedded already, (batch, rows * cols, dim)."""
         prefix = [
             token.expand(patches.shape[0], -1, -1)
             for token in (self.cls_token, self.reg_token)

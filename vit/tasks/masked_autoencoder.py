@@ -5,10 +5,10 @@
 Design. The encoder is the network that `vit train` would train; the light decoder (PixelDecoder) is
 only used here. Which patches of an image are hidden follows from (seed, step, place in the batch),
 so that any number of processes and a resumed run hide the same ones; in validation from (seed,
-image). Patches are dropped after the embedding and before the blocks. A convolutional stem, which
-the plan chooses for small images, sees neighbours: hidden pixels are replaced before it, and the
-stem is not refused, because it is worth ten points to a small network. Its norm is LayerNorm then:
-the running statistics of BatchNorm would be those of masked images.
+image). Patches are dropped before the blocks. A convolutional stem, which the plan chooses for small images
+because it is worth ten points to a small network, embeds each kept patch as an image of its own.
+Its norm is LayerNorm then: the running statistics of BatchNorm would be those of patches without
+neighbours.
 
 Source: He et al., "Masked Autoencoders Are Scalable Vision Learners", arXiv:2111.06377.
 """
@@ -83,7 +83,7 @@ class MaskedAutoencoding(Pretraining):
         if model.stem == "conv" and model.stem_norm == "batchnorm":
             if "stem_norm" in given:
                 raise ConfigError(
-                    "stem_norm=batchnorm: its statistics would be those of masked images; use "
+                    "stem_norm=batchnorm: its statistics would be those of single patches; use "
                     "--stem-norm layernorm"
                 )
             model = replace(model, stem_norm="layernorm")
