@@ -62,10 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
+    words = [*first, *sys.argv[1:]]
     limit_active_waiting()
-    keep_freed_memory()
+    if words[:1] != ["serve"]:  # whose memory has to stay small for weeks
+        keep_freed_memory()
     try:
-        code = main([*first, *sys.argv[1:]])
+        code = main(words)
         sys.stdout.flush()
     except BrokenPipeError:
         code = _discard_stdout()

@@ -23,7 +23,6 @@ from typing import Any
 
 from vit.cpu_cores import usable_cores
 from vit.errors import ConfigError, VitError
-from vit.memory_allocator import keep_freed_memory
 from vit.serving.http_server import RunningServer, ServerError, bind, serve
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import SHARED_FOLDER, forget_process
@@ -283,7 +282,6 @@ def run_replica(
     settings: dict[str, Any],
 ) -> None:
     """The process of a replica: serve until the supervisor says stop, or is gone."""
-    keep_freed_memory()
     if os.name == "posix":
         os.setsid()  # Ctrl-C reaches the supervisor only
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
