@@ -5,10 +5,10 @@
 Design. The encoder is the network that `vit train` would train; the light decoder (PixelDecoder) is
 only used here. Which patches of an image are hidden follows from (seed, step, place in the batch),
 so that any number of processes and a resumed run hide the same ones; in validation from (seed,
-image). Patches are dropped before the blocks. A convolutional stem, which the plan chooses for small images
-because it is worth ten points to a small network, embeds each kept patch as an image of its own.
-Its norm is LayerNorm then: the running statistics of BatchNorm would be those of patches without
-neighbours.
+image). Patches are dropped before the blocks. A convolutional stem, which the plan chooses for
+small images because it is worth ten points to a small network, embeds each kept patch as an image
+of its own. Its norm is LayerNorm then: the running statistics of BatchNorm would be those of
+patches without neighbours.
 
 Source: He et al., "Masked Autoencoders Are Scalable Vision Learners", arXiv:2111.06377.
 """
