@@ -124,6 +124,7 @@ class OwnProcess:
     def __init__(self, words: list[str], title: str, way: str) -> None:
         command = [sys.executable, "-m", "benchmarks", *words, "--turns", title, way]
         pipe = subprocess.PIPE
+        self.way = way
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         if (answer := self.read()) != "ready":
             raise Missing(answer)
@@ -131,7 +132,7 @@ class OwnProcess:
     def read(self) -> str:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"{' '.join(map(str, self.process.args))} failed")  # type: ignore[arg-type]
+            raise RuntimeError(f"the process of {self.way!r} failed")
         return line.strip()
 
     def __call__(self) -> float:

@@ -4,6 +4,8 @@ Source: Liu et al., "PatchDropout", section 3, arXiv:2208.07220; Li et al., "Sca
 Pre-training via Masking" (FLIP), section 3, arXiv:2212.00794.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -40,14 +42,17 @@ class PatchDropout(nn.Module):
         return gather_tokens(tokens, context, self.sample_indices(tokens))
 
 
+def take_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """Tokens at `index`: (batch or 1, tokens, dim) and (batch, taken) -> (batch, taken, dim)"""
+    every = tokens.expand(index.shape[0], -1, -1)
+    return every.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
 def gather_tokens(
     tokens: Tensor, context: AttentionContext, index: Tensor
 ) -> tuple[Tensor, AttentionContext]:
     """The tokens at `index`, (batch, kept), and their context."""
-
-    def gather(x: Tensor) -> Tensor:
-        expanded = x.expand(index.shape[0], -1, -1)
-        return expanded.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-    rope = None if context.rope is None else context.rope.map_tokens(gather)
-    return gather(tokens), context.replace(rope=rope)
+    rope = context.rope
+    if rope is not None:
+        rope = rope.map_tokens(partial(take_tokens, index=index))
+    return take_tokens(tokens, index), context.replace(rope=rope)

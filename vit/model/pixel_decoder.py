@@ -5,9 +5,9 @@
     decoded = decoder([tokens E; mask tokens] + positions)
     loss    = mean over the hidden patches of |decoded - pixels|²
 
-A convolutional stem, whose tokens would see their neighbours, embeds each kept patch as an image of
-its own. Otherwise hidden pixels would leak into the tokens of the kept patches, and the task would
-be to copy them; and it costs as much less as there are fewer patches.
+Each kept patch is embedded as an image of its own. A convolutional stem would otherwise see the
+neighbours: hidden pixels would leak into the tokens of kept patches, and the task would be to copy
+them.
 
 Source: He et al., "Masked Autoencoders Are Scalable Vision Learners", section 3, arXiv:2111.06377.
 """
@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from vit.model.attention import AttentionContext
 from vit.model.blocks import Block
-from vit.model.conv_stem import ConvStem
-from vit.model.patch_dropout import gather_tokens
+from vit.model.patch_dropout import gather_tokens, take_tokens
 from vit.model.position_embedding import Grid, sinusoidal_2d
 from vit.model.vision_transformer import VisionTransformer
 
@@ -82,7 +81,7 @@ class PixelDecoder(nn.Module):
         prefix, kept = x[:, : self.prefix], x[:, self.prefix :]
         count = restore.shape[1] - kept.shape[1]
         masks = self.mask_token.to(x).expand(len(x), count, -1)
-        patches = take(torch.cat([kept, masks], dim=1), restore)
+        patches = take_tokens(torch.cat([kept, masks], dim=1), restore)
         # sines, and none for the prefix, as in the paper's code
         patches = patches + sinusoidal_2d(grid, self.dim).to(patches)
         x, context = torch.cat([prefix, patches], dim=1), AttentionContext(grid)
@@ -136,29 +135,25 @@ class MaskedAutoencoder(VisionTransformer):
         return Reconstruction(self.decoder(tokens, restore, grid), hidden)
 
     def embed_kept(self, images: Tensor, kept: Tensor) -> tuple[Tensor, AttentionContext]:
-        """`embed`, in which no token of the `kept` patches, (batch, kept), sees another patch."""
-        stem = self.patch_embed
-        if not isinstance(stem, ConvStem):
-            return self.embed(images)
-        size = stem.patch_size
-        patches = pixel_targets(images, size, normalise=False)
-        pixels = rearrange(
-            take(patches, kept),
-            "batch kept (channels patch_h patch_w) -> (batch kept) channels patch_h patch_w",
-            patch_h=size,
-            patch_w=size,
+        """`embed`, in which no token of the `kept` patches, (batch, kept), sees another patch.
+
+        All other patches are zeros before the positions are added.
+        """
+        size = self.patch_embed.patch_size
+        rows, cols = grid = self.patch_embed.grid(images, size)
+        cells = rearrange(
+            images,
+            "batch channels (rows patch_h) (cols patch_w)"
+            " -> batch rows cols channels patch_h patch_w",
+            rows=rows,
+            cols=cols,
         )
-        tokens = rearrange(
-            stem.tokens(pixels), "(batch kept) 1 dim -> batch kept dim", kept=kept.shape[1]
-        )
-        whole = tokens.new_zeros(*patches.shape[:2], tokens.shape[-1])
+        image = torch.arange(len(kept), device=kept.device).unsqueeze(1)
+        alone, _ = self.patch_embed(cells[image, kept // cols, kept % cols].flatten(0, 1))
+        tokens = rearrange(alone, "(batch kept) 1 dim -> batch kept dim", kept=kept.shape[1])
+        patches = tokens.new_zeros(len(kept), rows * cols, tokens.shape[-1])
         index = kept.unsqueeze(-1).expand_as(tokens)
-        return self.embed_patches(whole.scatter(1, index, tokens), stem.grid(images, size))
-
-
-def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """Tokens (batch, tokens, dim) at the places `index`, (batch, taken)."""
-    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+        return self.embed_patches(patches.scatter(1, index, tokens), grid)
 
 
 def choose_patches(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor, Tensor]:
