@@ -1,6 +1,7 @@
 """Flags that several commands share."""
 
 import argparse
+import contextlib
 import re
 import typing
 from collections.abc import Sequence
@@ -184,24 +185,17 @@ def positive_int(word: str) -> int:
 
 def probability(word: str) -> float:
     """Parse a number in (0, 1]."""
-    try:
-        number = float(word)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
+    if not (number := share(word)):
         raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
     return number
 
 
 def share(word: str) -> float:
     """Parse a number in [0, 1]."""
-    try:
-        number = float(word)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to 1")
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(word)) <= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to 1")
 
 
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:

@@ -167,7 +167,7 @@ def make_thread_pool(count: int) -> ThreadPoolExecutor:
         torch.set_num_threads(share)
         ready.wait()
 
-    pool = ThreadPoolExecutor(count, thread_name_prefix="read-image", initializer=initialize)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="inference", initializer=initialize)
     try:
         for _ in range(count):
             pool.submit(int)  # starts a thread each time, since none is idle yet
