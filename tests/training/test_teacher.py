@@ -16,7 +16,9 @@ from tests.conftest import save_untrained
 from tests.markers import same_initial_weights
 from tests.training.conftest import COLOURS, TRAIN
 from tests.training.runs import events
+from vit.data.dataset_types import NO_LABEL
 from vit.data.image_io import read_image
+from vit.data.multilabel_targets import to_multilabel
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import ConfigError, DataError, RunError
 from vit.export.export_onnx import export_onnx
@@ -24,6 +26,7 @@ from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.stop_signals import Interrupted
 from vit.training import teacher as teachers
+from vit.training.data_setup import open_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.teacher import NetworkTeacher, with_teacher
 from vit.training.train import train
@@ -181,6 +184,50 @@ def test_a_killed_student_resumes_to_the_same_bytes_without_its_teacher(
     assert losses[0] == losses[1]
 
 
+def test_images_without_a_label_get_the_teachers_best_class(student, colour_data, tmp_path):
+    rows = [f"train/{name}/{n}.png,{name}" for name in COLOURS for n in range(4)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+    config = student(labels=str(tmp_path / "list.csv"), val_share=0.25, epochs=1, warmup_epochs=0)
+    splits = open_data(config)
+    lines: list[str] = []
+    found = with_teacher(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=3)),
+        splits,
+        make_accelerator(config.run),
+        lines.append,
+    )
+    best = found.teacher_answers.float().argmax(dim=1).tolist()
+    assert len({*best}) > 1
+    kept, given = 0, 0
+    for before, after, answer in zip(splits.train, found.train, best, strict=True):
+        assert before.path == after.path
+        if before.path in splits.unlabelled:
+            assert (before.label, after.label) == (NO_LABEL, answer)
+            given += 1
+        else:
+            assert after == before
+            kept += 1
+    assert (kept, given) == (9, 3 * TRAIN - 12)
+    assert "of those with a label" in lines[-1]
+    train(config, tmp_path / "whole", report=False)
+    (epoch,) = events(tmp_path / "whole", "epoch")
+    assert epoch["step"] == len(found.train) // config.data.batch_size
+    step = Trainer.after_step
+
+    def interrupted(self, seen):
+        step(self, seen)
+        if self.run.step == 2:
+            self.save_and_wait()
+            raise Interrupted("stopped", 15)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(Trainer, "after_step", interrupted)
+        train(config, tmp_path / "cut", report=False)
+    train(config, tmp_path / "cut", resume=True, report=False)
+    weights = [tmp_path / run / "model.safetensors" for run in ("whole", "cut")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def test_stored_answers_that_are_damaged_or_of_other_images_are_refused(student, tmp_path):
     config = student(num_classes=3)
     splits = open_splits(config.data.data, val_share=0.2, seed=0)
@@ -247,3 +294,30 @@ def test_a_multi_label_student_learns_log_odds(tiny_config, several_list, severa
     assert odds.std(dim=0).min() > 0.02
     assert 20 < len(stored) < len(odds)
     assert torch.cdist(stored, odds).amin(dim=1).max() < 5e-3
+
+
+def test_a_multi_label_teacher_gives_unlabelled_images_its_probable_classes(
+    tiny_config, several_list, several_run, tmp_path
+):
+    lines = several_list.read_text().splitlines()
+    (tmp_path / "list.csv").write_text("\n".join(lines[:21]) + "\n")
+    config = tiny_config(
+        data=str(several_list.parent),
+        labels=str(tmp_path / "list.csv"),
+        task="multilabel",
+        num_classes=len(SEVERAL_COLOURS),
+        teacher=str(several_run),
+        feature_cache=str(tmp_path / "cache"),
+        hflip=0.0,
+        val_share=0.2,
+    )
+    splits = to_multilabel(open_data(config))
+    found = with_teacher(config, splits, make_accelerator(config.run), lambda _: None)
+    odds = found.teacher_answers.float()
+    assert len(splits.unlabelled) >= 10
+    for before, after, scores in zip(splits.train, found.train, odds, strict=True):
+        if before.path in splits.unlabelled:
+            assert (before.labels, after.label) == ((), NO_LABEL)
+            assert after.labels == tuple(n for n, score in enumerate(scores) if score > 0)
+        else:
+            assert after == before

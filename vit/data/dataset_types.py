@@ -82,6 +82,8 @@ class DatasetIndex:
     """What the images of a split are in, for messages: folder, list or split."""
     columns: tuple[str, ...] = ()
     """Columns of its lists that are not read, for messages."""
+    unlabelled: list[ImageRecord] = field(default_factory=list)
+    """Training images without a label, if `DatasetSpec.unlabelled`; they are in no split."""
 
 
 @dataclass(frozen=True)
@@ -106,5 +108,7 @@ class Splits:
     """Tokenizer of the captions; None without captions."""
     cache: "ImageCache | None" = None
     """Cache of decoded training images; None without one."""
+    unlabelled: frozenset[str] = frozenset()
+    """Paths of training images without a label, which a teacher labels."""
     teacher_answers: "Tensor | None" = None
     """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""

@@ -13,6 +13,7 @@ from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_h
 from vit.data.dataset_types import Splits
 from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
@@ -102,8 +103,14 @@ def list_data(config: Config) -> Listing:
         DataError: The dataset does not exist or cannot be read.
         ConfigError: A setting does not apply to this kind of dataset.
     """
-    spec = task_of(config).dataset_spec(config)
+    spec = training_spec(config)
     return Listing(spec, read_source(spec))
+
+
+def training_spec(config: Config) -> DatasetSpec:
+    """What the training reads: with a teacher, images without a label too."""
+    spec = task_of(config).dataset_spec(config)
+    return dataclasses.replace(spec, unlabelled=config.distillation.teacher is not None)
 
 
 def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
@@ -125,7 +132,7 @@ def open_data(config: Config, listing: Listing | None = None, *, compare: bool =
             "with vit.cross_validate"
         )
     return open_splits(
-        task_of(config).dataset_spec(config),
+        training_spec(config),
         val_share=data.val_share,
         seed=training.seed,
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),

@@ -6,6 +6,9 @@
     -> log p, or log p - log(1 - p) of several classes an image -> mean of the two images
     -> Splits.teacher_answers, (images, classes) float16 -> vit/tasks/distillation.py
 
+Images without a label in `--labels` get the teacher's best class as theirs (Chen et al., "Big
+Self-Supervised Models are Strong Semi-Supervised Learners", section 3, arXiv:2006.10029).
+
 The answers are cached by the content of an image (feature_extraction.py), so that a second student
 of the same teacher computes none. The run folder stores them, so that a resumed run needs no
 teacher.
@@ -26,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.config import Config
-from vit.data.dataset_types import Sample, Splits
+from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
@@ -80,7 +83,7 @@ def with_teacher(
     if stored is not None and on_main(accelerator, stored.is_file):
         shape = (len(splits.train), config.model.num_classes)
         answers = broadcast_tensor(accelerator, lambda: read_answers(stored, shape))
-        return dataclasses.replace(splits, teacher_answers=answers.half())
+        return with_answers(splits, answers)
     teacher = open_teacher(config, accelerator, notify)
     columns = match_classes(teacher, splits.classes)
     for line in teacher_lines(config, len(splits.train)):
@@ -88,9 +91,33 @@ def with_teacher(
     answers = compute_answers(teacher, columns, config, splits.train, accelerator, notify)
     if not config.training.multilabel:
         labels = torch.tensor([sample.label for sample in splits.train])
-        agreed = float((answers.argmax(dim=1) == labels).double().mean())
-        notify(f"the teacher's best class is the label of {percent(agreed, 1)} of these images")
-    return dataclasses.replace(splits, teacher_answers=answers.half())
+        agreed = (answers.argmax(dim=1) == labels)[labels != NO_LABEL].double().mean()
+        labelled = "these images" if not splits.unlabelled else "those with a label"
+        notify(
+            f"the teacher's best class is the label of {percent(float(agreed), 1)} of {labelled}"
+        )
+    return with_answers(splits, answers)
+
+
+def with_answers(splits: Splits, answers: Tensor) -> Splits:
+    """`splits` with the teacher's `answers`, (images, classes), and labels for all images.
+
+    An image without a label gets the best class, or of a multi-label teacher all classes that are
+    more probable than not.
+    """
+
+    def label(sample: Sample, scores: Tensor) -> Sample:
+        if sample.path not in splits.unlabelled:
+            return sample
+        if splits.multilabel:
+            return dataclasses.replace(sample, labels=tuple((scores > 0).nonzero()[:, 0].tolist()))
+        return dataclasses.replace(sample, label=int(scores.argmax()))
+
+    rounded = answers.half()  # as they are stored
+    train = splits.train
+    if splits.unlabelled:
+        train = tuple(label(*pair) for pair in zip(train, rounded.float(), strict=True))
+    return dataclasses.replace(splits, train=train, teacher_answers=rounded)
 
 
 def teacher_lines(config: Config, images: int) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from vit.data.archives import relative
+from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
@@ -122,6 +123,34 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
         "labels.csv: 4 labelled images (1 other not in the data); 1 row without a label: not used"
     )
     assert notes[-1] == "9 images without a label: not used"
+
+
+def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
+    rows = ["train/cat/0.png,x", "train/dog/0.png,y", "train/dog/2.png,"]
+    rows += ["val/cat/0.png,x", "val/dog/0.png,y"]
+    (tmp_path / "exclude.csv").write_text("image\ntrain/cat/2.png\n")
+    spec = DatasetSpec(
+        str(data),
+        label_list=label_list(tmp_path, *rows),
+        unlabelled=True,
+        exclude=str(tmp_path / "exclude.csv"),
+    )
+    index = read_source(spec)
+    labelled = {one.path for records in index.splits.values() for one in records}
+    every = {str(path) for path in (data / "train").rglob("*.png")} - labelled
+    expected = every - {str(data / "train" / "cat" / "2.png")}
+    assert {one.path for one in index.unlabelled} == expected
+    assert len(expected) == 3
+    assert f"{len(every)} images without a label: the teacher labels them" in index.notes
+    splits = open_splits(spec, val_share=0.3, seed=0)
+    assert splits.unlabelled == expected
+    assert [one.label for one in splits.train] == [0, 1, *[NO_LABEL] * len(expected)]
+    assert {one.path for one in splits.train[2:]} == expected
+    assert [one.label for one in splits.val] == [0, 1]
+    plain = open_splits(
+        dataclasses.replace(spec, unlabelled=False, exclude=None), val_share=0.3, seed=0
+    )
+    assert (plain.train, plain.unlabelled) == (splits.train[:2], frozenset())
 
 
 def test_images_are_held_out_of_a_label_list_without_validation_images(data, tmp_path):

@@ -89,6 +89,8 @@ class DatasetSpec:
     """List of images and the classes that replace theirs."""
     label_list: str | None = None
     """List of the only images that are used, and their classes; those of the source are ignored."""
+    unlabelled: bool = False
+    """Whether training images that `label_list` does not label are kept: a teacher labels them."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
     row_errors: RowErrors = field(default=None, compare=False)

@@ -12,6 +12,7 @@ apostrophe before names that would be formulas, and escapes for control characte
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from vit.text import csv_text, plural, printable
 def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     """The images of `index` that `spec.label_list` labels, with those labels.
 
-    Images that it does not name, and rows without a label, are not used. A column `split` replaces
-    the split of the source, and a column of the name `spec.group` its groups.
+    Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
+    those of the training split are kept apart. A column `split` replaces the split of the source,
+    and a column of the name `spec.group` its groups.
 
     Raises:
         DataError: The list cannot be read, has no label, names no image of the data, or has several
@@ -46,15 +48,21 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     )
     found, columns = labels.entries, labels.columns
     splits: dict[str, list[ImageRecord]] = {}
+    unlabelled: list[ImageRecord] = []
     for split, records in index.splits.items():
         for record in records:
-            if (entry := found.get(record.path)) is not None:
+            if (entry := found.get(record.path)) is None:
+                if spec.unlabelled and split in ("train", ""):
+                    unlabelled.append(record)
+            else:
                 group = entry.group if columns.group else record.group
                 labelled = record._replace(labels=entry.labels, group=group)
                 splits.setdefault(entry.split or split, []).append(labelled)
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
     notes = [*index.notes, labels.note]
-    if others:
+    if unlabelled:
+        notes.append(f"{plural(len(unlabelled), 'image')} without a label: the teacher labels them")
+    if others := others - len(unlabelled):
         notes.append(f"{plural(others, 'image')} without a label: not used")
     lists = dict.fromkeys(splits, printable(spec.label_list))
     locations = {name: index.locations.get(name, lists[name]) for name in splits}
@@ -66,6 +74,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         multilabel=labels.multilabel,
         has_groups=index.has_groups or bool(columns.group),
         columns=(*dict.fromkeys((*index.columns, *columns.unused)),),
+        unlabelled=unlabelled,
     )
 
 
@@ -147,7 +156,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
             the data, or several where an image has one.
         ConfigError: Labels are corrected where none are read.
     """
-    notes, splits = [*index.notes], index.splits
+    notes, splits, unlabelled = [*index.notes], index.splits, index.unlabelled
     find = _finder(index)
     if spec.exclude is not None:
         gone, note = _matched(spec.exclude, spec, find, "exclude", labels=False)
@@ -156,6 +165,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
             split: [record for record in records if record.path not in gone]
             for split, records in splits.items()
         }
+        unlabelled = [record for record in unlabelled if record.path not in gone]
     if spec.corrections is not None:
         if not spec.labels:
             raise ConfigError("corrections: these data have no labels; leave it out")
@@ -173,7 +183,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
 
         splits = {split: [*map(correct, records)] for split, records in splits.items()}
         notes.append(f"{note} read, {plural(changed, 'label')} corrected")
-    return dataclasses.replace(index, splits=splits, notes=notes)
+    return dataclasses.replace(index, splits=splits, notes=notes, unlabelled=unlabelled)
 
 
 def _matched(
@@ -201,7 +211,8 @@ def _matched(
 
 def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
     """The path of the image that a name in a list means."""
-    paths = [record.path for records in index.splits.values() for record in records]
+    every = itertools.chain(*index.splits.values(), index.unlabelled)
+    paths = [record.path for record in every]
     by_name = {relative(path, index.root): path for path in paths}
     # a list is read with slashes for backslashes, those of escapes too
     named = [*by_name.items(), *zip(paths, paths, strict=True)]

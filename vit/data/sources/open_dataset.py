@@ -275,14 +275,16 @@ def open_splits(
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
         notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
+    unlabelled = _samples(index.unlabelled, classes, index, spec)
     return Splits(
         classes=classes,
-        train=_samples(train, classes, index, spec),
+        train=(*_samples(train, classes, index, spec), *unlabelled),
         val=_samples(val, classes, index, spec),
         notes=tuple(dict.fromkeys(notes)),
         made=held_out,
         root=index.root,
         multilabel=index.multilabel,
+        unlabelled=frozenset(sample.path for sample in unlabelled),
     )
 
 
