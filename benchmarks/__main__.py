@@ -3,6 +3,7 @@
     python -m benchmarks                          the parts that need no files of yours
     python -m benchmarks forward step --rounds 15
     python -m benchmarks loading prediction --images PHOTOS --timm-repo pytorch-image-models
+    python -m benchmarks pretraining --images PHOTOS --memory
     python -m benchmarks --gpu                    every GPU test, then forward, step, loading
 
 docs/performance.md says how each part could mislead, and what to expect.
@@ -49,10 +50,14 @@ PARTS = {
     "checkpoints": "whole_commands",
     "accuracy": "plan",
     "distillation": "distillation",
+    "pretraining": "pretraining",
     "coverage": "coverage",
     "calibration": "coverage",
 }
-NEED_FILES = ("loading", "prediction", "accuracy", "distillation", "coverage", "calibration")
+NEED_FILES = (
+    *("loading", "prediction", "pretraining"),
+    *("accuracy", "distillation", "coverage", "calibration"),
+)
 LONG = ("attention", "checkpoints")
 GPU_PARTS = ("forward", "step")
 
@@ -73,7 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compiled networks too")
     parser.add_argument("--memory", action="store_true", help="peak of each way, in its process")
     parser.add_argument("--cpu-time", action="store_true", help="count processor seconds")
-    parser.add_argument("--images", type=Path, help="a folder of images: loading, prediction")
+    parser.add_argument(
+        "--images", type=Path, help="a folder of images: loading, prediction, pretraining"
+    )
     parser.add_argument("--data", type=Path, help="DATA of vit train: accuracy, distillation")
     parser.add_argument("--times", nargs="+", default=["60s", "120s", "240s"], help="as --data")
     parser.add_argument(

@@ -36,8 +36,9 @@ SETTINGS = (
 )
 COMMANDS = {
     "classify": ("train", "--mixup 0.2 --cutmix 1"),
-    "mae": ("pretrain", "--method mae"),
+    "simclr": ("pretrain", "--method simclr"),
     "lejepa": ("pretrain", "--method lejepa"),
+    "mae": ("pretrain", "--method mae"),
 }
 TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')
 LIMIT = 180.0  # seconds for what takes some

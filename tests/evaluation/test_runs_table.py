@@ -171,6 +171,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
         "caption": [{"val_cider": one} for one in (0.2, 0.1, 0.9)],
         "classify,caption": [{"val_cider": one, "val_top1": one} for one in (0.2, 0.1, 0.9)],
         "mae": [{"val_rankme": one} for one in (9.0, 7.0, 8.0)],
+        "simclr": [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)],
         "lejepa": [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)],
     }[task]
     losses = (0.7, 0.3, 0.2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training import children
 from tests.training.runs import events
 from vit.commands.main import main
 from vit.config.parser import make_config
@@ -24,6 +25,7 @@ from vit.evaluation.feature_quality import (
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
+from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.convert import convert
@@ -31,7 +33,7 @@ from vit.weights.load_model import from_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
-METHODS = ("mae", "lejepa")
+METHODS = ("simclr", "lejepa", "mae")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -120,7 +122,12 @@ def test_the_encoder_opens_in_timm(pretrained):
     [
         ("mae", {"smoothing": 0.2}, "smoothing=0.2: task=mae learns no labels"),
         ("mae", {"mixup": 0.2}, "mixup=0.2: task=mae learns no labels that could be mixed"),
-        ("mae", {"local_views": 3}, "local_views=3: it only applies to .* --method lejepa"),
+        (
+            "mae",
+            {"local_views": 3},
+            "local_views=3: it only applies to .* --method simclr or lejepa",
+        ),
+        ("simclr", {"sigreg_weight": 0.5}, "sigreg_weight=0.5: it only .* --method lejepa"),
         ("lejepa", {"mask_ratio": 0.5}, "mask_ratio=0.5: it only applies to .* --method mae"),
         ("mae", {"patience": 3}, "patience=3: task=mae keeps the last epoch"),
         ("lejepa", {"folds": 3, "val_share": 0.2}, "folds=3: task=lejepa has no score"),
@@ -305,3 +312,19 @@ def test_an_encoder_is_converted_and_read_again(pretrained, config_of, tmp_path)
 def test_a_search_needs_classes(capsys):
     assert main(["tune", "digits", "--task", "mae", "--time", "60s"]) == 2
     assert "task=mae: a search needs the score of classes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_agree_with_one(config_of, tmp_path, method):
+    config = config_of(method, precision="fp64", drop_path=0.0)
+    train(config, tmp_path / "one", report=False)
+    children.complete(children.train, config, tmp_path / "two", log=tmp_path / "log", processes=2)
+    one, two = (
+        read_tensors(find_checkpoints(tmp_path / name / "checkpoints")[0])[0]
+        for name in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        if name.startswith("model/"):
+            torch.testing.assert_close(two[name], value, atol=1e-9, rtol=0, msg=name)

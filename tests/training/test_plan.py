@@ -19,6 +19,7 @@ from vit.config.parser import flatten, make_config
 from vit.errors import ConfigError
 from vit.evaluation.flop_counter import FlopCounter
 from vit.model.captioner import Captioner
+from vit.tasks.task import get_task
 from vit.training.plan import (
     PROBE,
     is_planned,
@@ -253,12 +254,25 @@ def test_a_faster_machine_gets_the_network_of_more_time():
     assert work(fast) == pytest.approx(work(slow), rel=0.5)
 
 
-@pytest.mark.parametrize("task", ["mae", "lejepa"])
+@pytest.mark.parametrize("task", ["simclr", "lejepa", "mae"])
 def test_a_pretraining_has_no_classes_and_pools_like_the_classifier_it_begins(task):
     facts = dataclasses.replace(CAPTIONED, captions=None)
     assert facts.classes == 0
     model = planned(facts, task=task).model
     assert (model.pooling, model.class_token) == ("mean", False)
+
+
+def test_a_task_with_several_views_an_image_gets_a_smaller_network_and_fewer_passes():
+    views = dataclasses.replace(PHOTOS, seconds=900.0, pass_cost=2.0, passes_needed=2.0)
+    usual = make_plan(dataclasses.replace(views, pass_cost=1.0, passes_needed=1.0), {})
+    plan = make_plan(views, {})
+    assert plan.flops < usual.flops
+    twice = make_plan(views, {name: plan.settings[name] for name in ("image_size", "dim", "depth")})
+    same = dataclasses.replace(views, pass_cost=1.0)
+    once = make_plan(same, {name: plan.settings[name] for name in ("image_size", "dim", "depth")})
+    assert once.passes == pytest.approx(2 * twice.passes)
+    simclr = get_task("simclr")
+    assert (simclr.pass_cost, simclr.passes_needed) == (2.0, 2.0)
 
 
 def test_what_was_given_stays_and_the_rest_adapts():

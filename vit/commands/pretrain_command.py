@@ -1,4 +1,4 @@
-"""`vit pretrain IMAGES --method mae|lejepa [settings]`: images without labels -> a run folder.
+"""`vit pretrain IMAGES [--method NAME] [settings]`: images without labels -> a run folder.
 
 This is `vit train` with the task of the method: the same settings, data, loop and run folder.
 """
@@ -25,11 +25,19 @@ from vit.errors import ConfigError
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports
 
-USUAL = "mae"
+USUAL = "simclr"
 """The method where none is chosen."""
 LEFT_OUT = ("task", "method")
 """Settings of `vit train` without a flag here; --method is the task."""
-ESSENTIAL = ("model", "image_size", "epochs", "batch_size", "lr", "mask_ratio", "sigreg_weight")
+ESSENTIAL = (
+    "model",
+    "image_size",
+    "epochs",
+    "batch_size",
+    "lr",
+    "contrastive_temperature",
+    "mask_ratio",
+)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -40,10 +48,12 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.examples = (
         "vit pretrain photos/ --time 60m --out runs/pretrained",
-        "vit pretrain photos/ --method lejepa --time 60m --out runs/pretrained",
+        "vit pretrain photos/ --method mae --time 60m --out runs/pretrained",
         "vit train labelled/ --weights runs/pretrained",
     )
-    parser.usage = "vit pretrain IMAGES [--method mae|lejepa] [--out RUN] [--resume] [settings...]"
+    parser.usage = (
+        "vit pretrain IMAGES [--method simclr|lejepa|mae] [--out RUN] [--resume] [settings...]"
+    )
     parser.add_argument(
         "data",
         nargs="?",
@@ -54,8 +64,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--method",
         choices=PRETRAINING_TASKS,
-        help="predict hidden patches (mae, arXiv:2111.06377), or views from each other (lejepa, "
-        f"arXiv:2511.08544) (default: {USUAL})",
+        help="recognise an image by another view of it (simclr, arXiv:2002.05709), predict views "
+        "from each other (lejepa, arXiv:2511.08544), or predict hidden patches (mae, "
+        f"arXiv:2111.06377) (default: {USUAL})",
     )
     add_run_flags(parser, default="runs/<name of IMAGES>-pretrained")
     add_settings(parser, leave_out=LEFT_OUT)

@@ -4,6 +4,7 @@ Frozen dataclasses, checked when built; the flags of the command line and the ke
 are the fields' names. Imports no torch, so `--help` is instant.
 """
 
+import itertools
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -101,13 +102,14 @@ class Config:
             ConfigError: It names the setting.
         """
         task = self.training.task
-        for method, names in SETTINGS_OF.items():
-            for name in names if method != task else ():
-                chosen = getattr(self.pretraining, name)
-                if chosen != getattr(PretrainingConfig, name):
-                    raise ConfigError(
-                        f"{name}={chosen!r}: it only applies to vit pretrain --method {method}"
-                    )
+        for name in dict.fromkeys(itertools.chain(*SETTINGS_OF.values())):
+            chosen = getattr(self.pretraining, name)
+            if chosen != getattr(PretrainingConfig, name) and name not in SETTINGS_OF.get(task, ()):
+                methods = [method for method, names in SETTINGS_OF.items() if name in names]
+                raise ConfigError(
+                    f"{name}={chosen!r}: it only applies to vit pretrain --method "
+                    f"{' or '.join(methods)}"
+                )
         if task not in PRETRAINING_TASKS:
             return
         for section, others in NOT_PRETRAINING.items():

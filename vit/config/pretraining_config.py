@@ -1,25 +1,45 @@
-"""Settings of pretraining without labels: masked autoencoder and LeJEPA."""
+"""Settings of pretraining without labels: SimCLR, LeJEPA, and the masked autoencoder."""
 
 from dataclasses import dataclass
 
 from vit.config.config_section import Section
 
-PRETRAINING_TASKS = ("mae", "lejepa")
+PRETRAINING_TASKS = ("simclr", "lejepa", "mae")
 """Tasks that learn without labels."""
+OF_VIEWS = (
+    *("global_views", "local_views", "local_size", "local_crop"),
+    *("projector_dim", "projector_hidden_dim"),
+)
 SETTINGS_OF: dict[str, tuple[str, ...]] = {
+    "simclr": (*OF_VIEWS, "contrastive_temperature"),
+    "lejepa": (*OF_VIEWS, "sigreg_weight", "sigreg_projections"),
     "mae": ("mask_ratio", "mae_decoder_dim", "mae_decoder_depth", "normalise_pixels"),
-    "lejepa": (
-        *("global_views", "local_views", "local_size", "local_crop", "sigreg_weight"),
-        *("sigreg_projections", "projector_dim", "projector_hidden_dim"),
-    ),
 }
 """The settings that each of them reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingConfig(Section):
-    """Pretraining without labels; only with --task mae or lejepa."""
+    """Pretraining without labels; only with --task simclr, lejepa or mae."""
 
+    global_views: int = 2
+    """SimCLR, LeJEPA: views of an image of full size."""
+    local_views: int = 0
+    """SimCLR, LeJEPA: smaller views of an image."""
+    local_size: int | None = None
+    """SimCLR, LeJEPA: side of local views in pixels; about half of image_size when left empty."""
+    local_crop: tuple[float, float] = (0.05, 0.3)
+    """SimCLR, LeJEPA: smallest and largest share of the image area in a local view."""
+    projector_dim: int = 128
+    """SimCLR, LeJEPA: width of the embeddings."""
+    projector_hidden_dim: int = 512
+    """SimCLR, LeJEPA: width of the two hidden layers of the projector."""
+    contrastive_temperature: float = 0.2
+    """SimCLR: what similarities are divided by (arXiv:2002.05709)."""
+    sigreg_weight: float = 0.05
+    """LeJEPA: weight of SIGReg, from 0 to 1; the prediction of views has the rest."""
+    sigreg_projections: int = 256
+    """LeJEPA: random directions in which embeddings are compared with a normal distribution."""
     mask_ratio: float = 0.75
     """MAE: share of the patches that is hidden (arXiv:2111.06377)."""
     mae_decoder_dim: int | None = None
@@ -28,22 +48,6 @@ class PretrainingConfig(Section):
     """MAE: blocks of the decoder."""
     normalise_pixels: bool = True
     """MAE: predict the pixels of each patch with mean 0 and variance 1."""
-    global_views: int = 2
-    """LeJEPA: views of an image of full size, whose mean is predicted (arXiv:2511.08544)."""
-    local_views: int = 4
-    """LeJEPA: smaller views of an image."""
-    local_size: int | None = None
-    """LeJEPA: side of local views in pixels; about half of image_size when left empty."""
-    local_crop: tuple[float, float] = (0.05, 0.3)
-    """LeJEPA: smallest and largest share of the image area in a local view."""
-    sigreg_weight: float = 0.05
-    """LeJEPA: weight of SIGReg, from 0 to 1; the prediction of views has the rest."""
-    sigreg_projections: int = 256
-    """LeJEPA: random directions in which embeddings are compared with a normal distribution."""
-    projector_dim: int = 64
-    """LeJEPA: width of the embeddings."""
-    projector_hidden_dim: int = 512
-    """LeJEPA: width of the two hidden layers of the projector."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_ratio < 1:

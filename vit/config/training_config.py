@@ -15,8 +15,9 @@ TASKS: dict[str, str] = {
     "multilabel": "vit.tasks.multilabel:MultiLabel",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
-    "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
+    "simclr": "vit.tasks.simclr:SimCLR",
     "lejepa": "vit.tasks.lejepa:LeJEPA",
+    "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
 }
 """Value of the setting `task` -> module and class that implements it."""
 # settings that `time` decides

@@ -446,7 +446,7 @@ def build_joint_embedding(config: ModelConfig, pretraining: PretrainingConfig) -
 
     Args:
         config: The encoder, without a head.
-        pretraining: Settings of lejepa.
+        pretraining: Settings of the projector.
     """
     projector = ProjectionHead(
         config.pooled_dim,

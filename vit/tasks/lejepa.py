@@ -6,16 +6,14 @@
     EP(x)      = N ∫ |mean_n exp(i t x_n) - exp(-t²/2)|² exp(-t²/2) dt,   t from -5 to 5
     loss       = (1 - weight) prediction + weight SIGReg
 
-Design. The loader gives all views of an image as one tensor (MultiViewTransform), which is cut on
-the device. Sums over images in EP are over all processes, so they agree; with micro-batches it is
-the mean of their statistics. Directions follow from (seed, step). Validation uses fixed views:
-an image, its mirror image, and its four corners as local views. No teacher, no stop-gradient.
+Design. Sums over images in EP are over all processes, so they agree; with micro-batches it is the
+mean of their statistics. Directions follow from (seed, step). No teacher, no stop-gradient.
 
 Source: Balestriero and LeCun, "LeJEPA", sections 4 and 5, arXiv:2511.08544; the test: Epps and
 Pulley, "A test for normality based on the empirical characteristic function", Biometrika 1983.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,13 +22,8 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset import Batch
-from vit.data.multi_view import MultiViewTransform, ViewLayout
-from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.errors import ConfigError
-from vit.model.build import build_joint_embedding
-from vit.model.projection_head import JointEmbedding
-from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
+from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views
 from vit.tasks.task import TrainingRun
 
 KNOTS, RANGE = 17, 5.0
@@ -39,82 +32,33 @@ Total = Callable[[Tensor], Tensor]
 """Differentiable sum of a vector over processes."""
 
 
-class LeJEPA(Pretraining):
+class LeJEPA(JointEmbeddingPretraining):
     """LeJEPA."""
 
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "start_image_size": None,
         "batch_size": 128,
+        "local_views": 4,
         "min_crop": 0.3,
         "auto_augment": "three",
         "color_jitter": 0.3,
     }
-    least_spread = 0.1
+    pass_cost = 3.0  # four small views cost about as much as one
     remedy = "lower --lr, or raise --sigreg-weight"
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
-        """Check the sizes of the views."""
-        config = super().complete(config, given)
-        local, side, patch = local_side(config), config.model.image_size, config.model.patch_size
-        if local % patch or local > side:
-            raise ConfigError(
-                f"local_size={local}: must be a multiple of patch_size={patch}, at most "
-                f"image_size={side}"
-            )
-        if config.augment.random_crop == "simple":
-            raise ConfigError(
-                "random_crop=simple: task=lejepa compares crops of several sizes; leave it out"
-            )
-        if config.model.patch_sizes or config.model.position == "relative":
-            name = "patch_sizes" if config.model.patch_sizes else "position=relative"
-            raise ConfigError(f"{name}: task=lejepa embeds images of two sizes; leave it out")
-        return config
-
-    def build_network(self, config: Config) -> JointEmbedding:
-        """The encoder with its projector."""
-        return build_joint_embedding(config.model, config.pretraining)
-
-    def view_size(self, config: Config, side: int) -> tuple[int, int]:
-        """That of all views in one tensor."""
-        return view_layout(config, side).image_size
-
-    def training_transform(
-        self, config: Config, preprocessing: Preprocessing
-    ) -> MultiViewTransform:
-        """All views of an image."""
-        return MultiViewTransform(
-            config.augment,
-            preprocessing,
-            view_layout(config, preprocessing.image_size[0]),
-            config.pretraining.local_crop,
-            fast_crop=config.data.decode == "fast",
-        )
-
-    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
+    def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
+        """The weighted sum of prediction and SIGReg, ()."""
         config, settings = run.config, run.config.pretraining
-        shown, weights = blank_if_empty(images)
-        layout = view_layout(config, images.shape[-1])
-        views = embed_views(run, layout.split(shown), len(shown), empty=not len(images))
-        wrong = prediction_losses(views, settings.global_views) * weights
+        wrong = prediction_losses(views, settings.global_views)
         directions = random_directions(config, run.step).to(views)
-        statistic = sigreg(views, directions, weights=weights, total=run.sum_over_processes)
+        statistic = sigreg(views, directions, total=run.sum_over_processes)
         weight = settings.sigreg_weight
-        return ((1 - weight) * wrong.sum() + weight * statistic * weights.sum()).view(1)
+        return (1 - weight) * wrong.sum() + weight * statistic * views.shape[1]
 
     def validation_loss(self, run: TrainingRun, batch: Batch, images: Tensor) -> tuple[Tensor, ...]:
         """How well fixed views of each image predict each other, and embeddings of the images."""
-        shown, _ = blank_if_empty(images)
-        side = local_side(run.config)
-        parts = [torch.cat([shown, shown.flip(-1)])]
-        if run.config.pretraining.local_views:
-            corners = [shown[..., :side], shown[..., -side:]]
-            parts.append(
-                torch.cat([c for one in corners for c in (one[..., :side, :], one[..., -side:, :])])
-            )
-        views = embed_views(run, parts, len(shown), empty=not len(images))
-        count = len(images)
-        return prediction_losses(views, 2)[:count], views[0, :count]
+        views = fixed_views(run, images)
+        return prediction_losses(views, 2), views[0]
 
     def combined_loss(self, run: TrainingRun, losses: Tensor, *rows: Tensor) -> float:
         """The loss of training, with the embeddings of the images for SIGReg."""
@@ -124,32 +68,6 @@ class LeJEPA(Pretraining):
         # as of a batch: the statistic grows with the number of images
         share = run.config.data.batch_size / len(embeddings)
         return float((1 - weight) * losses + weight * statistic * share)
-
-
-def local_side(config: Config) -> int:
-    """Side of local views in pixels."""
-    side, patch = config.model.image_size, config.model.patch_size
-    return config.pretraining.local_size or max(round(side / 2 / patch), 1) * patch
-
-
-def view_layout(config: Config, side: int) -> ViewLayout:
-    """The views of an image of which global ones have `side` pixels."""
-    settings = config.pretraining
-    local = min(local_side(config), side)
-    return ViewLayout(side, local, settings.global_views, settings.local_views)
-
-
-def embed_views(
-    run: TrainingRun, views: Sequence[Tensor], count: int, *, empty: bool = False
-) -> Tensor:
-    """Embeddings of `views` of `count` images, (views, count, dim), in float32 or wider.
-
-    With `empty`, the one image is a placeholder.
-    """
-    with frozen_statistics(run, empty=empty):
-        embeddings: list[Tensor] = run.model(tuple(views))
-    every = torch.cat([each.view(-1, count, each.shape[-1]) for each in embeddings])
-    return every.float() if every.dtype.itemsize < 4 else every
 
 
 def prediction_losses(views: Tensor, global_views: int) -> Tensor:
@@ -173,29 +91,21 @@ def random_directions(config: Config, step: int) -> Tensor:
     return F.normalize(torch.randn(*shape, generator=generator), dim=0)
 
 
-def sigreg(
-    views: Tensor,
-    directions: Tensor,
-    *,
-    weights: Tensor | None = None,
-    total: Total = lambda mine: mine,
-) -> Tensor:
+def sigreg(views: Tensor, directions: Tensor, *, total: Total = lambda mine: mine) -> Tensor:
     """Mean Epps-Pulley statistic over views and directions, ().
 
     Args:
-        views: Embeddings, (views, images, dim).
+        views: Embeddings of this process's images, (views, images, dim).
         directions: Unit vectors, (dim, projections).
-        weights: 1 for images that count, 0 for others, (images,); all count if omitted.
         total: Sum over processes.
     """
     # both halves of the integral are equal
     points = torch.linspace(0, RANGE, KNOTS // 2 + 1).to(views)
     gaussian = (-points.square() / 2).exp()
-    counts = views.new_ones(views.shape[1]) if weights is None else weights.to(views)
     angles = (views @ directions).unsqueeze(-1) * points  # (views, images, projections, points)
     waves = torch.stack([angles.cos(), angles.sin()])
-    sums = torch.einsum("wvnpk,n->wvpk", waves, counts)
-    totals = total(torch.cat([sums.flatten(), counts.sum()[None]]))
+    sums = waves.sum(dim=2)
+    totals = total(torch.cat([sums.flatten(), sums.new_tensor([views.shape[1]])]))
     images = totals[-1].detach()
     real, imaginary = totals[:-1].view_as(sums) / images.clamp(min=1)
     errors = (real - gaussian).square() + imaginary.square()

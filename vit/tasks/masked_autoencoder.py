@@ -113,18 +113,18 @@ class MaskedAutoencoding(Pretraining):
             for index in batch.indices.tolist()
         ]
         stacked = torch.cat(noise) if noise else patch_noise(run.config, images, 0, 0)
-        return (self.losses(run, images, stacked)[: len(images)],)
+        return (self.losses(run, images, stacked),)
 
     def losses(self, run: TrainingRun, images: Tensor, noise: Tensor) -> Tensor:
-        """Loss of each image, (batch,); 0 for the blank one of an empty batch."""
+        """Loss of each image, (batch,)."""
         patch_size = run.config.model.patch_size
-        shown, weights = blank_if_empty(images)
+        shown = blank_if_empty(images)
         noise = noise.to(images.device) if len(noise) else images.new_zeros(1, noise.shape[1])
         with frozen_statistics(run, empty=not len(images)):
             found: Reconstruction = run.model(shown, noise)
         normalise = run.config.pretraining.normalise_pixels
         targets = pixel_targets(shown, patch_size, normalise=normalise)
-        return reconstruction_losses(found, targets) * weights
+        return reconstruction_losses(found, targets)[: len(images)]
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

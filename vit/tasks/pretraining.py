@@ -190,14 +190,9 @@ def stride_of(count: int) -> int:
     return max(count // MOST_FEATURES, 1)
 
 
-def blank_if_empty(images: Tensor) -> tuple[Tensor, Tensor]:
-    """`images`, or one blank image if there are none, and the weight of each, 1 or 0.
-
-    All processes must take part in each forward pass.
-    """
-    if len(images):
-        return images, images.new_ones(len(images))
-    return images.new_zeros(1, *images.shape[1:]), images.new_zeros(1)
+def blank_if_empty(images: Tensor) -> Tensor:
+    """`images`, or one blank image if there are none: all processes take part in a forward pass."""
+    return images if len(images) else images.new_zeros(1, *images.shape[1:])
 
 
 def frozen_statistics(

@@ -307,6 +307,10 @@ class Task(ABC):
     """Whether `vit plan` has rules for its network and settings."""
     planned_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings that the plan takes as given, unless the user chose them."""
+    pass_cost: ClassVar[float] = 1.0
+    """Cost of a pass over the images for the plan, as a multiple of that with labels."""
+    passes_needed: ClassVar[float] = 1.0
+    """Passes from which on the plan takes a larger network, likewise."""
     writes_captions: ClassVar[bool] = False
     """Whether it has a decoder, for which there are no listed weights and no search."""
 

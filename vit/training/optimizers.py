@@ -17,8 +17,9 @@ from vit.training.muon import Muon
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
 
-# matrices inside blocks; not pairs of LoRA, which are factors of one, nor biases of any shape
-MATRIX = re.compile(r"(decoder\.)?blocks\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
+# matrices inside blocks and of a projector; not pairs of LoRA, which are factors of one, nor biases
+# of any shape
+MATRIX = re.compile(r"((decoder\.)?blocks|projector)\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
 
 # of a matrix of Muon: its shortest side, and how many times that its longest may be
 SHORTEST, SLIMMEST = 4, 128
@@ -153,7 +154,7 @@ def _timm_optimizer(
 
 
 def _for_muon(groups: list[dict[str, Any]], *, fallback: float = 1.0) -> list[dict[str, Any]]:
-    """Muon is for the matrices inside the blocks; everything else falls back to AdamW.
+    """Muon is for the matrices of blocks and of a projector; all else falls back to AdamW.
 
     So do the stacked weights of experts, which timm's Muon would take for one flat matrix, and
     matrices that are too slim for it, such as those of routers to a few experts.

@@ -223,6 +223,7 @@ def with_chosen_weights(
 
 def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
+    task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
     images, seconds = len(splits.train), config.training.seconds
     captions = caption_stats(splits.train, config) if config.training.captions else None
@@ -254,6 +255,8 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=seconds,
         processes=accelerator.num_processes,
+        pass_cost=task.pass_cost,
+        passes_needed=task.passes_needed,
         captions=captions,
     )
 

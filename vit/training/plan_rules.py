@@ -139,6 +139,10 @@ class Facts:
     """Time for the whole training; None where nobody gave one."""
     processes: int = 1
     """Among which a batch is divided."""
+    pass_cost: float = 1.0
+    """Cost of a pass over the images, as a multiple of that with labels."""
+    passes_needed: float = 1.0
+    """Passes from which on a network is worth its cost, likewise."""
     captions: CaptionStats | None = None
     """Of a task that learns captions."""
 
@@ -229,8 +233,8 @@ def decide_network(plan: Plan, seconds: float) -> None:
         candidate = with_given(row, facts.side, given)
         cost = flops_with_captions(candidate, given, facts.captions)
         speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
-        affordable = affordable_passes(cost, facts.images, seconds, speed)
-        if number and affordable < needed_passes(row, facts.images):
+        affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
+        if number and affordable < needed_passes(row, facts.images) * facts.passes_needed:
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
             network, plan.passes, plan.flops = candidate, affordable, cost

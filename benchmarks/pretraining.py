@@ -1,0 +1,132 @@
+"""Pretraining on a folder of images, beside lightly with the same encoder, views and batch.
+
+    python -m benchmarks pretraining --images PHOTOS --memory
+
+A run is the second pass over EPOCH_STEPS batches, with the loading of the images; each way has a
+process of its own, whose peak is that of the process that computes. lightly's part is its
+transform, projection head and loss in a loop of torch's loader and AdamW, as in its examples.
+"""
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Comparison, Missing, Run
+
+SIDE, BATCH, EPOCH_STEPS = 64, 128, 20
+NETWORK: dict[str, Any] = {
+    "image_size": SIDE,
+    "patch_size": 16,
+    "dim": 192,
+    "depth": 6,
+    "num_heads": 6,
+    "stem": "conv",
+    "stem_depth": 4,
+    "stem_width": 24,
+    "position": "sinusoidal_2d",
+    "pooling": "mean",
+    "class_token": False,
+}
+
+
+def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
+    """SimCLR with two views of each image."""
+    if options.images is None:
+        raise SystemExit("pretraining: give a folder of images with --images")
+
+    def way(name: str) -> Run:
+        if name.startswith("lightly"):
+            import lightly  # noqa: F401
+        words = [sys.executable, "-m", "benchmarks.pretraining", name, options.images.resolve()]
+
+        def run() -> float:
+            done = subprocess.run(
+                [*map(str, words), str(options.workers)],
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                raise Missing(done.stderr.strip().splitlines()[-1])
+            return float(done.stdout.split()[-1])
+
+        return run
+
+    names = ("vit pretrain", "lightly, float32", "lightly, bf16")
+    yield Comparison(
+        title=f"SimCLR, {SIDE} px, 6 blocks of 192, batches of {BATCH}",
+        ways={name: lambda name=name: way(name) for name in names},
+        count=EPOCH_STEPS * BATCH,
+        warm_ups=0,
+    )
+
+
+def vit_seconds(images: Path) -> float:
+    """Seconds of the second epoch of `vit pretrain`, as it is with a plan."""
+    import json
+
+    from vit.tasks.task import get_task
+    from vit.training.train import train
+
+    settings = {**get_task("simclr").planned_settings, **NETWORK, "start_image_size": None}
+    settings |= {"optimizer": "muon", "batch_size": BATCH, "epochs": 2, "cache": "ram"}
+    settings |= {"epoch_steps": EPOCH_STEPS, "interpolation": "bilinear", "warmup_epochs": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        train({"data": str(images), "task": "simclr", **settings}, out, report=False)
+        events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        *_, last = (event for event in events if event["event"] == "epoch")
+    return float(EPOCH_STEPS * BATCH / last["images_per_second"])
+
+
+def lightly_seconds(images: Path, *, bf16: bool, workers: int) -> float:
+    """Seconds of the second pass over as many batches."""
+    import torch
+    from lightly.data import LightlyDataset
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+    from lightly.transforms import SimCLRTransform
+    from torch.utils.data import DataLoader
+
+    from vit.config import ModelConfig
+    from vit.model.build import assemble_model
+
+    encoder = assemble_model(ModelConfig(**NETWORK, num_classes=0))
+    head = SimCLRProjectionHead(NETWORK["dim"], 512, 128)
+    loss_of = NTXentLoss(temperature=0.2)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
+    loader: DataLoader[Any] = DataLoader(
+        LightlyDataset(str(images), transform=SimCLRTransform(input_size=SIDE)),
+        batch_size=BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for _ in range(2):
+        began = time.perf_counter()
+        for views, *_ in itertools.islice(batches, EPOCH_STEPS):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                first, second = (head(encoder(view)) for view in views)
+            loss = loss_of(first.float(), second.float())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+if __name__ == "__main__":
+    name, folder, workers = sys.argv[1:]
+    if name.startswith("vit"):
+        print(vit_seconds(Path(folder)))
+    else:
+        print(
+            lightly_seconds(Path(folder), bf16=name.endswith("bf16"), workers=int(workers)),
+        )

@@ -1,0 +1,131 @@
+"""Pretraining by views: an encoder and a projector embed random views of each image.
+
+    image -> global and local views in one tensor (MultiViewTransform), cut on the device
+    view  -> encoder -> features -> projector -> embedding, which the loss of a method compares
+
+Validation has fixed views: an image, its mirror image, and its four corners as local views.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vit.config import Config
+from vit.data.dataset import Batch
+from vit.data.multi_view import MultiViewTransform, ViewLayout
+from vit.data.preprocessing import Preprocessing
+from vit.errors import ConfigError
+from vit.model.build import build_joint_embedding
+from vit.model.projection_head import JointEmbedding
+from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
+from vit.tasks.task import TrainingRun
+
+
+class JointEmbeddingPretraining(Pretraining):
+    """Base class of the methods that compare views."""
+
+    least_spread = 0.1
+
+    def complete(self, config: Config, given: Sequence[str]) -> Config:
+        """Check the sizes of the views."""
+        config = super().complete(config, given)
+        task = config.training.task
+        local, side, patch = local_side(config), config.model.image_size, config.model.patch_size
+        if local % patch or local > side:
+            raise ConfigError(
+                f"local_size={local}: must be a multiple of patch_size={patch}, at most "
+                f"image_size={side}"
+            )
+        if config.augment.random_crop == "simple":
+            raise ConfigError(
+                f"random_crop=simple: task={task} compares crops of several sizes; leave it out"
+            )
+        if config.model.patch_sizes or config.model.position == "relative":
+            name = "patch_sizes" if config.model.patch_sizes else "position=relative"
+            raise ConfigError(f"{name}: task={task} embeds images of two sizes; leave it out")
+        return config
+
+    def build_network(self, config: Config) -> JointEmbedding:
+        """The encoder with its projector."""
+        return build_joint_embedding(config.model, config.pretraining)
+
+    def view_size(self, config: Config, side: int) -> tuple[int, int]:
+        """That of all views in one tensor."""
+        return view_layout(config, side).image_size
+
+    def training_transform(
+        self, config: Config, preprocessing: Preprocessing
+    ) -> MultiViewTransform:
+        """All views of an image."""
+        return MultiViewTransform(
+            config.augment,
+            preprocessing,
+            view_layout(config, preprocessing.image_size[0]),
+            config.pretraining.local_crop,
+            fast_crop=config.data.decode == "fast",
+        )
+
+    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        """Summed loss of one micro-batch, (1,)."""
+        layout = view_layout(run.config, images.shape[-1])
+        return self.view_loss(run, batch, embed_views(run, images, layout.split)).view(1)
+
+    @abstractmethod
+    def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
+        """Summed loss of the images of one micro-batch, ().
+
+        All processes must make this call, also without images.
+
+        Args:
+            run: The training.
+            batch: The micro-batch.
+            views: Embeddings, (views, images, dim), global views first.
+        """
+
+
+def local_side(config: Config) -> int:
+    """Side of local views in pixels."""
+    side, patch = config.model.image_size, config.model.patch_size
+    return config.pretraining.local_size or max(round(side / 2 / patch), 1) * patch
+
+
+def view_layout(config: Config, side: int) -> ViewLayout:
+    """The views of an image of which global ones have `side` pixels."""
+    settings = config.pretraining
+    local = min(local_side(config), side)
+    return ViewLayout(side, local, settings.global_views, settings.local_views)
+
+
+def embed_views(
+    run: TrainingRun, images: Tensor, split: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor:
+    """Embeddings of the views of `images`, (views, images, dim), in float32 or wider.
+
+    Args:
+        run: The training.
+        images: Of the tensors of the loader, (images, channels, height, width); may be none.
+        split: Cuts them into batches of views of one size, view after view.
+    """
+    shown = blank_if_empty(images)
+    with frozen_statistics(run, empty=not len(images)):
+        embeddings: list[Tensor] = run.model(tuple(split(shown)))
+    every = torch.cat([each.view(-1, len(shown), each.shape[-1]) for each in embeddings])
+    every = every[:, : len(images)]
+    return every.float() if every.dtype.itemsize < 4 else every
+
+
+def fixed_views(run: TrainingRun, images: Tensor) -> Tensor:
+    """Embeddings of each image, its mirror image and its corners, (views, images, dim)."""
+    side = local_side(run.config)
+
+    def split(shown: Tensor) -> list[Tensor]:
+        whole = torch.cat([shown, shown.flip(-1)])
+        if not run.config.pretraining.local_views:
+            return [whole]
+        halves = [shown[..., :side], shown[..., -side:]]
+        corners = [c for one in halves for c in (one[..., :side, :], one[..., -side:, :])]
+        return [whole, torch.cat(corners)]
+
+    return embed_views(run, images, split)
