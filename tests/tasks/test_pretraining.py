@@ -131,6 +131,7 @@ def test_the_encoder_opens_in_timm(pretrained):
         ("lejepa", {"mask_ratio": 0.5}, "mask_ratio=0.5: it only applies to .* --method mae"),
         ("mae", {"patience": 3}, "patience=3: task=mae keeps the last epoch"),
         ("lejepa", {"folds": 3, "val_share": 0.2}, "folds=3: task=lejepa has no score"),
+        ("simclr", {"contrastive_temperature": 0.0}, "contrastive_temperature=0.0: must be above"),
         ("mae", {"mask_ratio": 1.0}, "mask_ratio=1.0: must be a share between"),
         ("lejepa", {"local_crop": (0.3, 0.1)}, "local_crop=.*the first not the larger"),
     ],
@@ -148,6 +149,10 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
         ("mae", {"position": "relative"}, "position=relative: it needs the whole grid"),
         ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of single patches"),
         ("lejepa", {"local_size": 6}, "local_size=6: must be a multiple of patch_size=4"),
+        ("lejepa", {"position": "relative"}, "position=relative: task=lejepa embeds images of two"),
+        ("simclr", {"repeats": 2}, "repeats=2: task=simclr would tell copies of an image apart"),
+        ("simclr", {"batch_size": 1}, "batch_size=1: task=simclr tells an image from the others"),
+        ("simclr", {"accumulate": 12}, "batch_size=12 in 12 parts: task=simclr tells an image"),
     ],
 )
 def test_networks_that_the_method_cannot_train_are_refused(
@@ -235,7 +240,8 @@ def test_unlabelled_sources_are_read_as_they_are(tiny_pretraining_data, colour_c
 
 def test_a_collapse_is_named_with_its_epoch_and_a_remedy(config_of):
     healthy = {"epoch": 2, "val_spread": 0.5, "val_centred_rank": 12.0}
-    for method, flag in (("lejepa", "--sigreg-weight"), ("mae", "--warmup-epochs")):
+    remedies = {"simclr": "--warmup-epochs", "lejepa": "--sigreg-weight", "mae": "--warmup-epochs"}
+    for method, flag in remedies.items():
         task, config = get_task(method), config_of(method, dim=64)
         assert task.warning(healthy, config) is None
         for change in ({"val_spread": 0.001}, {"val_centred_rank": 1.2}):

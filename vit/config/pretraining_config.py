@@ -60,6 +60,8 @@ class PretrainingConfig(Section):
                 self.check_at_least(1, name)
         if self.mae_decoder_dim is not None and self.mae_decoder_dim % 32:
             self.refuse("mae_decoder_dim", "must be a multiple of 32, the width of a head")
+        if self.contrastive_temperature <= 0:
+            self.refuse("contrastive_temperature", "must be above 0")
         if not 0 <= self.sigreg_weight <= 1:
             self.refuse("sigreg_weight", "must be a share from 0 to 1")
         if self.global_views + self.local_views < 2:

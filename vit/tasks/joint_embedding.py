@@ -42,7 +42,8 @@ class JointEmbeddingPretraining(Pretraining):
             raise ConfigError(
                 f"random_crop=simple: task={task} compares crops of several sizes; leave it out"
             )
-        if config.model.patch_sizes or config.model.position == "relative":
+        two_sizes = config.pretraining.local_views > 0
+        if two_sizes and (config.model.patch_sizes or config.model.position == "relative"):
             name = "patch_sizes" if config.model.patch_sizes else "position=relative"
             raise ConfigError(f"{name}: task={task} embeds images of two sizes; leave it out")
         return config

@@ -12,14 +12,16 @@ Source: Chen et al., "A Simple Framework for Contrastive Learning of Visual Repr
 section 2.1, arXiv:2002.05709.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.config import Config
 from vit.data.dataset import Batch
+from vit.errors import ConfigError
 from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views
 from vit.tasks.task import TrainingRun
 
@@ -40,6 +42,21 @@ class SimCLR(JointEmbeddingPretraining):
     pass_cost = 2.0  # two views
     passes_needed = 2.0  # measured: docs/lab-notebook.md
     remedy = "lower --lr, or raise --warmup-epochs"
+
+    def complete(self, config: Config, given: Sequence[str]) -> Config:
+        """Check that there are other images to tell an image from."""
+        repeats, data = config.augment.repeats, config.data
+        if repeats > 1:
+            raise ConfigError(
+                f"repeats={repeats}: task=simclr would tell copies of an image apart; leave it out"
+            )
+        if data.batch_size < 2 * data.micro_batches:
+            parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
+            raise ConfigError(
+                f"batch_size={data.batch_size}{parts}: task=simclr tells an image from the others "
+                "beside it; use a larger -b, or fewer parts (--accumulate)"
+            )
+        return super().complete(config, given)
 
     def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
         """The contrastive loss against the images of all processes, ()."""
