@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -139,9 +140,13 @@ def complete(target: Callable[..., int | None], *arguments: Any, log: Path, **op
 
 
 def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return int(place.getsockname()[1])
+    """A port that nobody has, below those that systems give to outgoing connections, which may take
+    one of theirs before the processes do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as place, contextlib.suppress(OSError):
+            place.bind(("127.0.0.1", port))
+            return port
 
 
 def distributed(rank: int, processes: int, port: int) -> dict[str, str]:

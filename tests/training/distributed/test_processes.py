@@ -71,8 +71,9 @@ def test_both_processes_stop_at_a_bad_image_of_one(tiny_config, tmp_path, data_w
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "run")]
     with Job(command, words, log=tmp_path / "log", processes=2) as job:
         assert all(job.wait()), job.said()
-        (line,) = (line for line in job.said().splitlines() if line.startswith("vit train"))
-    assert "red/3.png" in line
+        lines = [line for line in job.said().splitlines() if line.startswith("vit train")]
+    assert len(lines) == 1, job.said()
+    assert "red/3.png" in lines[0]
     assert find_checkpoints(tmp_path / "run/checkpoints")
 
 
@@ -81,8 +82,9 @@ def test_one_of_two_processes_prints_the_error(tmp_path):
     words = ["train", "nowhere", "--out", str(tmp_path / "run")]
     with Job(command, words, log=tmp_path / "log", processes=2) as job:
         assert all(job.wait()), job.said()
-        (line,) = (line for line in job.said().splitlines() if line.startswith("vit train"))
-    assert "nowhere: no such folder" in line
+        lines = [line for line in job.said().splitlines() if line.startswith("vit train")]
+    assert len(lines) == 1, job.said()
+    assert "nowhere: no such folder" in lines[0]
 
 
 @pytest.mark.slow
