@@ -8,7 +8,9 @@ transform, projection head and loss in a loop of torch's loader and AdamW, as in
 """
 
 import argparse
+import importlib
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import Comparison, Missing, Run
+from benchmarks.timing import Comparison, Run
 
 SIDE, BATCH, EPOCH_STEPS = 64, 128, 20
 NETWORK: dict[str, Any] = {
@@ -42,7 +44,7 @@ def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
 
     def way(name: str) -> Run:
         if name.startswith("lightly"):
-            import lightly  # noqa: F401
+            importlib.import_module("lightly")
         words = [sys.executable, "-m", "benchmarks.pretraining", name, options.images.resolve()]
 
         def run() -> float:
@@ -52,7 +54,7 @@ def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
                 text=True,
             )
             if done.returncode:
-                raise Missing(done.stderr.strip().splitlines()[-1])
+                raise SystemExit(f"{name}\n{done.stderr[-2000:]}")
             return float(done.stdout.split()[-1])
 
         return run
@@ -68,8 +70,6 @@ def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
 
 def vit_seconds(images: Path) -> float:
     """Seconds of the second epoch of `vit pretrain`, as it is with a plan."""
-    import json
-
     from vit.tasks.task import get_task
     from vit.training.train import train
 
