@@ -12,6 +12,7 @@ from tests.training import children
 from tests.training.runs import events
 from vit.commands.main import main
 from vit.config.parser import make_config
+from vit.config.stored_config import stored_config
 from vit.data.image_objects import to_rgb_image
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
@@ -90,6 +91,32 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
     changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
     assert 0 < changed < 0.02
     assert not (done.folder / "pretraining.safetensors").exists()
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_the_number_of_labels_chooses_how_training_goes_on(
+    pretrained, colour_classes, tmp_path, monkeypatch, capsys, many
+):
+    monkeypatch.setattr("vit.training.plan.measured_flops", lambda *_: 80e9)
+    monkeypatch.setattr("vit.training.plan_weights.MANY_LABELS", 10 if many else 100)
+    words = [str(colour_classes), "--weights", str(pretrained["mae"]), "--epochs", "8"]
+    words += ["--precision", "fp32", "--device", "cpu"]
+    assert main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "dim" in printed
+    assert "as pretrained" in printed
+    assert ("12 labels are enough" in printed) == many
+    words += ["-j", "0", "--out", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0
+    assert ("12 labels are few: a probe" in capsys.readouterr().err) != many
+    config = stored_config(tmp_path / "run")
+    assert config.finetune.method == "full"
+    assert config.finetune.probe_first is not many
+    assert (config.training.optimizer == "muon") == many
+    assert config.model.dim == 16
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert main(["train", *words, "--resume"]) == 0
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
 
 
 def test_class_folders_give_a_knn_accuracy_and_nothing_else(config_of, colour_classes, tmp_path):

@@ -19,6 +19,7 @@ from vit.config.parser import make_config
 from vit.errors import ConfigError, WeightsError
 from vit.evaluation.model_summary import cost_of
 from vit.training import plan_weights as rules
+from vit.training.plan_rules import make_plan
 from vit.training.plan_weights import (
     BASE,
     DINO_SMALL,
@@ -275,3 +276,40 @@ def test_the_size_of_a_download_is_announced():
     line = hub.download_message(hub.Repository("o/n"), [2_000_000, 500_000])
     assert "/o/n: 2 files, 2.5 MB, to " in line
     assert "does not say" in hub.download_message(hub.Repository("o/n"), [None])
+
+
+# ----------------------------------------------------------------------------- after pretraining
+
+PRETRAINED = {"image_size": 32, "patch_size": 8, "dim": 64, "depth": 2, "num_heads": 2}
+PRETRAINED |= {"hidden_dim": None, "stem": "linear", "position": "sinusoidal_2d"}
+PRETRAINED |= {"pooling": "mean", "class_token": False}
+
+
+@pytest.mark.parametrize(
+    ("images", "given", "scratch"),
+    [
+        (40_000, {"epochs": 20}, True),
+        (rules.MANY_LABELS, {"epochs": 20}, True),
+        (rules.MANY_LABELS - 1, {"epochs": 20}, False),
+        (40_000, {"epochs": 1}, True),
+        (40_000, {"epochs": 20, "lr": 1e-4}, True),
+    ],
+)
+def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, scratch):
+    facts = dataclasses.replace(TINY, images=images)
+    plan = rules.plan_after_pretraining(facts, given, PRETRAINED)
+    usual = make_plan(facts, {**PRETRAINED, **given}).settings
+    names = {"optimizer", "lr", "batch_size", "weight_decay", "min_crop"}
+    expected = {"batch_size": 64}
+    if scratch:
+        expected = {name: usual[name] for name in names & set(usual)}
+    assert {name: plan.settings[name] for name in names & set(plan.settings)} == expected
+    assert plan.settings["probe_first"] is not scratch
+    assert {name: plan.settings[name] for name in PRETRAINED} == PRETRAINED
+    assert plan.given == given
+    assert all(choice.reason for choice in plan.choices.values())
+
+
+def test_images_of_several_classes_have_no_probe():
+    plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, one_class=False)
+    assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64}

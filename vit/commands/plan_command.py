@@ -36,14 +36,20 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.save, overwrite=args.overwrite)
     with quick_imports():
         from vit.tasks.task import settings_to_plan
-        from vit.training.plan import chooses_weights, is_planned, plan_lines, plan_training
+        from vit.training.plan import (
+            chooses_weights,
+            continues_pretraining,
+            is_planned,
+            plan_lines,
+            plan_training,
+        )
         from vit.training.teacher import teacher_lines
 
-    pretrained = chooses_weights(chosen)
+    pretrained = chooses_weights(chosen) or continues_pretraining(chosen)
     if not (is_planned(chosen) or pretrained):
         raise ConfigError(
             "a plan chooses the network: leave out --model and --method, and --weights or give "
-            "--weights auto"
+            "--weights auto or a run of vit pretrain"
         )
     config, plan = plan_training(settings_to_plan(chosen))
     print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))

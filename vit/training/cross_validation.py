@@ -152,9 +152,11 @@ def with_recorded_plan(
 def resolve_weights_once(
     config: Config, given: Sequence[str], accelerator: Accelerator, folder: Path, *, resume: bool
 ) -> tuple[Config, Sequence[str]]:
-    """Settings with the weights of `--weights auto`, chosen once for all folds."""
-    if config.finetune.weights == AUTO_WEIGHTS and resume and (folder / FOLDS_FILE).is_file():
-        settings = read_fold_settings(folder / FOLDS_FILE)
+    """Settings with what the plan chooses for `--weights`, once for all folds."""
+    weights = config.finetune.weights
+    if weights is not None and resume and (folder / FOLDS_FILE).is_file():
+        flat, settings = flatten(config), read_fold_settings(folder / FOLDS_FILE)
+        settings |= {name: flat[name] for name in given if flat[name] != AUTO_WEIGHTS}
         return make_config(settings), [*settings]
     config, given, _ = with_chosen_weights(config, given, accelerator)
     return config, given

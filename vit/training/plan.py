@@ -23,7 +23,7 @@ from vit.config.parser import all_settings, checked, flatten, make_config
 from vit.config.presets import preset
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
-from vit.config.training_config import TASKS
+from vit.config.training_config import TASKS, TrainingConfig
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
@@ -65,12 +65,15 @@ from vit.training.plan_weights import (
     FOR_STEPS,
     ListedWeights,
     WeightsChoice,
+    architecture_settings,
     choose_weights,
     find_on_disk,
     find_on_hub,
     license_name,
+    plan_after_pretraining,
     plan_weights,
 )
+from vit.weights.saved_model import read_unlabelled_run
 
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
@@ -109,11 +112,21 @@ def chooses_weights(chosen: Mapping[str, Any]) -> bool:
     return chosen.get("weights") == AUTO_WEIGHTS
 
 
+def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
+    """Whether these settings leave it to the plan how training goes on from `vit pretrain`."""
+    one_class = TrainingConfig(task=chosen.get("task", TrainingConfig.task)).single_label
+    decided = {"model", "method", "probe_first", "lora_rank", "feedforward"} & set(chosen)
+    if not one_class or decided or chosen.get("weights") is None:
+        return False
+    return read_unlabelled_run(chosen["weights"]) is not None
+
+
 def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     """Settings of a training: those in `chosen`, and for all others what the plan says.
 
     Args:
-        chosen: Settings by name, `data` among them; `is_planned` or `chooses_weights` holds.
+        chosen: Settings by name, `data` among them; `is_planned`, `chooses_weights` or
+            `continues_pretraining` holds.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
@@ -156,6 +169,10 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
         choice = on_main(accelerator, choose)
         plan = plan_weights(facts, values, choice, one_class=one_class)
+    elif "weights" in values and (pretrained_run := read_unlabelled_run(values["weights"])):
+        network = architecture_settings(*pretrained_run)
+        one_class = not splits.multilabel
+        plan = plan_after_pretraining(facts, values, network, one_class=one_class)
     else:
         plan = make_plan(facts, values)
     plan.listing = listing
@@ -186,12 +203,12 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
 def with_chosen_weights(
     config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None = None
 ) -> tuple[Config, list[str], Listing | None]:
-    """`config` with the weights and settings that the plan chooses for `--weights auto`.
+    """`config` with what the plan chooses: weights for `--weights auto`, and how they are trained.
 
     A run that is resumed has those that were chosen when it began.
 
     Args:
-        config: Settings; returned as they are where they name weights, or none.
+        config: Settings; returned as they are unless they name `auto` or a run of `vit pretrain`.
         given: Names of those that somebody chose.
         accelerator: The devices.
         begun: Folder of the run that is resumed.
@@ -202,12 +219,13 @@ def with_chosen_weights(
     Raises:
         VitError: As `plan_training`; or the run that is resumed began without pretrained weights.
     """
-    if config.finetune.weights != AUTO_WEIGHTS:
+    flat, names = flatten(config), {*given, "data", "weights"}
+    chosen = {name: flat[name] for name in flat if name in names}
+    auto = chooses_weights(chosen)
+    if not auto and (begun is not None or not continues_pretraining(chosen)):
         return config, [*given], None
     if begun is None:
-        flat = flatten(config)
-        names = {*given, "data", "weights"}
-        config, plan = plan_training({name: flat[name] for name in flat if name in names})
+        config, plan = plan_training(chosen)
         for line in summary_lines(plan):
             notifier(accelerator)(line)
         return config, [*{*names, *plan.settings}], plan.listing
@@ -233,7 +251,8 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         if seconds is not None and speeds:
             fast = FASTER * next(reversed(speeds.values()))
             cost = flops_with_captions(network, {}, captions)
-            if affordable_passes(cost, images, seconds, fast) < needed_passes(row, images):
+            affordable = affordable_passes(cost, images, seconds, fast) / task.pass_cost
+            if affordable < needed_passes(row, images) * task.passes_needed:
                 break
         speeds[network] = measured_flops(config, accelerator, network, captions)
     flops = speeds.get(PROBE)
@@ -428,8 +447,11 @@ def summary_lines(plan: Plan) -> list[str]:
     size = plan.given.get("image_size", plan.settings.get("image_size"))
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if "time" in every else ""
+    what = f"planned {plan_name(plan)}, {size} px"
+    if "probe_first" in plan.settings:  # the network is that of weights
+        what = plan.choices["probe_first"].reason
     return [
-        f"note: planned {plan_name(plan)}, {size} px, about {counted_passes(plan.passes)}{time}; "
+        f"note: {what}, about {counted_passes(plan.passes)}{time}; "
         "`vit plan` has the reasons, and any flag fixes its setting",
         *notes_of(plan),
     ]
@@ -461,6 +483,7 @@ def notes_of(plan: Plan) -> list[str]:
 def from_scratch_note(plan: Plan) -> list[str]:
     """What is better than training photographs from scratch: the weights of `--weights auto`."""
     without = plan.facts.captions is not None or plan.given.get("task") in PRETRAINING_TASKS
+    without = without or "weights" in plan.given
     if plan.facts.side <= TINY_SIDE or without:
         return []
     given = {name: plan.given[name] for name in ("time", "image_size") if name in plan.given}

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.training.finetune.finetuning import DEFAULTS, UNUSED_BY_PROBE
 from vit.training.finetune.linear_probe_init import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,
+    GROWING_SHARE,
     TINY_SIDE,
     TRAINING_FLOPS,
     Choice,
@@ -34,6 +37,7 @@ from vit.training.plan_rules import (
     decide_time,
     decide_validation,
     has_all_folds,
+    make_plan,
     planned_seconds,
 )
 from vit.weights import hub
@@ -106,6 +110,14 @@ PHOTO_SIZES, TINY_SIZES = (224, 160, 128), (128, 96)
 PROBED_IMAGES = 500
 # Passes over the images that steps are worth beginning with, and more than which overfit.
 LEAST_PASSES, MOST_PASSES = 4, 50
+# Labelled images from which on a network of `vit pretrain` is trained as from scratch (measured:
+# docs/lab-notebook.md).
+MANY_LABELS = 1000
+# What the plan would decide of a network that is there.
+ARCHITECTURE = (
+    *("image_size", "patch_size", "dim", "depth", "num_heads", "hidden_dim", "position"),
+    *("pooling", "class_token", "stem"),
+)
 # FLOPs of a training step in those of a forward pass, where not all is learned: the blocks of a
 # frozen backbone have no backward pass.
 STEP_FLOPS = {"full": TRAINING_FLOPS, "lora": TRAINING_FLOPS, "linear": 1, "probe": 1}
@@ -325,6 +337,57 @@ def plan_weights(
     decide_validation(plan, planned_seconds(facts))
     if method != "probe":
         decide_cache(plan)
+    return plan
+
+
+def architecture_settings(model: ModelConfig, images: Preprocessing) -> dict[str, Any]:
+    """What `make_plan` would decide of a network and its images, as those of weights have it."""
+    found = {name: getattr(model, name) for name in ARCHITECTURE}
+    if model.stem == "conv":
+        found |= {name: getattr(model, name) for name in ("stem_depth", "stem_width")}
+        found["stem_stride"] = model.stem_stride
+    found |= {name: getattr(images, name) for name in ("resize", "crop_share", "interpolation")}
+    several = ("patch_sizes", "merge_tokens")
+    return found | {name: getattr(model, name) for name in several if getattr(model, name)}
+
+
+def plan_after_pretraining(
+    facts: Facts, given: Mapping[str, Any], network: Mapping[str, Any], *, one_class: bool = True
+) -> Plan:
+    """Settings of a training from a run of `vit pretrain` on images like these.
+
+    Many labels train it as they would from scratch. Few overfit so, and fine-tuning is gentle:
+    the settings of its method stay.
+
+    Args:
+        facts: What the plan follows from.
+        given: Settings that somebody chose.
+        network: Those of the pretrained network, by `architecture_settings`.
+        one_class: Whether an image has one class, so that a probe can be fitted.
+    """
+    plan = make_plan(facts, {**network, **given})
+    of_network = {
+        name: Choice(value, "as pretrained") for name, value in network.items() if name not in given
+    }
+    plan.given = given
+    if one_class and facts.images >= MANY_LABELS:
+        plan.choices = {**of_network, **plan.choices}
+        plan.decide("method", "full", "all parameters")
+        why = f"{facts.images:,} labels are enough to train all parameters as from scratch"
+        plan.decide("probe_first", False, why)
+        return plan
+    usual, plan.choices = DEFAULTS["full"], of_network
+    if not {"time", "epochs", "steps"} & set(given):
+        plan.passes = plan.decide(
+            "epochs", usual["epochs"], "of fine-tuning; --time T takes longer"
+        )
+    elif "time" in given:  # images do not grow
+        plan.passes *= GROWING_SHARE
+    plan.decide("batch_size", min(usual["batch_size"], facts.images), "of fine-tuning")
+    if one_class:
+        plan.decide("method", "full", "all parameters")
+        why = f"{facts.images:,} labels are few: a probe, then small steps from its head (LP-FT)"
+        plan.decide("probe_first", True, why)
     return plan
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.parser import parse_decoder_config, parse_model_config
+from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.stored_config import run_folder_of
 from vit.config.training_config import TASKS, implied_task
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
@@ -265,6 +267,33 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     try:
         return parse_model_config(vit_section(json.loads(raw))["config"])
     except (ValueError, RecursionError) as error:  # also of JSON
+        raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
+
+
+def read_unlabelled_run(source: str | os.PathLike[str]) -> tuple[ModelConfig, Preprocessing] | None:
+    """Read what the config.json of a run of `vit pretrain` says of its network, and of its images.
+
+    Args:
+        source: The run folder, or its weights file.
+
+    Returns:
+        Both; None for weights of any other kind.
+
+    Raises:
+        WeightsError: config.json is damaged.
+    """
+    folder = run_folder_of(source)
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    try:
+        content = json.loads(read_config(folder))
+        own = content.get("vit") if isinstance(content, dict) else None
+        if not isinstance(own, dict) or own.get("task") not in PRETRAINING_TASKS:
+            return None
+        own = vit_section(content)
+        preprocessing = Preprocessing.from_dict(own["preprocessing"])
+        return parse_model_config(own["config"]), preprocessing
+    except (ValueError, TypeError, RecursionError) as error:  # also of JSON
         raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
 
 
