@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vit.evaluation.conformal_sets import class_set_levels, set_levels, set_scores
+from vit.evaluation.image_groups import group_means
 from vit.score_calibration import COVERAGES, FREE_CLASSES, SET_PENALTY, ScoreCalibration
 
 
@@ -46,6 +47,36 @@ def test_coverage_is_what_is_stated(share):
 def test_coverage_is_what_is_stated_within_a_point_in_a_thousand_draws():
     for share in (0.8, 0.9, 0.95):
         assert abs(coverage_and_size(1000, share)[0] - share) < 0.01
+
+
+def test_images_of_new_groups_are_covered_where_large_groups_are_easier():
+    """Levels of all images together miss small groups, whose images are few and hard."""
+    generator = torch.Generator().manual_seed(0)
+    covered = {True: 0.0, False: 0.0}
+    for _ in range(200):
+        effects = torch.rand(60, generator=generator, dtype=torch.float64)
+        groups = torch.arange(60).repeat_interleave(1 + ((1 - effects) * 9).long())
+        scores = effects[groups] + 0.1 * torch.rand(len(groups), generator=generator)
+        known = groups < 40
+        for told in covered:
+            (level,) = set_levels(scores[known], [0.9], groups[known] if told else None)
+            new = group_means((scores <= level)[~known], groups[~known])
+            covered[told] += float(new.mean()) / 200
+    assert 0.89 < covered[True] < 0.94
+    assert covered[False] < 0.85
+
+
+def test_groups_of_one_image_have_the_levels_of_images():
+    scores = torch.rand(150, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alone = torch.arange(150)
+    assert set_levels(scores, COVERAGES, alone) == set_levels(scores, COVERAGES)
+    labels = alone % 2
+    assert class_set_levels(scores, labels, 2, COVERAGES, alone) == []  # 75 of each
+    thrice = torch.cat([scores, scores, scores])
+    by_class = class_set_levels(thrice, labels.repeat(3), 2, COVERAGES)
+    assert class_set_levels(thrice, labels.repeat(3), 2, COVERAGES, alone.repeat(3)) == []
+    apart = class_set_levels(thrice, labels.repeat(3), 2, COVERAGES, torch.arange(450))
+    assert apart == by_class != []
 
 
 def test_a_set_has_the_true_class_if_its_score_is_at_most_the_level():

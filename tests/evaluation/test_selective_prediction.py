@@ -1,5 +1,7 @@
 """The promised share of right answers holds in simulation; bounds equal scipy's."""
 
+import math
+
 import pytest
 import torch
 from scipy.stats import binom
@@ -8,6 +10,7 @@ from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.selective_prediction import (
     binomial_tail,
     highest_provable,
+    mean_tail,
     needed_images,
     precision_threshold,
 )
@@ -50,6 +53,49 @@ def test_the_promise_is_kept_in_a_thousand_draws():
     wrong, proven = misses(1000, 1500, 0.9)
     assert proven > 800
     assert wrong <= 17  # 1 % and two standard deviations
+
+
+def draw_groups(number: int, generator: torch.Generator):
+    """As `draw` by groups of 1 to 30 images, the answers of which are right or wrong together."""
+    sizes = torch.randint(1, 31, (number,), generator=generator)
+    groups = torch.arange(number).repeat_interleave(sizes)
+    confidences, right = draw(number, generator)
+    return confidences[groups], right[groups], groups
+
+
+def test_the_promise_is_kept_for_groups_and_not_where_images_are_taken_as_independent():
+    generator, broken = torch.Generator().manual_seed(0), {True: 0, False: 0}
+    proven = 0
+    for _ in range(60):
+        confidences, right, groups = draw_groups(1000, generator)
+        for told in broken:
+            own = groups if told else None
+            found = precision_threshold(confidences, right, 0.9, groups=own)
+            proven += told and found is not None
+            broken[told] += found is not None and share_right(found.threshold) < 0.9
+    assert proven > 25
+    assert broken[True] <= 2
+    assert broken[False] > 10
+
+
+def test_groups_of_one_image_prove_little_less_than_images():
+    generator = torch.Generator().manual_seed(0)
+    confidences, right = draw(3000, generator)
+    alone = precision_threshold(confidences, right, 0.9)
+    grouped = precision_threshold(confidences, right, 0.9, groups=torch.arange(3000))
+    assert alone.threshold <= grouped.threshold <= alone.threshold + 0.05
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 7, 40])
+def test_the_bound_of_a_mean_is_above_the_exact_chance_of_shares_of_0_and_1(wrong):
+    shares = (torch.arange(300) < wrong).double()
+    exact = binom.cdf(wrong, 300, 0.1)
+    bound = mean_tail(shares, 0.1)
+    assert exact <= bound * (1 + 1e-9)
+    assert bound <= math.e * exact * (1 + 1e-9) or wrong == 40
+    if wrong == 0:
+        assert bound == pytest.approx(0.9**300)
+    assert mean_tail(shares * 0 + 0.1, 0.1) == 1
 
 
 def test_answers_that_are_all_right_are_all_given():

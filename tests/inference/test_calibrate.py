@@ -146,3 +146,19 @@ def test_what_cannot_be_calibrated_is_refused(run, tiny_data, tmp_path, monkeypa
     with pytest.raises(DataError, match=r"27 labelled images can be read.*needs 50"):
         calibrate(run, str(tiny_data), **EXACT)
     assert (run / "config.json").read_bytes() == before
+
+
+def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
+    words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
+    words += ["--target-precision", "0.05"]
+    assert main(words) == 0
+    assert " in a new group" not in capsys.readouterr().err
+    alone = load_run(run).calibration
+    assert main([*words, "--group", r"(\d)\.\w+$"]) == 0  # 9 groups of the same number
+    printed = capsys.readouterr().err
+    grouped = load_run(run).calibration
+    assert grouped.temperature == alone.temperature
+    assert grouped.set_levels != alone.set_levels
+    assert "in a new group" in printed or "groups without a mistake" in printed
+    with pytest.raises(DataError, match="it matches none of 27 paths"):
+        calibrate(run, str(tiny_data), group="no (such)", **EXACT)

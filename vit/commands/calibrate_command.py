@@ -4,6 +4,7 @@ import argparse
 import os
 
 from vit.commands.command_options import (
+    add_group_option,
     add_json_option,
     add_list_options,
     add_network_options,
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answers of the other classes are, together (default: all classes together)",
     )
     add_list_options(parser, "that of the training, or the usual")
+    add_group_option(parser, "threshold and sets then hold for images of a new group")
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     add_network_options(parser, calibrated=False)
     parser.set_defaults(tta=None, compile=False, no_calibration=False)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with image_bar() as progress:
         found = calibrate(
             args.run,
-            dataset_spec(args, split=args.split),
+            dataset_spec(args, split=args.split, group=args.group),
             target_precision=args.target_precision,
             target_class=args.target_class,
             **settings,

@@ -317,14 +317,16 @@ def add_list_options(
     )
 
 
-def add_group_option(parser: argparse.ArgumentParser) -> None:
+def add_group_option(
+    parser: argparse.ArgumentParser,
+    effect: str = "intervals then take groups as independent, not images",
+) -> None:
     """Add --group, where it changes what is taken as independent."""
     parser.add_argument(
         "--group",
         metavar="COLUMN|REGEX",
         help="column of a list, or regular expression over paths, with the patient, film, ... of "
-        "an image: intervals then take groups as independent, not images (default: that of the "
-        "training, for its data)",
+        f"an image: {effect} (default: that of the training, for its data)",
     )
 
 

@@ -15,10 +15,14 @@ of few images overshoots, by up to 1 / (n_k + 1), so each class needs 100 of the
 its coverage takes. A multi-label set has to contain all true classes of an image: s(x, true) is the
 largest of theirs, and 0 where there is none.
 
+Where images come in groups, the probability is that of an image of a new group: in q, an image of a
+group of n_g counts 1 / n_g, and n is the number of groups.
+
 Source: Angelopoulos et al., "Uncertainty Sets for Image Classifiers using Conformal Prediction",
 section 2, arXiv:2009.14193; Romano et al., arXiv:2006.02544; by class: Vovk, "Conditional Validity
 of Inductive Conformal Predictors", section 4, arXiv:1209.2673; Ding et al., section 2,
-arXiv:2306.09335; multi-label: Cauchois et al., section 3, arXiv:2004.10181.
+arXiv:2306.09335; multi-label: Cauchois et al., section 3, arXiv:2004.10181; groups: Lee, Barber and
+Willett, "Distribution-Free Inference with Hierarchical Data", section 3, arXiv:2306.06342.
 """
 
 import math
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.classification_metrics import ranking
+from vit.evaluation.image_groups import count_present
 from vit.score_calibration import FREE_CLASSES, SET_PENALTY
 
 MIN_CLASS_IMAGES = 100
@@ -54,15 +59,32 @@ def set_scores(probabilities: Tensor, labels: Tensor) -> Tensor:
     return own + SET_PENALTY * (rank - FREE_CLASSES).clamp(min=0).double()
 
 
-def set_levels(scores: Tensor, coverages: Sequence[float]) -> list[float | None]:
+def set_levels(
+    scores: Tensor, coverages: Sequence[float], groups: Tensor | None = None
+) -> list[float | None]:
     """The level q of each coverage; None where so few images allow the set of all classes only."""
+    if groups is not None:
+        return _group_levels(scores, coverages, groups)
     ordered, count = scores.sort().values.tolist(), len(scores)
     ranks = [math.ceil((count + 1) * coverage - 1e-9) for coverage in coverages]
     return [ordered[rank - 1] if rank <= count else None for rank in ranks]
 
 
+def _group_levels(scores: Tensor, coverages: Sequence[float], groups: Tensor) -> list[float | None]:
+    """As `set_levels`: the smallest score below which are groups enough, counted by parts."""
+    ordered, order = scores.sort()
+    reached = groups.bincount().double().reciprocal()[groups[order]].cumsum(0)
+    needed = (count_present(groups) + 1) * torch.tensor(coverages, dtype=torch.float64) - 1e-9
+    found = torch.searchsorted(reached, needed).tolist()
+    return [float(ordered[place]) if place < len(ordered) else None for place in found]
+
+
 def class_set_levels(
-    scores: Tensor, labels: Tensor, classes: int, coverages: Sequence[float]
+    scores: Tensor,
+    labels: Tensor,
+    classes: int,
+    coverages: Sequence[float],
+    groups: Tensor | None = None,
 ) -> list[tuple[float | None, ...] | None]:
     """Level of each class, for each coverage; None where a class has too few images for it.
 
@@ -71,18 +93,34 @@ def class_set_levels(
         labels: (images,).
         classes: Number of classes.
         coverages: Shares of the images of each class.
+        groups: The group of each image, which then count instead of images.
     """
-    groups = [scores[labels == index] for index in range(classes)]
-    fewest = min(map(len, groups))
+    of_class = [labels == index for index in range(classes)]
+    fewest = count_rarest(labels, classes, groups)
     enough = [
         fewest >= MIN_CLASS_IMAGES and math.ceil((fewest + 1) * coverage - 1e-9) <= fewest
         for coverage in coverages
     ]
     chosen = [coverage for coverage, one in zip(coverages, enough, strict=True) if one]
-    columns = [[*map(_round_up, set_levels(group, chosen))] for group in groups if chosen]
-    rows = iter(zip(*columns, strict=True))
+    columns = [
+        set_levels(scores[one], chosen, None if groups is None else groups[one])
+        for one in of_class
+        if chosen
+    ]
+    rows = iter(zip(*([*map(_round_up, column)] for column in columns), strict=True))
     found = [next(rows) if one else None for one in enough]
     return found if chosen else []
+
+
+def count_rarest(labels: Tensor, classes: int, groups: Tensor | None = None) -> int:
+    """Images of the rarest class, or groups that have an image of it.
+
+    Args:
+        labels, classes, groups: As for `class_set_levels`.
+    """
+    if groups is None:
+        return int(labels.bincount(minlength=classes).min())
+    return min(count_present(groups[labels == index]) for index in range(classes))
 
 
 def _round_up(level: float | None) -> float | None:

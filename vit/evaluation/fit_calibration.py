@@ -10,9 +10,11 @@ from vit.evaluation.classification_metrics import calibration_error
 from vit.evaluation.conformal_sets import (
     MIN_CLASS_IMAGES,
     class_set_levels,
+    count_rarest,
     set_levels,
     set_scores,
 )
+from vit.evaluation.image_groups import count_groups
 from vit.evaluation.multilabel_metrics import choose_thresholds
 from vit.evaluation.selective_prediction import (
     ALLOWED_ERROR,
@@ -44,10 +46,12 @@ class FittedCalibration(NamedTuple):
     error: float
     """Calibration error (ECE) of scores that the other images calibrated."""
     fewest: int | None = None
-    """Images of the rarest class; None of a multi-label network."""
+    """Images of the rarest class, or groups with one; None of a multi-label network."""
     provable: float | None = None
     """A lower target precision that the images prove for all answers, if they prove none of the
     targets."""
+    groups: int | None = None
+    """Number of groups of images; None of independent ones."""
 
 
 def fit_calibration(
@@ -59,6 +63,7 @@ def fit_calibration(
     target_precision: float = TARGET_PRECISION,
     target_classes: Mapping[str, int] | None = None,
     thresholds: Sequence[float] | None = None,
+    groups: Tensor | None = None,
 ) -> FittedCalibration | None:
     """Calibrate a network on labelled images; None as for `fit_temperature`.
 
@@ -76,12 +81,14 @@ def fit_calibration(
             that all hold at once.
         thresholds: Decision thresholds of a multi-label network, of its raw scores; those that F1
             chooses on the other images if omitted.
+        groups: The group of each image, (images,), such as a patient; None of independent ones.
+            Threshold and sets then hold for images of a new group.
     """
     fitted, images = fitted or fit_temperature(logits, targets), len(logits)
     if fitted is None:
         return None
     if targets.ndim == 2:
-        return _fit_multilabel(logits, targets, fitted, target_precision, thresholds)
+        return _fit_multilabel(logits, targets, fitted, target_precision, thresholds, groups)
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
     error = calibration_error(confidences, answers == targets)
@@ -91,20 +98,21 @@ def fit_calibration(
     if distances is not None and farthest is not None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
     named = target_classes or {}
-    groups = [answers == index for index in named.values()]
-    others = ~torch.stack(groups).any(dim=0) if groups else torch.ones(images, dtype=torch.bool)
+    parts = [answers == index for index in named.values()]
+    parts.append(~torch.stack(parts).any(dim=0) if parts else torch.ones(images, dtype=torch.bool))
     found = [
         precision_threshold(
-            confidences[group],
-            (answers == targets)[group],
+            confidences[part],
+            (answers == targets)[part],
             target_precision,
-            error=ALLOWED_ERROR / (1 + len(groups)),
+            error=ALLOWED_ERROR / len(parts),
+            groups=None if groups is None else groups[part],
         )
-        for group in (*groups, others)
+        for part in parts
     ]
     answered = [
-        one.answered * int(group.sum()) / images if one else 0.0
-        for one, group in zip(found, (*groups, others), strict=True)
+        one.answered * int(part.sum()) / images if one else 0.0
+        for one, part in zip(found, parts, strict=True)
     ]
     *own, rest = (None if one is None else one.threshold for one in found)
     scores = set_scores(probabilities, targets)
@@ -116,15 +124,18 @@ def fit_calibration(
         threshold=rest,
         answered=sum(answered),
         farthest=farthest,
-        set_levels=tuple(set_levels(scores, COVERAGES)),
+        set_levels=tuple(set_levels(scores, COVERAGES, groups)),
         class_thresholds=dict(zip(named, own, strict=True)),
-        class_set_levels=tuple(class_set_levels(scores, targets, logits.shape[1], COVERAGES)),
+        class_set_levels=tuple(
+            class_set_levels(scores, targets, logits.shape[1], COVERAGES, groups)
+        ),
     )
-    fewest = int(targets.bincount(minlength=logits.shape[1]).min())
+    fewest = count_rarest(targets, logits.shape[1], groups)
     provable = None
     if not calibration.rejects:
-        provable = highest_provable(confidences, answers == targets, target_precision)
-    return FittedCalibration(calibration, fitted, error, fewest, provable)
+        provable = highest_provable(confidences, answers == targets, target_precision, groups)
+    number = None if groups is None else count_groups(groups)
+    return FittedCalibration(calibration, fitted, error, fewest, provable, number)
 
 
 def _fit_multilabel(
@@ -133,6 +144,7 @@ def _fit_multilabel(
     fitted: FittedTemperature,
     target_precision: float,
     thresholds: Sequence[float] | None,
+    groups: Tensor | None,
 ) -> FittedCalibration:
     """The calibration of a multi-label network: an answer is right where each class is."""
     raw, probabilities = logits.double().sigmoid(), fitted.held_out.sigmoid()
@@ -148,19 +160,20 @@ def _fit_multilabel(
     decided = raw >= limits
     confidences = torch.where(decided, probabilities, 1 - probabilities).prod(dim=1)
     right = (decided == targets.bool()).all(dim=1)
-    found = precision_threshold(confidences, right, target_precision)
+    found = precision_threshold(confidences, right, target_precision, groups=groups)
     calibration = ScoreCalibration(
         temperature=fitted.scaling.temperature,
         images=len(targets),
         target_precision=target_precision,
         threshold=None if found is None else found.threshold,
         answered=0.0 if found is None else found.answered,
-        set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES)),
+        set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES, groups)),
         multilabel=True,
     )
     error = calibration_error(probabilities.flatten(), targets.double().flatten())
-    provable = None if found else highest_provable(confidences, right, target_precision)
-    return FittedCalibration(calibration, fitted, error, provable=provable)
+    provable = None if found else highest_provable(confidences, right, target_precision, groups)
+    number = None if groups is None else count_groups(groups)
+    return FittedCalibration(calibration, fitted, error, provable=provable, groups=number)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
@@ -177,25 +190,29 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     if target is None:
         return lines
     share = f"{100 * target:.4g}%"
-    groups = {f"class {printable(name)}": one for name, one in thresholds.items()}
-    groups["the other classes"] = calibration.threshold
-    needed = needed_images(target, error=ALLOWED_ERROR / len(groups))
+    parts = {f"class {printable(name)}": one for name, one in thresholds.items()}
+    parts["the other classes"] = calibration.threshold
+    needed = f"{needed_images(target, error=ALLOWED_ERROR / len(parts)):,} answers"
+    there, new, units = plural(calibration.images, "image"), "", "images of each"
+    if fitted.groups is not None:
+        needed = f"{needed.removesuffix(' answers')} groups"
+        there, new, units = plural(fitted.groups, "group"), " in a new group", "groups with each"
     lower = "a lower --target-precision"
     if fitted.provable is not None:
         lower = f"--target-precision {fitted.provable:g}, which they prove"
-    for name, threshold in groups.items():
+    for name, threshold in parts.items():
         of = f" of {name}" if thresholds else ""
         if threshold is not None:
             answered = "" if thresholds else f": {calibration.answered:.1%} of these images"
             lines.append(
                 f"--reject gives answers{of} from a score of {threshold:.4f} on, where at least "
-                f"{share} of them are right{answered}"
+                f"{share} of them are right{new}{answered}"
             )
         else:
             lines.append(
                 f"note: no score from which on {share} of the answers{of} are proven to be right: "
-                f"that takes {needed:,} answers without a mistake, or more with some; vit "
-                f"calibrate with more than these {plural(calibration.images, 'image')}, or {lower}"
+                f"that takes {needed} without a mistake, or more with some; vit calibrate with "
+                f"more than these {there}, or {lower}"
             )
     if thresholds:
         lines.append(f"--reject answers {calibration.answered:.1%} of these images")
@@ -204,6 +221,6 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     elif fitted.fewest is not None:
         lines.append(
             "--sets covers all classes together, not each on its own: that takes "
-            f"{MIN_CLASS_IMAGES} images of each, and the rarest has {fitted.fewest}"
+            f"{MIN_CLASS_IMAGES} {units}, and the rarest has {fitted.fewest}"
         )
     return lines

@@ -38,6 +38,17 @@ def count_groups(groups: Tensor) -> int:
     return 1 + int(groups.max())
 
 
+def group_means(values: Tensor, groups: Tensor) -> Tensor:
+    """Mean of the values, (images,), of each group that is there, (groups,), float64."""
+    images = groups.bincount()
+    return (groups.bincount(values.double()) / images)[images > 0]
+
+
+def count_present(groups: Tensor) -> int:
+    """Number of groups among some images of `number_groups`."""
+    return int((groups.bincount() > 0).sum())
+
+
 def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     """95 % interval of the share of `hits`, (images,); Wilson's of independent images.
 

@@ -7,8 +7,14 @@ among the images above it at most in the allowed share of cases (an exact binomi
 Pearson 1934). Thresholds are tested from the strictest on until one fails, beginning at several
 places that share the allowed error (fixed-sequence testing).
 
+Where images come in groups, such as those of a patient, the share is that of the answers of a new
+group, each of which counts the same, and the test is of the mean of the groups' shares of wrong
+answers, which are in [0, 1] and else unknown (the Hoeffding-Bentkus bound). So a group proves no
+more than an image does, whatever its size.
+
 Source: Angelopoulos et al., "Learn then Test", sections 2 and 4, arXiv:2110.01052; Geifman and
-El-Yaniv, "Selective Classification for Deep Neural Networks", arXiv:1705.08500.
+El-Yaniv, "Selective Classification for Deep Neural Networks", arXiv:1705.08500; the bound: Bates et
+al., "Distribution-Free, Risk-Controlling Prediction Sets", section 3.1, arXiv:2101.02703.
 """
 
 import math
@@ -16,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vit.evaluation.image_groups import count_present, group_means
 
 TARGET_PRECISION = 0.98
 ALLOWED_ERROR = 0.01
@@ -38,7 +46,12 @@ class PrecisionThreshold(NamedTuple):
 
 
 def precision_threshold(
-    confidences: Tensor, right: Tensor, target: float, *, error: float = ALLOWED_ERROR
+    confidences: Tensor,
+    right: Tensor,
+    target: float,
+    *,
+    error: float = ALLOWED_ERROR,
+    groups: Tensor | None = None,
 ) -> PrecisionThreshold | None:
     """The lowest threshold at which a share of `target` of the answers is right.
 
@@ -47,18 +60,31 @@ def precision_threshold(
         right: Whether each answer is right, (images,).
         target: The share, in (0, 1).
         error: Probability with which the share may be missed.
+        groups: The group of each image, (images,); None of independent images.
 
     Returns:
         None if these images prove no threshold: they are too few, or too many answers are wrong.
     """
     ordered, order = confidences.double().sort(descending=True, stable=True)
-    errors = (~right.bool())[order].long().cumsum(0).tolist()
+    wrong = (~right.bool())[order]
+    errors = wrong.long().cumsum(0).tolist()
     counts = _counts(ordered[ordered >= 0], target, error / STARTS)
+    if groups is not None:
+        own = groups[order]
+        fewest = needed_images(target, error=error)
+        counts = [count for count in counts if count_present(own[:count]) >= fewest]
+
+    def chance(count: int) -> float:
+        """Bound of the probability of so few errors among the first `count` answers."""
+        if groups is None:
+            return binomial_tail(errors[count - 1], count, 1 - target)
+        return mean_tail(group_means(wrong[:count], own[:count]), 1 - target)
+
     best = 0
     for start in range(STARTS):
         first = start * len(counts) // STARTS
         for count in counts[first:]:
-            if binomial_tail(errors[count - 1], count, 1 - target) > error / STARTS:
+            if chance(count) > error / STARTS:
                 break
             best = max(best, count)
     if not best:
@@ -66,7 +92,9 @@ def precision_threshold(
     return PrecisionThreshold(float(ordered[best - 1]), best / len(ordered))
 
 
-def highest_provable(confidences: Tensor, right: Tensor, target: float) -> float | None:
+def highest_provable(
+    confidences: Tensor, right: Tensor, target: float, groups: Tensor | None = None
+) -> float | None:
     """The highest of LOWER_TARGETS below `target` that has a threshold; None if none has.
 
     They divide the allowed error, so a threshold for the one that is found keeps its promise.
@@ -74,14 +102,20 @@ def highest_provable(confidences: Tensor, right: Tensor, target: float) -> float
     Args:
         confidences, right: As for `precision_threshold`.
         target: The share that these images do not prove.
+        groups: As for `precision_threshold`.
     """
     error = ALLOWED_ERROR / len(LOWER_TARGETS)
-    lower = (each for each in LOWER_TARGETS if each < target)
-    return next((t for t in lower if precision_threshold(confidences, right, t, error=error)), None)
+    for lower in LOWER_TARGETS:
+        proven = lower < target and precision_threshold(
+            confidences, right, lower, error=error, groups=groups
+        )
+        if proven:
+            return lower
+    return None
 
 
 def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:
-    """The fewest images that prove a threshold, if all answers are right."""
+    """The fewest images, or groups of them, that prove a threshold, if all answers are right."""
     return math.ceil(math.log(error / STARTS) / math.log(target))
 
 
@@ -112,3 +146,14 @@ def binomial_tail(successes: int, trials: int, share: float) -> float:
         for k in range(successes + 1)
     )  # fmt: skip
     return min(math.fsum(map(math.exp, terms)), 1.0)
+
+
+def mean_tail(shares: Tensor, limit: float) -> float:
+    """Bound of P(mean <= that of `shares`) of as many values in [0, 1] with the mean `limit`."""
+    number, mean = len(shares), float(shares.mean())
+    if mean >= limit:
+        return 1.0
+    above = (1 - mean) * math.log((1 - mean) / (1 - limit))
+    hoeffding = math.exp(-number * (above + (mean * math.log(mean / limit) if mean else 0.0)))
+    most = math.ceil(number * mean - 1e-9)
+    return min(hoeffding, math.e * binomial_tail(most, number, limit))

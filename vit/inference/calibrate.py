@@ -8,7 +8,6 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 import dataclasses
 import difflib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from vit.data.dataset_types import NO_LABEL
 from vit.data.multilabel_targets import MultiHot, labels_of
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
+from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.fit_calibration import (
@@ -27,10 +27,11 @@ from vit.evaluation.fit_calibration import (
     describe_calibration,
     fit_calibration,
 )
+from vit.evaluation.image_groups import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
-from vit.inference.evaluate import load_samples
+from vit.inference.evaluate import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.score_calibration import rescale_thresholds
 from vit.text import printable
@@ -56,6 +57,7 @@ def calibrate(
     images: str | None = None,
     target_precision: float = TARGET_PRECISION,
     target_class: str | Sequence[str] = (),
+    group: str | None = None,
     notify: Callable[[str], object] = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
@@ -70,6 +72,9 @@ def calibrate(
         data, split, images: As for `vit.evaluate`; images that were not trained on.
         target_precision: Share of the answers of `--reject` that has to be right.
         target_class: Classes whose answers have to be so often right each on its own.
+        group: Column of a list, or a regular expression over paths, that names the group of an
+            image, such as a patient: threshold and sets then hold for images of a new group. That
+            of the training if omitted.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
         settings: As for Predictor.
@@ -102,9 +107,7 @@ def calibrate(
             f"it holds out {MIN_DISTANCES} images or more"
         )
     predictor.return_distances()
-    spec = (
-        data if isinstance(data, DatasetSpec) else DatasetSpec(os.fspath(data), images, split=split)
-    )
+    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
     samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
     rows, targets, failed = [], [], []
     distances: list[float] = []
@@ -124,6 +127,8 @@ def calibrate(
             f"{printable(spec.data)}: {len(rows)} labelled images can be read, and a calibration "
             f"needs {MIN_IMAGES}; give more"
         )
+    full_spec = evaluated_spec(predictor.task, Path(run), spec, predictor.classes)
+    groups = image_groups(full_spec, [sample.path for sample in targets])
     probabilities = torch.stack([row for row in rows if row is not None])
     if loaded.thresholds is None:
         logits = probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
@@ -139,6 +144,7 @@ def calibrate(
         target_precision=target_precision,
         target_classes=places,
         thresholds=plain.thresholds,
+        groups=None if groups is None else number_groups(groups),
     )
     if fitted is None:
         raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")

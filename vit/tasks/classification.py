@@ -126,6 +126,7 @@ class Classification(Task):
         """Calibrate the scores on the validation images."""
         try:
             found = run.validation_logits
+            groups = found.groups
         except DataError:  # which the report says
             return
         if (few := len(found.logits)) < MIN_IMAGES:
@@ -134,7 +135,11 @@ class Classification(Task):
                 f"{MIN_IMAGES} validation images, and there {'is' if few == 1 else 'are'} {few}"
             )
         fitted = fit_calibration(
-            found.logits, found.labels, fitted=found.temperature, distances=found.distances
+            found.logits,
+            found.labels,
+            fitted=found.temperature,
+            distances=found.distances,
+            groups=groups,
         )
         if fitted is not None:
             store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)
