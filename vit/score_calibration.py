@@ -21,7 +21,7 @@ from vit.errors import ConfigError
 
 SCALING = ("temperature", "images", "exponent")
 """Fields that every calibration has."""
-OPTIONAL = ("class_thresholds", "class_set_levels", "multilabel")
+OPTIONAL = ("class_thresholds", "class_set_levels", "multilabel", "groups")
 """Fields that are stored only if they have a value, so most calibrations lack them."""
 COVERAGES = (*(percent / 100 for percent in range(50, 100)), 0.995, 0.999)
 """Coverages of prediction sets that have a level."""
@@ -56,6 +56,8 @@ class ScoreCalibration:
         class_set_levels: For each of COVERAGES the level of each class, if the sets cover each
             class on its own; None where they cover all classes together. Empty if they never do.
         multilabel: Whether an answer is a list of classes, which is right where all of them are.
+        groups: Number of groups of the images, for new ones of which threshold and sets hold; None
+            of independent images.
     """
 
     temperature: float
@@ -69,6 +71,7 @@ class ScoreCalibration:
     class_thresholds: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     class_set_levels: tuple[tuple[float | None, ...] | None, ...] = ()
     multilabel: bool = False
+    groups: int | None = None
 
     @property
     def rejects(self) -> bool:
@@ -252,6 +255,9 @@ class ScoreCalibration:
             if not valid:
                 raise ValueError("levels of sets of a calibration must be numbers of at least 0")
         multilabel, by_class = values.get("multilabel", False), values.get("class_thresholds", {})
+        groups = values.get("groups")
+        if groups is not None and (not _is_number(groups) or groups < 1):
+            raise ValueError("calibration must have a number of groups")
         if not isinstance(multilabel, bool) or not isinstance(by_class, dict):
             raise ValueError("calibration must have thresholds by class, and multilabel as bool")
         if not all(one is None or (_is_number(one) and 0 <= one <= 1) for one in by_class.values()):
@@ -266,6 +272,7 @@ class ScoreCalibration:
             class_thresholds=dict(zip(by_class, _floats(by_class.values()), strict=True)),
             class_set_levels=tuple(None if row is None else _floats(row) for row in rows),
             multilabel=multilabel,
+            groups=None if groups is None else int(groups),
         )
 
 
@@ -288,13 +295,15 @@ def check_selection(
             "`vit calibrate RUN DATA` measures it on 50 labelled images or more that the network "
             "was not trained on"
         )
+    units, number = "images", calibration.images
+    if calibration.groups is not None:
+        units, number = "groups of images", calibration.groups
     if reject and not calibration.rejects:
         raise ConfigError(
             "reject: no score is proven to be right for "
             f"{100 * (calibration.target_precision or 0):.4g}% of the answers by the "
-            f"{calibration.images} images of the calibration; vit calibrate RUN DATA with more "
-            "images, or with a lower --target-precision; without --reject, --threshold P hides "
-            "unsure answers"
+            f"{number} {units} of the calibration; vit calibrate RUN DATA with more {units}, or "
+            "with a lower --target-precision; without --reject, --threshold P hides unsure answers"
         )
 
 

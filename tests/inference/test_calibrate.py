@@ -159,6 +159,8 @@ def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
     grouped = load_run(run).calibration
     assert grouped.temperature == alone.temperature
     assert grouped.set_levels != alone.set_levels
+    assert (alone.groups, grouped.groups) == (None, 9)
+    assert "groups" not in alone.to_dict()
     assert "in a new group" in printed or "groups without a mistake" in printed
     with pytest.raises(DataError, match="it matches none of 27 paths"):
         calibrate(run, str(tiny_data), group="no (such)", **EXACT)

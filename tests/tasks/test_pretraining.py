@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import vit
 from tests.training import children
 from tests.training.runs import events
 from vit.commands.main import main
@@ -112,11 +113,33 @@ def test_the_number_of_labels_chooses_how_training_goes_on(
     config = stored_config(tmp_path / "run")
     assert config.finetune.method == "full"
     assert config.finetune.probe_first is not many
-    assert (config.training.optimizer == "muon") == many
+    training = config.training
+    assert (training.optimizer == "muon") == many
+    assert (training.layer_decay, training.smoothing) == ((1.0, 0.1) if many else (0.75, 0.0))
     assert config.model.dim == 16
     weights = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert main(["train", *words, "--resume"]) == 0
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_small_batch_of_few_labels_divides_by_copies_and_parts(
+    pretrained, colour_classes, tmp_path, capsys
+):
+    words = [str(colour_classes), "--weights", str(pretrained["mae"]), "--epochs", "1"]
+    words += ["--precision", "fp32", "--device", "cpu", "-j", "0", "--report", "fast"]
+    words += ["--repeats", "2", "--accumulate", "2", "--out", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0, capsys.readouterr().err
+    assert stored_config(tmp_path / "run").data.batch_size == 12
+
+
+def test_what_a_run_of_pretraining_leaves_to_plan(pretrained, colour_classes):
+    weights = str(pretrained["mae"])
+    for settings in ({"method": "linear"}, {"task": "multilabel"}, {"task": "simclr"}):
+        with pytest.raises(ConfigError, match="a run of vit pretrain, and images of one class"):
+            vit.plan(str(colour_classes), weights=weights, precision="fp32", **settings)
+    given = {"time": None, "weights": None, "precision": "fp32", "device": "cpu"}
+    _, plan = vit.plan(str(colour_classes), **given)
+    assert "time" in plan.settings
 
 
 def test_class_folders_give_a_knn_accuracy_and_nothing_else(config_of, colour_classes, tmp_path):

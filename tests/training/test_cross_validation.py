@@ -213,3 +213,11 @@ def test_the_interval_is_that_of_nadeau_and_bengio():
     assert low + high == pytest.approx(1.0)
     assert interval([0.9, 1.0], share=True) == [0.0, 1.0]
     assert interval([0.9]) is None
+
+
+def test_folds_without_weights_do_not_go_on_with_chosen_ones(tiny_config, tmp_path):
+    record = {"folds": 2, "settings": {"data": "x", "folds": 2}, "planned": {}, "scores": {}}
+    (tmp_path / "folds.json").write_text(json.dumps(record))
+    config = tiny_config(weights="auto", folds=2)
+    with pytest.raises(ConfigError, match="began without pretrained weights; leave --weights out"):
+        train_folds(config, tmp_path, measure=measured, resume=True)

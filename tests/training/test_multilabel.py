@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,11 @@ import vit
 from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
 from vit.config.parser import make_config, write_settings
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
 from vit.evaluation.multilabel_metrics import choose_thresholds, f1_scores
 from vit.inference.evaluate import evaluate
+from vit.score_calibration import COVERAGES
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.multilabel import MultiLabel
 from vit.tasks.task import ValidationLogits, calibrated_activation
@@ -180,6 +183,22 @@ def test_scores_are_calibrated_before_thresholds_are_chosen(several_run, tmp_pat
     decided = calibrated_activation(loaded)(logits.double()) >= torch.tensor(loaded.thresholds)
     assert torch.equal(decided, logits.double().sigmoid() >= torch.tensor(raw))
     assert "temperature" in run.lines[0]
+
+
+def test_groups_that_cannot_be_read_again_prove_nothing(several_run, tmp_path):
+    shutil.copytree(several_run, tmp_path / "run")
+    run = FakeRun(tmp_path / "run")
+    MultiLabel().finish(run)
+    assert load_run(tmp_path / "run").calibration.set_levels != (None,) * len(COVERAGES)
+    found = run.validation_logits
+    gone = DatasetSpec(str(tmp_path / "gone.csv"), group="patient")
+    run.validation_logits = replace(found, paths=[""] * len(found.labels), data=gone)
+    MultiLabel().finish(run)
+    calibration = load_run(tmp_path / "run").calibration
+    assert (calibration.groups, calibration.threshold) == (1, None)
+    assert calibration.set_levels[-1] is None
+    (note,) = (line for line in run.lines if "cannot be read again" in line)
+    assert "gone.csv" in note
 
 
 def test_weights_of_one_class_an_image_are_fine_tuned(config, tiny_run, tmp_path):

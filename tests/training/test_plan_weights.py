@@ -293,6 +293,7 @@ PRETRAINED |= {"pooling": "mean", "class_token": False}
         (rules.MANY_LABELS - 1, {"epochs": 20}, False),
         (40_000, {"epochs": 1}, True),
         (40_000, {"epochs": 20, "lr": 1e-4}, True),
+        (40_000, {"epochs": 20, "optimizer": "adamw"}, True),
     ],
 )
 def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, scratch):
@@ -303,6 +304,10 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
     expected = {"batch_size": 64}
     if scratch:
         expected = {name: usual[name] for name in names & set(usual)}
+        full = make_config({"data": "x", **usual, **given, **plan.settings}).training
+        from_scratch = make_config({"data": "x", **usual, **given}).training
+        assert full == from_scratch
+        expected |= {"lr": full.lr} if "lr" not in given else {}
     assert {name: plan.settings[name] for name in names & set(plan.settings)} == expected
     assert plan.settings["probe_first"] is not scratch
     assert {name: plan.settings[name] for name in PRETRAINED} == PRETRAINED
@@ -312,4 +317,4 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
 
 def test_images_of_several_classes_have_no_probe():
     plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, one_class=False)
-    assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64}
+    assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64, "method": "full"}

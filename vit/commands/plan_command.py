@@ -5,7 +5,6 @@ import argparse
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
 from vit.config.parser import write_settings
-from vit.errors import ConfigError
 from vit.output.output_file import check_output
 from vit.quick_imports import quick_imports
 
@@ -36,21 +35,11 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.save, overwrite=args.overwrite)
     with quick_imports():
         from vit.tasks.task import settings_to_plan
-        from vit.training.plan import (
-            chooses_weights,
-            continues_pretraining,
-            is_planned,
-            plan_lines,
-            plan_training,
-        )
+        from vit.training.plan import check_plannable, is_planned, plan_lines, plan_training
         from vit.training.teacher import teacher_lines
 
-    pretrained = chooses_weights(chosen) or continues_pretraining(chosen)
-    if not (is_planned(chosen) or pretrained):
-        raise ConfigError(
-            "a plan chooses the network: leave out --model and --method, and --weights or give "
-            "--weights auto or a run of vit pretrain"
-        )
+    check_plannable(chosen)
+    pretrained = not is_planned(chosen)
     config, plan = plan_training(settings_to_plan(chosen))
     print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))
     if args.save is not None:

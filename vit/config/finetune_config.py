@@ -17,7 +17,7 @@ class FinetuneConfig(Section):
     weights: str | None = setting(None, "--pretrained")
     """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
     method: Literal["full", "linear", "lora", "probe"] | None = None
-    """Trained parameters: all, head or LoRA; probe fits a head without steps; empty: LP-FT."""
+    """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
     probe_first: bool | None = None
     """Initialise the head with a linear probe; when left empty, if no method is chosen."""
     lora_rank: int = 8

@@ -50,8 +50,6 @@ class FittedCalibration(NamedTuple):
     provable: float | None = None
     """A lower target precision that the images prove for all answers, if they prove none of the
     targets."""
-    groups: int | None = None
-    """Number of groups of images; None of independent ones."""
 
 
 def fit_calibration(
@@ -129,13 +127,13 @@ def fit_calibration(
         class_set_levels=tuple(
             class_set_levels(scores, targets, logits.shape[1], COVERAGES, groups)
         ),
+        groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
     provable = None
     if not calibration.rejects:
         provable = highest_provable(confidences, answers == targets, target_precision, groups)
-    number = None if groups is None else count_groups(groups)
-    return FittedCalibration(calibration, fitted, error, fewest, provable, number)
+    return FittedCalibration(calibration, fitted, error, fewest, provable)
 
 
 def _fit_multilabel(
@@ -169,11 +167,11 @@ def _fit_multilabel(
         answered=0.0 if found is None else found.answered,
         set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES, groups)),
         multilabel=True,
+        groups=None if groups is None else count_groups(groups),
     )
     error = calibration_error(probabilities.flatten(), targets.double().flatten())
     provable = None if found else highest_provable(confidences, right, target_precision, groups)
-    number = None if groups is None else count_groups(groups)
-    return FittedCalibration(calibration, fitted, error, provable=provable, groups=number)
+    return FittedCalibration(calibration, fitted, error, provable=provable)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
@@ -194,9 +192,10 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     parts["the other classes"] = calibration.threshold
     needed = f"{needed_images(target, error=ALLOWED_ERROR / len(parts)):,} answers"
     there, new, units = plural(calibration.images, "image"), "", "images of each"
-    if fitted.groups is not None:
+    if calibration.groups is not None:
         needed = f"{needed.removesuffix(' answers')} groups"
-        there, new, units = plural(fitted.groups, "group"), " in a new group", "groups with each"
+        there, units = plural(calibration.groups, "group"), "groups with each"
+        new = " in a new group"
     lower = "a lower --target-precision"
     if fitted.provable is not None:
         lower = f"--target-precision {fitted.provable:g}, which they prove"

@@ -109,17 +109,22 @@ def calibrate(
     predictor.return_distances()
     spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
     samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
+    full_spec = evaluated_spec(predictor.task, Path(run), spec, predictor.classes)
+    group_names = image_groups(full_spec, [sample.path for sample in samples])
     rows, targets, failed = [], [], []
     distances: list[float] = []
     done = 0
+    groups: list[str] = []
     for outputs in predictor.batches([sample.path for sample in samples]):
-        for sample, output in zip(samples[done:], outputs, strict=False):
+        for place, output in enumerate(outputs, done):
+            sample = samples[place]
             if output.error is not None:
                 failed.append({"image": output.image, "error": output.error})
             elif loaded.thresholds is not None or sample.label != NO_LABEL:
                 rows.append(output.probabilities)
                 distances += [] if output.distance is None else [output.distance]
                 targets.append(sample)
+                groups += [] if group_names is None else [group_names[place]]
         done += len(outputs)
         progress(done, len(samples))
     if len(rows) < MIN_IMAGES:
@@ -127,8 +132,6 @@ def calibrate(
             f"{printable(spec.data)}: {len(rows)} labelled images can be read, and a calibration "
             f"needs {MIN_IMAGES}; give more"
         )
-    full_spec = evaluated_spec(predictor.task, Path(run), spec, predictor.classes)
-    groups = image_groups(full_spec, [sample.path for sample in targets])
     probabilities = torch.stack([row for row in rows if row is not None])
     if loaded.thresholds is None:
         logits = probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
@@ -144,7 +147,7 @@ def calibrate(
         target_precision=target_precision,
         target_classes=places,
         thresholds=plain.thresholds,
-        groups=None if groups is None else number_groups(groups),
+        groups=number_groups(groups) if groups else None,
     )
     if fitted is None:
         raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")

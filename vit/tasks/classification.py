@@ -126,7 +126,6 @@ class Classification(Task):
         """Calibrate the scores on the validation images."""
         try:
             found = run.validation_logits
-            groups = found.groups
         except DataError:  # which the report says
             return
         if (few := len(found.logits)) < MIN_IMAGES:
@@ -139,7 +138,7 @@ class Classification(Task):
             found.labels,
             fitted=found.temperature,
             distances=found.distances,
-            groups=groups,
+            groups=found.calibration_groups(run.notify),
         )
         if fitted is not None:
             store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)

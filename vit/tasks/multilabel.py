@@ -148,9 +148,8 @@ class MultiLabel(Task):
         """Calibrate the scores and choose a threshold of each class on the validation images."""
         found, changes = run.validation_logits, dict[str, Any]()
         logits = found.logits.double()
-        fitted = fit_calibration(
-            logits, found.labels, fitted=found.temperature, groups=found.groups
-        )
+        groups = found.calibration_groups(run.notify)
+        fitted = fit_calibration(logits, found.labels, fitted=found.temperature, groups=groups)
         if fitted is not None:
             changes[CALIBRATION] = fitted.calibration.to_dict()
             changes[CALIBRATION_ERROR] = fitted.error

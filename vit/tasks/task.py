@@ -32,13 +32,14 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups
 from vit.data.transforms import TrainingTransform, Transform
-from vit.errors import ConfigError
+from vit.errors import ConfigError, VitError
 from vit.evaluation.accuracy_slices import accuracy_slices
 from vit.evaluation.image_groups import number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import printable
 
 if TYPE_CHECKING:
     from vit.evaluation.run_report import RunFacts
@@ -93,6 +94,21 @@ class ValidationLogits:
         """
         names = None if self.data is None else image_groups(self.data, self.paths)
         return None if names is None else number_groups(names)
+
+    def calibration_groups(self, notify: Notify) -> Tensor | None:
+        """`groups`; if they cannot be read again all images are one, which proves nothing.
+
+        Args:
+            notify: Receives a note if they cannot be read again.
+        """
+        try:
+            return self.groups
+        except VitError as error:
+            notify(
+                "note: the groups of the validation images cannot be read again, so all images are "
+                f"one group, which proves nothing: {printable(error)}"
+            )
+            return torch.zeros(len(self.paths), dtype=torch.int64)
 
     @cached_property
     def temperature(self) -> FittedTemperature | None:

@@ -156,6 +156,11 @@ def resolve_weights_once(
     weights = config.finetune.weights
     if weights is not None and resume and (folder / FOLDS_FILE).is_file():
         flat, settings = flatten(config), read_fold_settings(folder / FOLDS_FILE)
+        if weights == AUTO_WEIGHTS and settings.get("weights") is None:
+            raise ConfigError(
+                f"weights=auto: the folds in {printable(folder)} began without pretrained weights; "
+                "leave --weights out, or start anew with another --out"
+            )
         settings |= {name: flat[name] for name in given if flat[name] != AUTO_WEIGHTS}
         return make_config(settings), [*settings]
     config, given, _ = with_chosen_weights(config, given, accelerator)

@@ -91,14 +91,16 @@ PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 64, 6, 0.6
 MEASURED = 3
 # A network is timed unless it is out of reach even where it is so many times as fast as the last.
 FASTER = 2.0
+# Settings of which None says that nobody chose one.
+UNSET = ("time", "weights", "method", "probe_first", "epochs", "steps")
 # Settings of the training that decide what is planned with, beside those of data and device.
 BEFORE = ("task", "time", "seed", "balance")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave a plan to make: no model, weights or method."""
-    decided = {"model", "weights", "method", "probe_first", "lora_rank"} & set(chosen)
-    return not decided and has_plan(chosen)
+    names = ("model", "weights", "method", "probe_first", "lora_rank")
+    return not any(chosen.get(name) is not None for name in names) and has_plan(chosen)
 
 
 def has_plan(chosen: Mapping[str, Any]) -> bool:
@@ -115,10 +117,29 @@ def chooses_weights(chosen: Mapping[str, Any]) -> bool:
 def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave it to the plan how training goes on from `vit pretrain`."""
     one_class = TrainingConfig(task=chosen.get("task", TrainingConfig.task)).single_label
-    decided = {"model", "method", "probe_first", "lora_rank", "feedforward"} & set(chosen)
+    names = ("model", "method", "probe_first", "lora_rank", "feedforward")
+    decided = any(chosen.get(name) is not None for name in names)
     if not one_class or decided or chosen.get("weights") is None:
         return False
     return read_unlabelled_run(chosen["weights"]) is not None
+
+
+def check_plannable(chosen: Mapping[str, Any]) -> None:
+    """Refuse settings that leave nothing to plan.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if not (is_planned(chosen) or chooses_weights(chosen) or continues_pretraining(chosen)):
+        raise ConfigError(
+            "a plan chooses the network: leave out --model and --method, and --weights or give "
+            "--weights auto; or a run of vit pretrain, and images of one class each"
+        )
+
+
+def without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those of `UNSET` that are None, which is as if nobody had named them."""
+    return {name: value for name, value in values.items() if value is not None or name not in UNSET}
 
 
 def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
@@ -136,12 +157,10 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
         ConfigError: A setting is wrong, or contradicts another one; or there are no weights to
             choose from.
     """
-    values = checked(chosen)
+    values = without_unset(checked(chosen))
     pretrained = chooses_weights(values)
     if pretrained:
         check_chosen_weights(values)
-        unset = {name for name in ("time", "method", "probe_first") if values.get(name) is None}
-        values = {name: value for name, value in values.items() if name not in unset}
     before = {
         name: value
         for name, value in values.items()
@@ -151,7 +170,8 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
         before.pop("accumulate", None)
     if before.get("folds") is not None:  # the plan of one is that of all
         before.setdefault("fold", 1)
-    config = make_config({**before, "batch_size": before.get("batch_size", 1)})
+    smallest = before.get("accumulate", 1)
+    config = make_config({**before, "batch_size": before.get("batch_size", smallest)})
     check_channels(values.get("channels", 3))
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
@@ -169,10 +189,12 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
         choice = on_main(accelerator, choose)
         plan = plan_weights(facts, values, choice, one_class=one_class)
-    elif "weights" in values and (pretrained_run := read_unlabelled_run(values["weights"])):
-        network = architecture_settings(*pretrained_run)
+    elif continues_pretraining(values) and (run := read_unlabelled_run(values["weights"])):
+        model, preprocessing = run
+        network = architecture_settings(model, preprocessing)
         one_class = not splits.multilabel
         plan = plan_after_pretraining(facts, values, network, one_class=one_class)
+        values = {**dataclasses.asdict(model), "num_classes": facts.classes, **values}
     else:
         plan = make_plan(facts, values)
     plan.listing = listing
@@ -220,7 +242,7 @@ def with_chosen_weights(
         VitError: As `plan_training`; or the run that is resumed began without pretrained weights.
     """
     flat, names = flatten(config), {*given, "data", "weights"}
-    chosen = {name: flat[name] for name in flat if name in names}
+    chosen = without_unset({name: flat[name] for name in flat if name in names})
     auto = chooses_weights(chosen)
     if not auto and (begun is not None or not continues_pretraining(chosen)):
         return config, [*given], None
@@ -228,7 +250,8 @@ def with_chosen_weights(
         config, plan = plan_training(chosen)
         for line in summary_lines(plan):
             notifier(accelerator)(line)
-        return config, [*{*names, *plan.settings}], plan.listing
+        decided = {*plan.settings} - {"time"}  # which may be too short, unlike one that is given
+        return config, [*{*chosen, *decided}], plan.listing
     weights = stored_config(begun).finetune.weights
     if weights is None:
         raise ConfigError(
@@ -448,8 +471,8 @@ def summary_lines(plan: Plan) -> list[str]:
     every = {**plan.settings, **plan.given}
     time = f" in {every['time']}" if "time" in every else ""
     what = f"planned {plan_name(plan)}, {size} px"
-    if "probe_first" in plan.settings:  # the network is that of weights
-        what = plan.choices["probe_first"].reason
+    if "method" in plan.settings:  # the network is that of weights
+        what = plan.choices["method"].reason
     return [
         f"note: {what}, about {counted_passes(plan.passes)}{time}; "
         "`vit plan` has the reasons, and any flag fixes its setting",

@@ -373,7 +373,8 @@ def decide_optimisation(plan: Plan) -> None:
     batch = next(size for most, size in sizes if facts.images < most)
     if facts.device != "cpu":
         batch *= 4
-    batch = even_batch(facts.images, batch, facts.processes * (plan.given.get("accumulate") or 1))
+    shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
+    batch = even_batch(facts.images, batch, facts.processes * math.prod(shares))
     batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
     if plan.given.get("steps") is not None:
         plan.passes = plan.given["steps"] * batch / facts.images

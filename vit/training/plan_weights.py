@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import ModelConfig
+from vit.config.parser import all_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.training.finetune.finetuning import DEFAULTS, UNUSED_BY_PROBE
@@ -370,24 +371,29 @@ def plan_after_pretraining(
         name: Choice(value, "as pretrained") for name, value in network.items() if name not in given
     }
     plan.given = given
+    usual = DEFAULTS["full"]
     if one_class and facts.images >= MANY_LABELS:
         plan.choices = {**of_network, **plan.choices}
-        plan.decide("method", "full", "all parameters")
+        for name in sorted({*usual} - {"epochs", "min_crop"} - {*plan.choices}):
+            plan.decide(name, all_settings()[name].default, "as from scratch")
+        plan.decide("probe_first", False, "all parameters learn as from scratch")
         why = f"{facts.images:,} labels are enough to train all parameters as from scratch"
-        plan.decide("probe_first", False, why)
+        plan.decide("method", "full", why)
         return plan
-    usual, plan.choices = DEFAULTS["full"], of_network
-    if not {"time", "epochs", "steps"} & set(given):
-        plan.passes = plan.decide(
-            "epochs", usual["epochs"], "of fine-tuning; --time T takes longer"
-        )
+    plan.choices = of_network
+    batch = plan.decide("batch_size", usual["batch_size"], "of fine-tuning")
+    if given.get("steps") is not None:
+        plan.passes = given["steps"] * min(batch, facts.images) / facts.images
     elif "time" in given:  # images do not grow
         plan.passes *= GROWING_SHARE
-    plan.decide("batch_size", min(usual["batch_size"], facts.images), "of fine-tuning")
+    elif "epochs" not in given:
+        more = "of fine-tuning; --time T takes longer"
+        plan.passes = plan.decide("epochs", usual["epochs"], more)
+    why = "images of several classes: the small steps of fine-tuning"
     if one_class:
-        plan.decide("method", "full", "all parameters")
+        plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
         why = f"{facts.images:,} labels are few: a probe, then small steps from its head (LP-FT)"
-        plan.decide("probe_first", True, why)
+    plan.decide("method", "full", why)
     return plan
 
 

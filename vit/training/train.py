@@ -47,6 +47,7 @@ from vit.training.logging.trackers import require_tracker
 from vit.training.logging.training_progress import Notify, notifier, notify
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import (
+    check_plannable,
     is_planned,
     plan_training,
     summary_lines,
@@ -171,7 +172,9 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
     chosen, _ = call_settings(data, settings)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to plan: give DATA or settings")
-    return plan_training(settings_to_plan(checked(chosen)))
+    settings = checked(chosen)
+    check_plannable(settings)
+    return plan_training(settings_to_plan(settings))
 
 
 def notify_on_main(line: str) -> None:
