@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 from tests.training.test_plan import PHOTOS, TINY
 from vit.commands.main import main
+from vit.config import ModelConfig
 from vit.config.parser import make_config
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.evaluation.model_summary import cost_of
 from vit.training import plan_weights as rules
@@ -283,6 +285,18 @@ def test_the_size_of_a_download_is_announced():
 PRETRAINED = {"image_size": 32, "patch_size": 8, "dim": 64, "depth": 2, "num_heads": 2}
 PRETRAINED |= {"hidden_dim": None, "stem": "linear", "position": "sinusoidal_2d"}
 PRETRAINED |= {"pooling": "mean", "class_token": False}
+
+
+@pytest.mark.parametrize("stride", [None, 1])
+@pytest.mark.parametrize("images", [100, 5000])
+def test_a_convolutional_stem_stays_as_it_was_pretrained(images, stride):
+    sizes = {"patch_size": 16, "dim": 64, "num_heads": 2}
+    model = ModelConfig(stem="conv", stem_depth=4, stem_stride=stride, **sizes)
+    network = rules.architecture_settings(model, Preprocessing(image_size=(224, 224)))
+    plan = rules.plan_after_pretraining(dataclasses.replace(PHOTOS, images=images), {}, network)
+    assert plan.passes > 0
+    assert {n: plan.settings[n] for n in network} == network
+    assert (network["stem_width"], network["stem_stride"]) == (None, stride)
 
 
 @pytest.mark.parametrize(

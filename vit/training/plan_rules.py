@@ -496,9 +496,9 @@ def flops_of(network: Network, given: Mapping[str, Any]) -> float:
     total = depth * ((8 * dim + 4 * hidden) * dim * tokens + 4 * tokens**2 * dim)
     if given.get("stem", "conv") != "conv" or not stem_reaches(patch, given):
         return 6.0 * side**2 * dim + total
-    layers = given.get("stem_depth", layers)
-    width = given.get("stem_width", width)
-    stride = given.get("stem_stride", stride)
+    layers = given.get("stem_depth") or layers
+    width = given.get("stem_width") or width
+    stride = given.get("stem_stride") or stride
     widths = [3, *(min(width << n, dim) for n in range(layers - 1)), dim]
     pools, pixels = int(math.log2(patch / stride)), side / stride
     for index in range(layers):
