@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,17 @@ import torch
 from PIL import Image
 
 from vit.config.parser import make_config, read_settings
+from vit.paths import MODEL_FILES
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import train_one_step
+from vit.weights.saved_model import load_run
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+WEIGHTS = sorted(CONFIGS.glob("weights/*"))
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +73,29 @@ def test_a_recipe_says_how_to_run_it(path):
 
 def test_there_are_recipes():
     assert len(RECIPES) >= 4
+
+
+@pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
+def test_weights_are_small_and_those_of_a_recipe(folder):
+    assert {path.name for path in folder.iterdir()} == {*MODEL_FILES, "README.md"}
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000_000
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for words in ("license: apache-2.0", "linear probe", "nearest", "seed", "minutes", folder.name):
+        assert words in card
+    recipe = CONFIGS / re.search(r"-c configs/(\w+\.yaml)", card)[1]
+    assert f"configs/weights/{folder.name}" in recipe.read_text(encoding="utf-8")
+    made, run = (
+        make_config({**read_settings(recipe), "data": "x", "num_classes": 0}),
+        load_run(folder),
+    )
+    assert run.task_name == made.training.task
+    assert run.config == made.model
+    labels = torch.tensor([[0.0], [1.0]])
+    images = labels[:, :, None, None] * torch.ones(2, 3, run.config.image_size, 1)
+    features = run.model.features(images.expand(-1, -1, -1, run.config.image_size))
+    assert features.isfinite().all()
+    assert (features[0] - features[1]).abs().max() > 0.1
+
+
+def test_there_are_weights():
+    assert len(WEIGHTS) == 2
