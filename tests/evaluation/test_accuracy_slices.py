@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import fisher_exact, hypergeom
 
 from vit.evaluation.accuracy_slices import (
@@ -86,6 +87,37 @@ def test_slices_that_are_not_worse_are_rarely_flagged():
         assert len(rows) == 20
         alarms += any(row.flagged for row in rows)
     assert alarms <= 10
+
+
+def test_slices_of_whole_groups_are_rarely_flagged_where_none_is_worse():
+    """Patients differ in how often an answer is right, and each is in one hospital."""
+    random, alarms = np.random.default_rng(0), {True: 0, False: 0}
+    for _ in range(100):
+        groups = np.repeat(np.arange(60), random.integers(2, 15, 60))
+        right = random.random(len(groups)) < random.beta(2, 0.7, 60)[groups]
+        hospitals = [f"h{number}" for number in random.integers(0, 5, 60)[groups]]
+        features = [Feature(key="hospital", title="hospital", values=hospitals)]
+        for told in alarms:
+            numbers = torch.from_numpy(groups) if told else None
+            rows = accuracy_slices(right.tolist(), features, numbers)
+            alarms[told] += any(row.flagged for row in rows)
+    assert alarms[True] <= 8
+    assert alarms[False] > 30
+
+
+def test_a_drop_of_many_groups_is_flagged():
+    random = np.random.default_rng(0)
+    groups = np.repeat(np.arange(200), 5)
+    worse = groups % 4 == 0
+    right = random.random(1000) < np.where(worse, 0.5, 0.9)
+    feature = Feature(key="site", title="site", values=np.where(worse, "a", "b").tolist())
+    flagged, other = accuracy_slices(right.tolist(), [feature], torch.from_numpy(groups))
+    flagged, other = sorted((flagged, other), key=lambda row: row.name)
+    assert (flagged.flagged, other.flagged) == (True, False)
+    alone = accuracy_slices(right.tolist(), [feature])
+    assert flagged.p_value > min(row.p_value for row in alone)
+    apart = accuracy_slices(right.tolist(), [feature], torch.arange(1000))
+    assert min(row.p_value for row in apart) < 1e-20
 
 
 def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together():

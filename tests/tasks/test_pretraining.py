@@ -102,7 +102,8 @@ def test_the_number_of_labels_chooses_how_training_goes_on(
     monkeypatch.setattr("vit.training.plan_weights.MANY_LABELS", 10 if many else 100)
     words = [str(colour_classes), "--weights", str(pretrained["mae"]), "--epochs", "8"]
     words += ["--precision", "fp32", "--device", "cpu"]
-    assert main(["plan", *words]) == 0
+    saved = str(tmp_path / "plan.yaml")
+    assert main(["plan", *words, "--save", saved]) == 0
     printed = capsys.readouterr().out
     assert "dim" in printed
     assert "as pretrained" in printed
@@ -120,6 +121,8 @@ def test_the_number_of_labels_chooses_how_training_goes_on(
     weights = (tmp_path / "run" / "model.safetensors").read_bytes()
     assert main(["train", *words, "--resume"]) == 0
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    assert main(["train", "-c", saved, "-j", "0", "--out", str(tmp_path / "saved")]) == 0
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == weights
 
 
 def test_a_small_batch_of_few_labels_divides_by_copies_and_parts(
@@ -372,15 +375,17 @@ def test_a_search_needs_classes(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_agree_with_one(config_of, tmp_path, method):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_agree_with_one(config_of, tmp_path, method, processes):
     config = config_of(method, precision="fp64", drop_path=0.0)
     train(config, tmp_path / "one", report=False)
-    children.complete(children.train, config, tmp_path / "two", log=tmp_path / "log", processes=2)
-    one, two = (
+    several = {"log": tmp_path / "log", "processes": processes}
+    children.complete(children.train, config, tmp_path / "several", **several)
+    one, found = (
         read_tensors(find_checkpoints(tmp_path / name / "checkpoints")[0])[0]
-        for name in ("one", "two")
+        for name in ("one", "several")
     )
-    assert one.keys() == two.keys()
+    assert one.keys() == found.keys()
     for name, value in one.items():
         if name.startswith("model/"):
-            torch.testing.assert_close(two[name], value, atol=1e-9, rtol=0, msg=name)
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=name)

@@ -4,7 +4,9 @@
     adjusted   = p, adjusted to the number of slices (vit/evaluation/multiple_testing.py)
     flagged    = adjusted < 0.05 and the slice is less accurate than the rest
 
-Without the adjustment one of twenty slices would be flagged by chance.
+Without the adjustment one of twenty slices would be flagged by chance. Where images come in groups,
+such as those of a patient, the slice and the rest count as so many images as the groups are worth
+(vit/evaluation/image_groups.py).
 
 Source: Fisher's exact test, one-sided.
 """
@@ -17,9 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from vit.evaluation.image_groups import effective_images, share_interval
 from vit.evaluation.multiple_testing import holm
-from vit.evaluation.wilson_interval import wilson_interval
 from vit.text import percent, plural, printable
 
 OTHER = "other"
@@ -66,6 +70,7 @@ class AccuracySlice:
         name: The slice: a word, or a range of numbers.
         count, right: Images of the slice, and right answers.
         rest, rest_right: The same of the other images.
+        interval: 95 % interval of the share that is right in the slice.
         p_value: Of Fisher's exact test against a slice that is as accurate or more.
         p_adjusted: The same after Holm's correction for all slices.
     """
@@ -77,6 +82,7 @@ class AccuracySlice:
     right: int
     rest: int
     rest_right: int
+    interval: Sequence[float]
     p_value: float
     p_adjusted: float = 1.0
 
@@ -92,7 +98,7 @@ class AccuracySlice:
             "slice": self.name,
             "count": self.count,
             "accuracy": self.right / self.count,
-            "accuracy_interval": list(wilson_interval(self.right, self.count)),
+            "accuracy_interval": list(self.interval),
             "rest_count": self.rest,
             "rest_accuracy": self.rest_right / self.rest,
             "p_value": self.p_value,
@@ -103,7 +109,7 @@ class AccuracySlice:
 
     def sentence(self) -> str:
         """The result in words."""
-        low, high = wilson_interval(self.right, self.count)
+        low, high = self.interval
         return (
             f"less accurate where {self.title} is {printable(self.name)}: "
             f"{percent(self.right / self.count, 1)} of {plural(self.count, 'image')} right "
@@ -114,43 +120,69 @@ class AccuracySlice:
 
 
 def accuracy_slices(
-    right: Sequence[bool | None], features: Iterable[Feature]
+    right: Sequence[bool | None], features: Iterable[Feature], groups: Tensor | None = None
 ) -> list[AccuracySlice]:
     """Slices of the images by each feature, with p-values corrected for all of them.
 
     Args:
         right: Whether each answer is right; None for an image that is left out.
         features: With a value for each image. One with the same value everywhere has no slices.
+        groups: The group of each image, (images,); None of independent images.
     """
-    found = list(itertools.chain.from_iterable(_slices_of(right, one) for one in features))
+    rows = (_slices_of(right, one, groups) for one in features)
+    found = list(itertools.chain.from_iterable(rows))
     adjusted = holm([one.p_value for one in found])
     return [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
 
 
-def _slices_of(right: Sequence[bool | None], feature: Feature) -> list[AccuracySlice]:
+def _slices_of(
+    right: Sequence[bool | None], feature: Feature, groups: Tensor | None
+) -> list[AccuracySlice]:
     known = [
-        (value, bool(hit))
-        for value, hit in zip(feature.values, right, strict=True)
+        (value, bool(hit), place)
+        for place, (value, hit) in enumerate(zip(feature.values, right, strict=True))
         if value is not None and hit is not None
     ]
-    names, order = slice_names([value for value, _ in known], feature.edges, feature.unit)
-    totals = Counter(names)
-    rights = Counter(name for name, (_, hit) in zip(names, known, strict=True) if hit)
-    images, hits = len(known), sum(rights.values())
-    return [
-        AccuracySlice(
+    names, order = slice_names([value for value, *_ in known], feature.edges, feature.unit)
+    hits = torch.tensor([hit for _, hit, _ in known], dtype=torch.bool)
+    own = None if groups is None else groups[[place for *_, place in known]]
+    named = np.array(names)
+    found = []
+    for name in order:
+        inside = torch.from_numpy(named == name)
+        sides = [(hits[side], None if own is None else own[side]) for side in (inside, ~inside)]
+        (count, right_inside), (rest, rest_right) = [
+            (len(side), int(side.sum())) for side, _ in sides
+        ]
+        if count < MIN_IMAGES or rest < MIN_IMAGES:
+            continue
+        (worth, worth_right), (beside, beside_right) = (worth_images(*side) for side in sides)
+        row = AccuracySlice(
             feature=feature.key,
             title=feature.title,
             name=name,
-            count=totals[name],
-            right=rights[name],
-            rest=images - totals[name],
-            rest_right=hits - rights[name],
-            p_value=lower_tail(rights[name], images, hits, totals[name]),
+            count=count,
+            right=right_inside,
+            rest=rest,
+            rest_right=rest_right,
+            interval=share_interval(*sides[0]),
+            p_value=lower_tail(worth_right, worth + beside, worth_right + beside_right, worth),
         )
-        for name in order
-        if totals[name] >= MIN_IMAGES and images - totals[name] >= MIN_IMAGES
-    ]
+        found.append(row)
+    return found
+
+
+def worth_images(hits: Tensor, groups: Tensor | None) -> tuple[int, int]:
+    """Number of independent images that tell as much as these, and of right ones among them.
+
+    Args:
+        hits: Whether each answer is right, (images,).
+        groups: The group of each, (images,); None of independent images.
+    """
+    if groups is None:
+        return len(hits), int(hits.sum())
+    worth = round(effective_images(hits, groups))
+    return worth, round(worth * float(hits.double().mean()))
 
 
 def slice_names(

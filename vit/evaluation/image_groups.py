@@ -61,7 +61,7 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     images, right = len(hits), int(hits.sum())
     if groups is None:
         return list(wilson_interval(right, images))
-    if count_groups(groups) < MIN_GROUPS:
+    if count_present(groups) < MIN_GROUPS:
         return [0.0, 1.0]
     effective = effective_images(hits, groups)
     return list(wilson_interval(right / images * effective, effective))
@@ -69,11 +69,11 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
 
 def effective_images(values: Tensor, groups: Tensor) -> float:
     """Number of independent images whose mean value is as certain as that of these, (images,)."""
-    number, images = count_groups(groups), len(values)
+    number, images = count_present(groups), len(values)
     if number == 1:
         return 1.0
     residuals = values.double() - values.double().mean()
-    sums = torch.zeros(number, dtype=torch.float64).index_add_(0, groups, residuals)
+    sums = groups.bincount(residuals)
     variance = number / (number - 1) * float(sums.square().sum()) / images**2
     effective = float(residuals.square().mean()) / variance if variance else float(number)
     return min(effective, images) * (Z95 / student_quantile(number - 1)) ** 2

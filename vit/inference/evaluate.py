@@ -37,7 +37,7 @@ from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.accuracy_slices import accuracy_slices
-from vit.evaluation.image_groups import count_groups
+from vit.evaluation.image_groups import count_groups, number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
@@ -645,6 +645,7 @@ def measure(
         if predictor.thresholds is None:
             classes = [predictor.classes[sample.label] for sample in evaluation.samples]
         features = properties.features(paths, classes=classes, columns=columns)
-        found = accuracy_slices(evaluation.right, features)
+        numbers = None if evaluation.groups is None else number_groups(evaluation.groups)
+        found = accuracy_slices(evaluation.right, features, numbers)
         scores["slices"] = [one.to_dict() for one in found]
     return {**scores, "failed": failed}

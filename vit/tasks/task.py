@@ -138,7 +138,7 @@ class ValidationLogits:
         features = self.properties.features(
             self.paths, classes=classes, training_counts=training_counts
         )
-        return [one.to_dict() for one in accuracy_slices(right, features)]
+        return [one.to_dict() for one in accuracy_slices(right, features, self.groups)]
 
 
 class TrainingRun(Protocol):
