@@ -53,12 +53,13 @@ PARTS = {
     "pretraining": "pretraining",
     "coverage": "coverage",
     "calibration": "coverage",
+    "groups": "group_coverage",
 }
 NEED_FILES = (
     *("loading", "prediction", "pretraining"),
     *("accuracy", "distillation", "coverage", "calibration"),
 )
-LONG = ("attention", "checkpoints")
+LONG = ("attention", "checkpoints", "groups")
 GPU_PARTS = ("forward", "step")
 
 
@@ -88,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders: coverage, calibration")
     parser.add_argument("--predictions", type=Path, help="a folder that keeps those of --runs")
-    parser.add_argument("--draws", type=int, default=1000, help="of a simulation: coverage")
+    parser.add_argument("--draws", type=int, default=1000, help="of a simulation: coverage, groups")
     parser.add_argument("--timm-repo", type=Path, help="timm's repository, for its inference.py")
     parser.add_argument("--workers", type=int, default=2, help="loader processes")
     parser.add_argument("--gpu", action="store_true", help="GPU tests and parts, one file")
