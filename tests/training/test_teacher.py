@@ -28,6 +28,7 @@ from vit.stop_signals import Interrupted
 from vit.training import teacher as teachers
 from vit.training.data_setup import open_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.plan import plan_training
 from vit.training.teacher import NetworkTeacher, with_teacher
 from vit.training.train import train
 from vit.training.trainer import Trainer
@@ -208,6 +209,9 @@ def test_images_without_a_label_get_the_teachers_best_class(student, colour_data
             assert after == before
             kept += 1
     assert (kept, given) == (9, 3 * TRAIN - 12)
+    flat = {"data": str(colour_data), "labels": str(tmp_path / "list.csv"), "val_share": 0.25}
+    _, plan = plan_training({**flat, "teacher": config.distillation.teacher, "precision": "fp32"})
+    assert plan.facts.images == len(splits.train)  # not the labelled ones alone
     assert "of those with a label" in lines[-1]
     train(config, tmp_path / "whole", report=False)
     (epoch,) = events(tmp_path / "whole", "epoch")

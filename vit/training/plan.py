@@ -73,7 +73,7 @@ from vit.training.plan_weights import (
     plan_after_pretraining,
     plan_weights,
 )
-from vit.weights.saved_model import read_unlabelled_run
+from vit.weights.saved_model import read_pretraining_run
 
 SHARED_MEMORY = Path("/dev/shm")
 # Images whose headers are read, and those that are decoded to see whether they have colours.
@@ -94,7 +94,7 @@ FASTER = 2.0
 # Settings of which None says that nobody chose one.
 UNSET = ("time", "weights", "method", "probe_first", "epochs", "steps")
 # Settings of the training that decide what is planned with, beside those of data and device.
-BEFORE = ("task", "time", "seed", "balance")
+BEFORE = ("task", "time", "seed", "balance", "teacher")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
@@ -121,7 +121,7 @@ def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
     decided = any(chosen.get(name) is not None for name in names)
     if not one_class or decided or chosen.get("weights") is None:
         return False
-    return read_unlabelled_run(chosen["weights"]) is not None
+    return read_pretraining_run(chosen["weights"]) is not None
 
 
 def check_plannable(chosen: Mapping[str, Any]) -> None:
@@ -168,8 +168,8 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     }
     if before.get("accumulate") is None:  # of a batch that is still to be chosen
         before.pop("accumulate", None)
-    if before.get("folds") is not None:  # the plan of one is that of all
-        before.setdefault("fold", 1)
+    if before.get("folds") is not None:  # all have the plan of the first one
+        before["fold"] = 1
     smallest = before.get("accumulate", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", smallest)})
     check_channels(values.get("channels", 3))
@@ -189,7 +189,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
         choice = on_main(accelerator, choose)
         plan = plan_weights(facts, values, choice, one_class=one_class)
-    elif continues_pretraining(values) and (run := read_unlabelled_run(values["weights"])):
+    elif continues_pretraining(values) and (run := read_pretraining_run(values["weights"])):
         model, preprocessing = run
         network = architecture_settings(model, preprocessing)
         one_class = not splits.multilabel

@@ -9,10 +9,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +34,8 @@ from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.formats.timm_weights import from_timm, to_timm
 from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
 
+T = TypeVar("T")
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
@@ -48,9 +50,8 @@ DEFAULT_THRESHOLD = 0.5
 """Threshold of a class until one is chosen on validation data."""
 TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER, PROJECTOR = "decoder.", "projector."
-CALIBRATION = "calibration"
-CALIBRATION_ERROR = "calibration_error"
-"""Key of the calibration in our section of config.json."""
+CALIBRATION, CALIBRATION_ERROR = "calibration", "calibration_error"
+"""Keys of the calibration and of its error in our section of config.json."""
 
 
 @dataclass(frozen=True)
@@ -263,15 +264,13 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
         RunError: `folder` is not a run folder.
         WeightsError: Its config.json is damaged.
     """
-    raw = read_config(Path(folder))
-    try:
-        return parse_model_config(vit_section(json.loads(raw))["config"])
-    except (ValueError, RecursionError) as error:  # also of JSON
-        raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
+    return _parse_config(Path(folder), lambda content: parse_model_config(_config_of(content)))
 
 
-def read_unlabelled_run(source: str | os.PathLike[str]) -> tuple[ModelConfig, Preprocessing] | None:
-    """Read what the config.json of a run of `vit pretrain` says of its network, and of its images.
+def read_pretraining_run(
+    source: str | os.PathLike[str],
+) -> tuple[ModelConfig, Preprocessing] | None:
+    """Read the ModelConfig and the preprocessing of a run of `vit pretrain`, without its weights.
 
     Args:
         source: The run folder, or its weights file.
@@ -282,17 +281,27 @@ def read_unlabelled_run(source: str | os.PathLike[str]) -> tuple[ModelConfig, Pr
     Raises:
         WeightsError: config.json is damaged.
     """
-    folder = run_folder_of(source)
-    if not (folder / CONFIG_FILE).is_file():
-        return None
-    try:
-        content = json.loads(read_config(folder))
+
+    def parse(content: Any) -> tuple[ModelConfig, Preprocessing] | None:
         own = content.get("vit") if isinstance(content, dict) else None
         if not isinstance(own, dict) or own.get("task") not in PRETRAINING_TASKS:
             return None
-        own = vit_section(content)
-        preprocessing = Preprocessing.from_dict(own["preprocessing"])
-        return parse_model_config(own["config"]), preprocessing
+        config = parse_model_config(_config_of(content))
+        return config, Preprocessing.from_dict(own["preprocessing"])
+
+    folder = run_folder_of(source)
+    return _parse_config(folder, parse) if (folder / CONFIG_FILE).is_file() else None
+
+
+def _config_of(content: Any) -> Any:
+    return vit_section(content)["config"]
+
+
+def _parse_config(folder: Path, parse: Callable[[Any], T]) -> T:
+    """What `parse` makes of the content of config.json; its errors become a WeightsError."""
+    raw = read_config(folder)
+    try:
+        return parse(json.loads(raw))
     except (ValueError, TypeError, RecursionError) as error:  # also of JSON
         raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
 

@@ -120,7 +120,7 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
         ("train", "train/loose.png"): "coat",
     }
     assert notes[-2].endswith(
-        "labels.csv: 4 labelled images (1 other not in the data); 1 row without a label: not used"
+        "labels.csv: 4 labelled images (1 other not in the data); 1 row without a label"
     )
     assert notes[-1] == "9 images without a label: not used"
 
@@ -222,3 +222,27 @@ def test_rows_of_a_list_that_were_left_empty_do_not_contradict_those_with_a_labe
         labels(
             DatasetSpec(str(data), label_list=label_list(tmp_path, *rows, "train/cat/0.png,cap"))
         )
+
+
+def test_images_without_a_label_are_kept_apart_from_validation_images(data, tmp_path):
+    """Those of its groups, copies of its images, and rows of the split val teach nothing."""
+    extra = data / "train" / "cat" / "copy.png"
+    extra.write_bytes((data / "train" / "dog" / "1.png").read_bytes())
+    path = tmp_path / "labels.csv"
+    rows = ["train/cat/0.png,x,train,a", "train/dog/0.png,y,train,b"]
+    rows += ["train/cat/1.png,x,val,c", "train/dog/1.png,y,val,d"]
+    rows += ["train/cat/2.png,,train,c", "train/cat/copy.png,,train,e"]
+    rows += ["train/dog/2.png,,train,f"]
+    path.write_text("\n".join(["image,label,split,site", *rows]) + "\n")
+    spec = DatasetSpec(str(data), label_list=str(path), group="site", unlabelled=True)
+    splits = open_splits(spec, val_share=0.3, seed=0)
+    assert splits.unlabelled == {str(data / "train" / "dog" / "2.png")}
+    assert [one.group for one in read_source(spec).unlabelled] == ["c", "e", "f"]
+    (note,) = (one for one in splits.notes if "left out" in one)
+    assert note == (
+        "2 images without a label left out: copies of validation images, or of their groups"
+    )
+    quick = open_splits(spec, val_share=0.3, seed=0, compare=False)
+    assert quick.unlabelled == splits.unlabelled | {str(extra)}
+    path.write_text(path.read_text().replace("dog/2.png,,train,f", "dog/2.png,,val,f"))
+    assert not open_splits(spec, val_share=0.3, seed=0).unlabelled

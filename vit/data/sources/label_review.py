@@ -32,7 +32,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
 
     Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
     those of the training split are kept apart. A column `split` replaces the split of the source,
-    and a column of the name `spec.group` its groups.
+    and a column of the name `spec.group` its groups, of rows without a label too.
 
     Raises:
         DataError: The list cannot be read, has no label, names no image of the data, or has several
@@ -46,18 +46,20 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         label_column=spec.label_column,
         group=spec.group,
     )
-    found, columns = labels.entries, labels.columns
+    columns = labels.columns
     splits: dict[str, list[ImageRecord]] = {}
     unlabelled: list[ImageRecord] = []
     for split, records in index.splits.items():
         for record in records:
-            if (entry := found.get(record.path)) is None:
-                if spec.unlabelled and split in ("train", ""):
-                    unlabelled.append(record)
-            else:
-                group = entry.group if columns.group else record.group
+            entry = labels.entries.get(record.path)
+            row = entry or labels.unlabelled.get(record.path)
+            part = (row and row.split) or split
+            group = (row.group if row else "") if columns.group else record.group
+            if entry is not None:
                 labelled = record._replace(labels=entry.labels, group=group)
-                splits.setdefault(entry.split or split, []).append(labelled)
+                splits.setdefault(part, []).append(labelled)
+            elif spec.unlabelled and part in ("train", ""):
+                unlabelled.append(record._replace(group=group))
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
     notes = [*index.notes, labels.note]
     if unlabelled:
@@ -84,6 +86,8 @@ class LabelList:
 
     entries: dict[str, Entry]
     """Those with labels, by the path of the image."""
+    unlabelled: dict[str, Entry]
+    """Rows without a label, by the path of the image."""
     multilabel: bool
     """Whether an image may have several labels."""
     columns: Columns
@@ -115,8 +119,8 @@ def read_labels(
         path, allow_outside=True, multilabel=multilabel, label_column=label_column, group=group
     )
     contents = read_list(path, spec, [])
-    name, rows = printable(path), len(contents.entries)
-    contents.entries = {image: one for image, one in contents.entries.items() if one.labels}
+    name, rows = printable(path), contents.entries
+    contents.entries = {image: one for image, one in rows.items() if one.labels}
     # a row that was left empty does not contradict a later one with the label
     contents.relabelled = [
         found for found in contents.relabelled if found[1].labels and found[2].labels
@@ -124,7 +128,7 @@ def read_labels(
     if not contents.entries:
         column = printable(label_column or "label")
         raise DataError(
-            f"{name}: none of its {plural(rows, 'row')} has a label yet; fill in the column "
+            f"{name}: none of its {plural(len(rows), 'row')} has a label yet; fill in the column "
             f"{column}"
         )
     several = bool(contents.multilabel) if multilabel is None else multilabel
@@ -142,10 +146,12 @@ def read_labels(
     note = f"{name}: {plural(len(found), 'labelled image')}"
     if lacking:
         note += f" ({plural(len(lacking), 'other')} not in the data)"
-    if unlabelled := rows - len(places):
-        note += f"; {plural(unlabelled, 'row')} without a label: not used"
+    left = [image for image in rows if image not in places]
+    if left:
+        note += f"; {plural(len(left), 'row')} without a label"
+    unlabelled = {place: rows[image] for image in left if (place := find(image)) is not None}
     assert contents.columns is not None  # a list with entries has rows
-    return LabelList(found, several, contents.columns, note)
+    return LabelList(found, unlabelled, several, contents.columns, note)
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:

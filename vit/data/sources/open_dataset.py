@@ -275,7 +275,13 @@ def open_splits(
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
         notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
-    unlabelled = _samples(index.unlabelled, classes, index, spec)
+    others = _unlike_validation(index, spec, val, compare=compare)
+    if left_out := len(index.unlabelled) - len(others):
+        notes.append(
+            f"{plural(left_out, 'image')} without a label left out: copies of validation images, "
+            "or of their groups"
+        )
+    unlabelled = _samples(others, classes, index, spec)
     return Splits(
         classes=classes,
         train=(*_samples(train, classes, index, spec), *unlabelled),
@@ -286,6 +292,24 @@ def open_splits(
         multilabel=index.multilabel,
         unlabelled=frozenset(sample.path for sample in unlabelled),
     )
+
+
+def _unlike_validation(
+    index: DatasetIndex, spec: DatasetSpec, val: Sequence[ImageRecord], *, compare: bool
+) -> list[ImageRecord]:
+    """Images without a label that are neither copies of validation images nor of their groups."""
+    others = index.unlabelled
+    if others and spec.group is not None:
+        groups = groups_of_records([*others, *val], index, spec.group)
+        validating = {*groups[len(others) :]} - {""}
+        pairs = zip(others, groups, strict=False)  # the groups of validation images follow
+        others = [record for record, group in pairs if group not in validating]
+    if others and compare:
+        held_out = {record.path for record in val}
+        identical = search_identical([*held_out, *(record.path for record in others)]) or ()
+        copies = {path for same in identical if held_out & {*same} for path in same}
+        others = [record for record in others if record.path not in copies]
+    return others
 
 
 def open_eval_split(
