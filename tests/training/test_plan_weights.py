@@ -293,7 +293,8 @@ def test_a_convolutional_stem_stays_as_it_was_pretrained(images, stride):
     sizes = {"patch_size": 16, "dim": 64, "num_heads": 2}
     model = ModelConfig(stem="conv", stem_depth=4, stem_stride=stride, **sizes)
     network = rules.architecture_settings(model, Preprocessing(image_size=(224, 224)))
-    plan = rules.plan_after_pretraining(dataclasses.replace(PHOTOS, images=images), {}, network)
+    facts = dataclasses.replace(PHOTOS, images=images)
+    plan = rules.plan_after_pretraining(facts, {}, network, labels=images)
     assert plan.passes > 0
     assert {n: plan.settings[n] for n in network} == network
     assert (network["stem_width"], network["stem_stride"]) == (None, stride)
@@ -312,7 +313,7 @@ def test_a_convolutional_stem_stays_as_it_was_pretrained(images, stride):
 )
 def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, scratch):
     facts = dataclasses.replace(TINY, images=images)
-    plan = rules.plan_after_pretraining(facts, given, PRETRAINED)
+    plan = rules.plan_after_pretraining(facts, given, PRETRAINED, labels=images)
     usual = make_plan(facts, {**PRETRAINED, **given}).settings
     names = {"optimizer", "lr", "batch_size", "weight_decay", "min_crop"}
     expected = {"batch_size": 64}
@@ -329,6 +330,13 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
     assert all(choice.reason for choice in plan.choices.values())
 
 
+def test_images_that_a_teacher_labels_are_no_labels():
+    facts = dataclasses.replace(TINY, images=40_000)
+    plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED, labels=300)
+    assert plan.settings["probe_first"]
+    assert plan.choices["method"].reason.startswith("300 labels are few")
+
+
 def test_images_of_several_classes_have_no_probe():
-    plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, one_class=False)
+    plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, labels=5000, one_class=False)
     assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64, "method": "full"}

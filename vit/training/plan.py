@@ -192,8 +192,9 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     elif continues_pretraining(values) and (run := read_pretraining_run(values["weights"])):
         model, preprocessing = run
         network = architecture_settings(model, preprocessing)
+        labels = len(splits.train) - len(splits.unlabelled)
         one_class = not splits.multilabel
-        plan = plan_after_pretraining(facts, values, network, one_class=one_class)
+        plan = plan_after_pretraining(facts, values, network, labels=labels, one_class=one_class)
         values = {**dataclasses.asdict(model), "num_classes": facts.classes, **values}
     else:
         plan = make_plan(facts, values)

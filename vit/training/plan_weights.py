@@ -353,7 +353,12 @@ def architecture_settings(model: ModelConfig, images: Preprocessing) -> dict[str
 
 
 def plan_after_pretraining(
-    facts: Facts, given: Mapping[str, Any], network: Mapping[str, Any], *, one_class: bool = True
+    facts: Facts,
+    given: Mapping[str, Any],
+    network: Mapping[str, Any],
+    *,
+    labels: int,
+    one_class: bool = True,
 ) -> Plan:
     """Settings of a training from a run of `vit pretrain` on images like these.
 
@@ -364,6 +369,7 @@ def plan_after_pretraining(
         facts: What the plan follows from.
         given: Settings that somebody chose.
         network: Those of the pretrained network, by `architecture_settings`.
+        labels: Training images with a label; the others get that of a teacher, which knows no more.
         one_class: Whether an image has one class, so that a probe can be fitted.
     """
     plan = make_plan(facts, {**network, **given})
@@ -372,12 +378,12 @@ def plan_after_pretraining(
     }
     plan.given = given
     usual = DEFAULTS["full"]
-    if one_class and facts.images >= MANY_LABELS:
+    if one_class and labels >= MANY_LABELS:
         plan.choices = {**of_network, **plan.choices}
         for name in sorted({*usual} - {"epochs", "min_crop"} - {*plan.choices}):
             plan.decide(name, all_settings()[name].default, "as from scratch")
         plan.decide("probe_first", False, "all parameters learn as from scratch")
-        why = f"{facts.images:,} labels are enough to train all parameters as from scratch"
+        why = f"{labels:,} labels are enough to train all parameters as from scratch"
         plan.decide("method", "full", why)
         return plan
     plan.choices = of_network
@@ -392,7 +398,7 @@ def plan_after_pretraining(
     why = "images of several classes: the small steps of fine-tuning"
     if one_class:
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
-        why = f"{facts.images:,} labels are few: a probe, then small steps from its head (LP-FT)"
+        why = f"{labels:,} labels are few: a probe, then small steps from its head (LP-FT)"
     plan.decide("method", "full", why)
     return plan
 
