@@ -272,7 +272,7 @@ def test_a_task_with_several_views_an_image_gets_a_smaller_network_and_fewer_pas
     once = make_plan(same, {name: plan.settings[name] for name in ("image_size", "dim", "depth")})
     assert once.passes == pytest.approx(2 * twice.passes)
     simclr = get_task("simclr")
-    assert (simclr.pass_cost, simclr.passes_needed) == (2.0, 2.0)
+    assert (simclr.pass_cost, simclr.passes_needed, simclr.tiny_passes_needed) == (2.0, 12.0, 2.0)
 
 
 def test_what_was_given_stays_and_the_rest_adapts():

@@ -21,6 +21,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.evaluation.model_summary import cost_of
 from vit.training import plan_weights as rules
+from vit.training.plan import length_of
 from vit.training.plan_rules import make_plan
 from vit.training.plan_weights import (
     BASE,
@@ -335,6 +336,27 @@ def test_images_that_a_teacher_labels_are_no_labels():
     plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED, labels=300)
     assert plan.settings["probe_first"]
     assert plan.choices["method"].reason.startswith("300 labels are few")
+
+
+def test_few_labels_are_learned_no_longer_than_they_bear():
+    facts = dataclasses.replace(PHOTOS, images=300, seconds=1200.0)
+    plan = rules.plan_after_pretraining(facts, {"time": "20m"}, PRETRAINED, labels=300)
+    assert (plan.settings["epochs"], plan.settings["time"]) == (rules.MOST_PASSES, None)
+    assert plan.choices["time"].reason == "20m has room for more epochs"
+    assert plan.passes == rules.MOST_PASSES
+    assert length_of(plan) == "about 50 passes (20m has room for more epochs, which would overfit)"
+    short = dataclasses.replace(facts, seconds=12.0)
+    plan = rules.plan_after_pretraining(short, {"time": "12s"}, PRETRAINED, labels=300)
+    assert not {"epochs", "time"} & {*plan.settings}
+    plan = rules.plan_after_pretraining(facts, {"time": "20m", "epochs": 9}, PRETRAINED, labels=300)
+    assert not {"epochs", "time"} & {*plan.settings}
+
+
+@pytest.mark.parametrize(("flops", "epochs"), [(PHOTOS.flops, 50), (PHOTOS.flops / 1e4, 12)])
+def test_few_labels_without_a_time_are_learned_longer_where_that_is_quick(flops, epochs):
+    facts = dataclasses.replace(PHOTOS, images=300, seconds=None, flops=flops, speeds=())
+    plan = rules.plan_after_pretraining(facts, {}, PRETRAINED, labels=300)
+    assert plan.settings["epochs"] == plan.passes == epochs
 
 
 def test_images_of_several_classes_have_no_probe():

@@ -267,6 +267,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
     task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
+    needed = task.tiny_passes_needed if side <= TINY_SIDE else task.passes_needed
     images, seconds = len(splits.train), config.training.seconds
     captions = caption_stats(splits.train, config) if config.training.captions else None
     speeds: dict[Network, float] = {}
@@ -276,7 +277,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
             fast = FASTER * next(reversed(speeds.values()))
             cost = flops_with_captions(network, {}, captions)
             affordable = affordable_passes(cost, images, seconds, fast) / task.pass_cost
-            if affordable < needed_passes(row, images) * task.passes_needed:
+            if affordable < needed_passes(row, images) * needed:
                 break
         speeds[network] = measured_flops(config, accelerator, network, captions)
     flops = speeds.get(PROBE)
@@ -299,7 +300,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         seconds=seconds,
         processes=accelerator.num_processes,
         pass_cost=task.pass_cost,
-        passes_needed=task.passes_needed,
+        passes_needed=needed,
         captions=captions,
     )
 
@@ -469,13 +470,11 @@ def summary_lines(plan: Plan) -> list[str]:
         reason = plan.choices["weights"].reason
         return [f"weights=auto: {plan.settings['weights']} ({reason})", *weights_lines(plan)]
     size = plan.given.get("image_size", plan.settings.get("image_size"))
-    every = {**plan.settings, **plan.given}
-    time = f" in {every['time']}" if "time" in every else ""
     what = f"planned {plan_name(plan)}, {size} px"
     if "method" in plan.settings:  # the network is that of weights
         what = plan.choices["method"].reason
     return [
-        f"note: {what}, about {counted_passes(plan.passes)}{time}; "
+        f"note: {what}, {length_of(plan)}; "
         "`vit plan` has the reasons, and any flag fixes its setting",
         *notes_of(plan),
     ]
@@ -484,12 +483,20 @@ def summary_lines(plan: Plan) -> list[str]:
 def weights_lines(plan: Plan) -> list[str]:
     """What a plan with pretrained weights costs, and how to train it."""
     every = {**plan.settings, **plan.given}
-    time = f" in {every['time']}" if every.get("time") else ""
-    passes = "" if every["method"] == "probe" else f", about {counted_passes(plan.passes)}"
+    length = "" if every["method"] == "probe" else f", {length_of(plan)}"
     return [
         f"note: planned method={every['method']} at {every.get('image_size')} px, "
-        f"{plan.flops / 1e6:,.0f} MFLOPs an image{passes}{time}; any flag fixes its setting"
+        f"{plan.flops / 1e6:,.0f} MFLOPs an image{length}; any flag fixes its setting"
     ]
+
+
+def length_of(plan: Plan) -> str:
+    """`about 50 passes in 5m`; of fewer than the time has room for, why."""
+    time = {**plan.settings, **plan.given}.get("time")
+    when = f" in {time}" if time else ""
+    if (room := plan.choices.get("time")) is not None and time is None:
+        when = f" ({room.reason}, which would overfit)"
+    return f"about {counted_passes(plan.passes)}{when}"
 
 
 def notes_of(plan: Plan) -> list[str]:

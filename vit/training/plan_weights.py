@@ -390,11 +390,14 @@ def plan_after_pretraining(
     batch = plan.decide("batch_size", usual["batch_size"], "of fine-tuning")
     if given.get("steps") is not None:
         plan.passes = given["steps"] * min(batch, facts.images) / facts.images
-    elif "time" in given:  # images do not grow
-        plan.passes *= GROWING_SHARE
+    elif "time" in given:
+        plan.passes *= GROWING_SHARE  # images do not grow
+        decide_length(plan)
     elif "epochs" not in given:
-        more = "of fine-tuning; --time T takes longer"
-        plan.passes = plan.decide("epochs", usual["epochs"], more)
+        epochs = usual["epochs"]
+        if one_class:  # a sensible time for so few, if it is that of more
+            epochs = int(min(max(GROWING_SHARE * plan.passes, epochs), MOST_PASSES))
+        plan.passes = plan.decide("epochs", epochs, "of fine-tuning; --epochs N sets others")
     why = "images of several classes: the small steps of fine-tuning"
     if one_class:
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
@@ -439,7 +442,7 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     facts, usual = plan.facts, DEFAULTS[choice.method]
     if one_class:
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
-    decide_length(plan, choice)
+    decide_length(plan)
     batch = 32 if facts.images < 1200 else int(usual["batch_size"])
     if facts.device != "cpu" and facts.images >= 5000:
         batch *= 2
@@ -462,18 +465,19 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     plan.decide("smoothing", usual["smoothing"], "the weights are sure of little as it is")
 
 
-def decide_length(plan: Plan, choice: WeightsChoice) -> None:
+def decide_length(plan: Plan) -> None:
     """Time, or epochs where more of them would overfit, or each fold has its own."""
     given = plan.given
     if {"epochs", "steps"} & set(given):
         return
     all_folds = has_all_folds(given)
-    if all_folds or choice.passes > 2 * MOST_PASSES:
-        epochs = int(min(max(choice.passes, LEAST_PASSES), MOST_PASSES))
+    if all_folds or plan.passes > 2 * MOST_PASSES:
+        epochs = int(min(max(plan.passes, LEAST_PASSES), MOST_PASSES))
         if "time" in given and not all_folds:
             plan.given = {name: value for name, value in given.items() if name != "time"}
             plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
         plan.decide("epochs", epochs, "more overfit" if epochs == MOST_PASSES else "for each fold")
+        plan.passes = epochs
         return
     decide_time(plan)
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
