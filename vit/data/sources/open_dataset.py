@@ -275,7 +275,7 @@ def open_splits(
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
         notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
-    others = _unlike_validation(index, spec, val, compare=compare)
+    others = _unlike_validation(index, spec, train, val, compare=compare)
     if left_out := len(index.unlabelled) - len(others):
         notes.append(
             f"{plural(left_out, 'image')} without a label left out: copies of validation images, "
@@ -295,14 +295,19 @@ def open_splits(
 
 
 def _unlike_validation(
-    index: DatasetIndex, spec: DatasetSpec, val: Sequence[ImageRecord], *, compare: bool
+    index: DatasetIndex,
+    spec: DatasetSpec,
+    train: Sequence[ImageRecord],
+    val: Sequence[ImageRecord],
+    *,
+    compare: bool,
 ) -> list[ImageRecord]:
     """Images without a label that are neither copies of validation images nor of their groups."""
     others = index.unlabelled
     if others and spec.group is not None:
-        groups = groups_of_records([*others, *val], index, spec.group)
-        validating = {*groups[len(others) :]} - {""}
-        pairs = zip(others, groups, strict=False)  # the groups of validation images follow
+        groups = groups_of_records([*val, *others, *train], index, spec.group)
+        validating, groups = {*groups[: len(val)]} - {""}, groups[len(val) :]
+        pairs = zip(others, groups, strict=False)  # those of training images follow
         others = [record for record, group in pairs if group not in validating]
     if others and compare:
         held_out = {record.path for record in val}
