@@ -54,7 +54,12 @@ def groups(options: argparse.Namespace) -> Iterator[str]:
         "Intervals of a share: draws that hold it",
         ["groups", "images of each", "mean share", "held"],
         [
-            [number, f"{low} to {high}", percent(a / (a + b)), both(held, draws, seed)]
+            [
+                number,
+                f"{low} to {high}",
+                percent(a / (a + b)),
+                with_and_without_groups(held, draws, seed),
+            ]
             for seed, (number, low, high, a, b) in enumerate(SHARES)
             for held in [share_draws(number, low, high, a, b)]
         ],
@@ -64,13 +69,17 @@ def groups(options: argparse.Namespace) -> Iterator[str]:
         f"Intervals of losses, {few} draws: those that hold it",
         ["groups", "images of each", "log loss", "Brier score"],
         [
-            [number, size, *(both(loss_draws(number, size, name), few) for name in LOSSES)]
+            [
+                number,
+                size,
+                *(with_and_without_groups(loss_draws(number, size, name), few) for name in LOSSES),
+            ]
             for number, size in LOSS_GROUPS
         ],
     )
     rows = []
     for number in THRESHOLDS:
-        found = [threshold_draws(number, few, told) for told in (True, False)]
+        found = [threshold_draws(number, few, use_groups) for use_groups in (True, False)]
         rows.append([number, *(f"{a} ({b})" for a, b in zip(*found, strict=True))])
     yield markdown(
         f"At least {TARGET:.0%} of the answers are right, {few} draws, of which 1 % may break it",
@@ -80,30 +89,34 @@ def groups(options: argparse.Namespace) -> Iterator[str]:
     yield markdown(
         f"Sets of {COVERED} from {SET_GROUPS} groups",
         ["mean share of a new group covered"],
-        [[both(set_draws(), draws)]],
+        [[with_and_without_groups(set_draws(), draws)]],
     )
     yield markdown(
         "Slices where none is worse: draws with a flag",
         ["groups", "images of each", "flagged"],
         [
-            [number, f"{low} to {high}", both(slice_draws(number, low, high), few)]
+            [
+                number,
+                f"{low} to {high}",
+                with_and_without_groups(slice_draws(number, low, high), few),
+            ]
             for number, low, high in SLICES
         ],
     )
 
 
 Draw = Callable[[np.random.Generator], Callable[[bool], float]]
-"""Makes images, and from whether groups are given to the rule what came out."""
+"""Draws images; the function that it returns applies a rule to them, with or without groups."""
 
 
-def both(draw: Draw, draws: int, seed: int = 0) -> str:
+def with_and_without_groups(draw: Draw, draws: int, seed: int = 0) -> str:
     """Mean outcome of the draws with groups, and in brackets without."""
     generator = np.random.default_rng(seed)
     sums = [0.0, 0.0]
     for _ in range(draws):
         outcome = draw(generator)
-        for place, told in enumerate((True, False)):
-            sums[place] += outcome(told) / draws
+        for place, use_groups in enumerate((True, False)):
+            sums[place] += outcome(use_groups) / draws
     return f"{percent(sums[0])} ({percent(sums[1])})"
 
 
@@ -121,8 +134,8 @@ def share_draws(number: int, low: int, high: int, a: float, b: float) -> Draw:
         shares = generator.beta(a, b, number)[which]
         hits = torch.from_numpy(generator.random(len(which)) < shares)
 
-        def held(told: bool) -> float:
-            least, most = share_interval(hits, which if told else None)
+        def held(use_groups: bool) -> float:
+            least, most = share_interval(hits, which if use_groups else None)
             return float(least <= a / (a + b) <= most)
 
         return held
@@ -152,8 +165,8 @@ def loss_draws(number: int, size: int, name: str) -> Draw:
     def draw(generator: np.random.Generator) -> Callable[[bool], float]:
         found, which = outcomes(number, generator)
 
-        def held(told: bool) -> float:
-            interval = class_intervals(found, which if told else None)[f"{name}_interval"]
+        def held(use_groups: bool) -> float:
+            interval = class_intervals(found, which if use_groups else None)[f"{name}_interval"]
             return float(interval is not None and interval[0] <= truth <= interval[1])
 
         return held
@@ -161,7 +174,7 @@ def loss_draws(number: int, size: int, name: str) -> Draw:
     return draw
 
 
-def threshold_draws(number: int, draws: int, told: bool) -> tuple[int, int]:
+def threshold_draws(number: int, draws: int, use_groups: bool) -> tuple[int, int]:
     """Draws with a threshold, and those whose threshold breaks the promise."""
     generator, proven, broken = torch.Generator().manual_seed(0), 0, 0
     for _ in range(draws):
@@ -170,7 +183,7 @@ def threshold_draws(number: int, draws: int, told: bool) -> tuple[int, int]:
         confidences = torch.rand(number, generator=generator, dtype=torch.float64)
         right = torch.bernoulli(confidences.sqrt(), generator=generator).bool()
         found = precision_threshold(
-            confidences[which], right[which], TARGET, groups=which if told else None
+            confidences[which], right[which], TARGET, groups=which if use_groups else None
         )
         if found is not None:
             # the mean of sqrt over [threshold, 1]
@@ -188,8 +201,8 @@ def set_draws() -> Draw:
         scores = effects[which] + 0.1 * torch.from_numpy(generator.random(len(which)))
         known = which < SET_GROUPS
 
-        def covered(told: bool) -> float:
-            (level,) = set_levels(scores[known], [COVERED], which[known] if told else None)
+        def covered(use_groups: bool) -> float:
+            (level,) = set_levels(scores[known], [COVERED], which[known] if use_groups else None)
             assert level is not None, "40 groups are enough for 0.9"
             return float(group_means((scores <= level)[~known], which[~known]).mean())
 
@@ -207,8 +220,8 @@ def slice_draws(number: int, low: int, high: int) -> Draw:
         hospitals = [f"h{n}" for n in generator.integers(0, HOSPITALS, number)[which]]
         features = [Feature(key="hospital", title="hospital", values=hospitals)]
 
-        def flagged(told: bool) -> float:
-            rows = accuracy_slices(right.tolist(), features, which if told else None)
+        def flagged(use_groups: bool) -> float:
+            rows = accuracy_slices(right.tolist(), features, which if use_groups else None)
             return float(any(row.flagged for row in rows))
 
         return flagged

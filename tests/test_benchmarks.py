@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from benchmarks import coverage
+from benchmarks import coverage, group_coverage
 from benchmarks.__main__ import PARTS
 from benchmarks.timing import Clock, Comparison, Missing, slug, table, take_turns
 
@@ -75,8 +75,23 @@ def test_every_part_has_its_row_in_the_documentation_and_its_function():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert f"\n| `{part}` |" in page
-    for part in ("forward", "step", "small", "startup", "accuracy", "coverage", "calibration"):
+    for part in (
+        "forward",
+        "step",
+        "small",
+        "startup",
+        "accuracy",
+        "coverage",
+        "calibration",
+        "groups",
+    ):
         assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
+
+
+def test_promises_to_groups_are_simulated():
+    tables = [*group_coverage.groups(argparse.Namespace(draws=2))]
+    assert len(tables) == 5
+    assert all(table.count("\n| ") >= 2 for table in tables)
 
 
 def test_the_name_of_a_machine_fits_into_a_file_name():

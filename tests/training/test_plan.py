@@ -31,6 +31,7 @@ from vit.training.plan import (
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_NETWORKS,
+    TINY_SIDE,
     CaptionStats,
     Facts,
     counted_passes,
@@ -263,8 +264,8 @@ def test_a_pretraining_has_no_classes_and_pools_like_the_classifier_it_begins(ta
 
 
 def test_a_task_with_several_views_an_image_gets_a_smaller_network_and_fewer_passes():
-    views = dataclasses.replace(PHOTOS, seconds=900.0, pass_cost=2.0, passes_needed=2.0)
-    usual = make_plan(dataclasses.replace(views, pass_cost=1.0, passes_needed=1.0), {})
+    views = dataclasses.replace(PHOTOS, seconds=900.0, pass_cost=2.0, passes_factor=2.0)
+    usual = make_plan(dataclasses.replace(views, pass_cost=1.0, passes_factor=1.0), {})
     plan = make_plan(views, {})
     assert plan.flops < usual.flops
     twice = make_plan(views, {name: plan.settings[name] for name in ("image_size", "dim", "depth")})
@@ -272,7 +273,7 @@ def test_a_task_with_several_views_an_image_gets_a_smaller_network_and_fewer_pas
     once = make_plan(same, {name: plan.settings[name] for name in ("image_size", "dim", "depth")})
     assert once.passes == pytest.approx(2 * twice.passes)
     simclr = get_task("simclr")
-    assert (simclr.pass_cost, simclr.passes_needed, simclr.tiny_passes_needed) == (2.0, 12.0, 2.0)
+    assert (simclr.pass_cost, simclr.passes_factor, simclr.tiny_passes_factor) == (2.0, 12.0, 2.0)
 
 
 def test_what_was_given_stays_and_the_rest_adapts():
@@ -541,6 +542,25 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     assert plan.facts.images + plan.facts.validation == 12
     assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
     assert len(plan.facts.speeds) == 3  # of networks that ran here
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_all_folds_have_one_plan_and_a_fold_that_is_none_is_refused(photos):
+    chosen = {"data": str(photos), "folds": 3, "precision": "fp32"}
+    plans = [plan_training({**chosen, "fold": fold}) for fold in (1, 2, 3)]
+    assert plans[0][1].facts == plans[1][1].facts == plans[2][1].facts
+    assert [config.data.fold for config, _ in plans] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="fold=9"):
+        plan_training({**chosen, "fold": 9})
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_small_images_and_photographs_have_their_own_factor_of_passes(photos, monkeypatch):
+    task = get_task("simclr")
+    chosen = {"data": str(photos), "task": "simclr", "precision": "fp32"}
+    for side, factor in ((160, task.passes_factor), (TINY_SIDE, task.tiny_passes_factor)):
+        monkeypatch.setattr("vit.training.plan.look_at_images", lambda _, s=side: (s, False, 1.0))
+        assert plan_training(chosen)[1].facts.passes_factor == factor
 
 
 def test_labels_that_do_not_fit_the_task_are_refused_before_anything_is_timed(photos, monkeypatch):

@@ -295,7 +295,7 @@ def test_a_convolutional_stem_stays_as_it_was_pretrained(images, stride):
     model = ModelConfig(stem="conv", stem_depth=4, stem_stride=stride, **sizes)
     network = rules.architecture_settings(model, Preprocessing(image_size=(224, 224)))
     facts = dataclasses.replace(PHOTOS, images=images)
-    plan = rules.plan_after_pretraining(facts, {}, network, labels=images)
+    plan = rules.plan_after_pretraining(facts, {}, network)
     assert plan.passes > 0
     assert {n: plan.settings[n] for n in network} == network
     assert (network["stem_width"], network["stem_stride"]) == (None, stride)
@@ -314,7 +314,7 @@ def test_a_convolutional_stem_stays_as_it_was_pretrained(images, stride):
 )
 def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, scratch):
     facts = dataclasses.replace(TINY, images=images)
-    plan = rules.plan_after_pretraining(facts, given, PRETRAINED, labels=images)
+    plan = rules.plan_after_pretraining(facts, given, PRETRAINED)
     usual = make_plan(facts, {**PRETRAINED, **given}).settings
     names = {"optimizer", "lr", "batch_size", "weight_decay", "min_crop"}
     expected = {"batch_size": 64}
@@ -332,33 +332,47 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
 
 
 def test_images_that_a_teacher_labels_are_no_labels():
-    facts = dataclasses.replace(TINY, images=40_000)
-    plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED, labels=300)
+    facts = dataclasses.replace(TINY, images=40_000, taught=39_700)
+    plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED)
     assert plan.settings["probe_first"]
     assert plan.choices["method"].reason.startswith("300 labels are few")
 
 
 def test_few_labels_are_learned_no_longer_than_they_bear():
     facts = dataclasses.replace(PHOTOS, images=300, seconds=1200.0)
-    plan = rules.plan_after_pretraining(facts, {"time": "20m"}, PRETRAINED, labels=300)
+    plan = rules.plan_after_pretraining(facts, {"time": "20m"}, PRETRAINED)
     assert (plan.settings["epochs"], plan.settings["time"]) == (rules.MOST_PASSES, None)
     assert plan.choices["time"].reason == "20m has room for more epochs"
     assert plan.passes == rules.MOST_PASSES
-    assert length_of(plan) == "about 50 passes (20m has room for more epochs, which would overfit)"
+    assert length_of(plan) == "about 50 passes (20m has room for more epochs, which gain nothing)"
     short = dataclasses.replace(facts, seconds=12.0)
-    plan = rules.plan_after_pretraining(short, {"time": "12s"}, PRETRAINED, labels=300)
+    plan = rules.plan_after_pretraining(short, {"time": "12s"}, PRETRAINED)
+    assert not {"epochs", "time", "schedule"} & {*plan.settings}
+    own = {"time": "20m", "epoch_steps": 1000}
+    plan = rules.plan_after_pretraining(facts, own, PRETRAINED)
     assert not {"epochs", "time"} & {*plan.settings}
-    plan = rules.plan_after_pretraining(facts, {"time": "20m", "epochs": 9}, PRETRAINED, labels=300)
+    plan = rules.plan_after_pretraining(facts, {"time": "20m"}, PRETRAINED, one_class=False)
+    assert not {"epochs", "time"} & {*plan.settings}
+    plan = rules.plan_after_pretraining(facts, {"time": "20m", "epochs": 9}, PRETRAINED)
     assert not {"epochs", "time"} & {*plan.settings}
 
 
 @pytest.mark.parametrize(("flops", "epochs"), [(PHOTOS.flops, 50), (PHOTOS.flops / 1e4, 12)])
 def test_few_labels_without_a_time_are_learned_longer_where_that_is_quick(flops, epochs):
     facts = dataclasses.replace(PHOTOS, images=300, seconds=None, flops=flops, speeds=())
-    plan = rules.plan_after_pretraining(facts, {}, PRETRAINED, labels=300)
+    plan = rules.plan_after_pretraining(facts, {}, PRETRAINED)
     assert plan.settings["epochs"] == plan.passes == epochs
+    plan = rules.plan_after_pretraining(facts, {"epoch_steps": 9}, PRETRAINED)
+    assert plan.settings["epochs"] == 12
+
+
+def test_validation_images_are_held_out_of_the_labelled_ones():
+    facts = dataclasses.replace(PHOTOS, images=100_000, divided=True, seconds=1200.0)
+    assert make_plan(facts, {}).settings["val_share"] < 0.1
+    few = dataclasses.replace(facts, taught=99_700)
+    assert "val_share" not in make_plan(few, {}).settings  # 20 % of 300
 
 
 def test_images_of_several_classes_have_no_probe():
-    plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, labels=5000, one_class=False)
+    plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, one_class=False)
     assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64, "method": "full"}

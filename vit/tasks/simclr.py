@@ -40,7 +40,8 @@ class SimCLR(JointEmbeddingPretraining):
         "color_jitter": 0.4,
     }
     pass_cost = 2.0  # two views
-    passes_needed, tiny_passes_needed = 12.0, 2.0  # measured: docs/lab-notebook.md
+    # measured for the size of photographs in 20 minutes, and for small images in 4: lab-notebook.md
+    passes_factor, tiny_passes_factor = 12.0, 2.0
     remedy = "lower --lr, or raise --warmup-epochs"
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:

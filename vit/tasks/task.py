@@ -325,9 +325,9 @@ class Task(ABC):
     """Settings that the plan takes as given, unless the user chose them."""
     pass_cost: ClassVar[float] = 1.0
     """Cost of a pass over the images for the plan, as a multiple of that with labels."""
-    passes_needed: ClassVar[float] = 1.0
-    """Passes from which on the plan takes a larger network, likewise, for photographs."""
-    tiny_passes_needed: ClassVar[float] = 1.0
+    passes_factor: ClassVar[float] = 1.0
+    """Factor on the passes from which on the plan takes a larger network, for photographs."""
+    tiny_passes_factor: ClassVar[float] = 1.0
     """The same for small images."""
     writes_captions: ClassVar[bool] = False
     """Whether it has a decoder, for which there are no listed weights and no search."""

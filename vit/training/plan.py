@@ -168,10 +168,12 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     }
     if before.get("accumulate") is None:  # of a batch that is still to be chosen
         before.pop("accumulate", None)
-    if before.get("folds") is not None:  # all have the plan of the first one
-        before["fold"] = 1
+    if before.get("folds") is not None:
+        before.setdefault("fold", 1)
     smallest = before.get("accumulate", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", smallest)})
+    if config.data.folds is not None:  # all have the plan of the first one
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=1))
     check_channels(values.get("channels", 3))
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
@@ -192,9 +194,8 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     elif continues_pretraining(values) and (run := read_pretraining_run(values["weights"])):
         model, preprocessing = run
         network = architecture_settings(model, preprocessing)
-        labels = len(splits.train) - len(splits.unlabelled)
         one_class = not splits.multilabel
-        plan = plan_after_pretraining(facts, values, network, labels=labels, one_class=one_class)
+        plan = plan_after_pretraining(facts, values, network, one_class=one_class)
         values = {**dataclasses.asdict(model), "num_classes": facts.classes, **values}
     else:
         plan = make_plan(facts, values)
@@ -267,7 +268,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """What the plan follows from, the same on all processes."""
     task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
-    needed = task.tiny_passes_needed if side <= TINY_SIDE else task.passes_needed
+    factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     images, seconds = len(splits.train), config.training.seconds
     captions = caption_stats(splits.train, config) if config.training.captions else None
     speeds: dict[Network, float] = {}
@@ -277,7 +278,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
             fast = FASTER * next(reversed(speeds.values()))
             cost = flops_with_captions(network, {}, captions)
             affordable = affordable_passes(cost, images, seconds, fast) / task.pass_cost
-            if affordable < needed_passes(row, images) * needed:
+            if affordable < needed_passes(row, images) * factor:
                 break
         speeds[network] = measured_flops(config, accelerator, network, captions)
     flops = speeds.get(PROBE)
@@ -287,6 +288,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         flops = measured_flops(config, accelerator, PROBE, captions)
     return Facts(
         images=images,
+        taught=len(splits.unlabelled),
         classes=len(splits.classes),
         side=side,
         grey=grey,
@@ -300,7 +302,7 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         seconds=seconds,
         processes=accelerator.num_processes,
         pass_cost=task.pass_cost,
-        passes_needed=needed,
+        passes_factor=factor,
         captions=captions,
     )
 
@@ -491,11 +493,11 @@ def weights_lines(plan: Plan) -> list[str]:
 
 
 def length_of(plan: Plan) -> str:
-    """`about 50 passes in 5m`; of fewer than the time has room for, why."""
+    """`about 50 passes in 5m`; where the time has room for more, why no more are made."""
     time = {**plan.settings, **plan.given}.get("time")
     when = f" in {time}" if time else ""
     if (room := plan.choices.get("time")) is not None and time is None:
-        when = f" ({room.reason}, which would overfit)"
+        when = f" ({room.reason}, which gain nothing)"
     return f"about {counted_passes(plan.passes)}{when}"
 
 

@@ -113,6 +113,8 @@ class Facts:
 
     images: int
     """Training images."""
+    taught: int = 0
+    """Those without a label, which get that of a teacher."""
     classes: int
     side: int
     """Median short side, in pixels."""
@@ -141,10 +143,15 @@ class Facts:
     """Among which a batch is divided."""
     pass_cost: float = 1.0
     """Cost of a pass over the images, as a multiple of that with labels."""
-    passes_needed: float = 1.0
-    """Passes from which on a network is worth its cost, likewise."""
+    passes_factor: float = 1.0
+    """Factor on the passes from which on a network is worth its cost."""
     captions: CaptionStats | None = None
     """Of a task that learns captions."""
+
+    @property
+    def labels(self) -> int:
+        """Training images that a person labelled."""
+        return self.images - self.taught
 
 
 class Choice(NamedTuple):
@@ -234,7 +241,7 @@ def decide_network(plan: Plan, seconds: float) -> None:
         cost = flops_with_captions(candidate, given, facts.captions)
         speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
         affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
-        if number and affordable < needed_passes(row, facts.images) * facts.passes_needed:
+        if number and affordable < needed_passes(row, facts.images) * facts.passes_factor:
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
             network, plan.passes, plan.flops = candidate, affordable, cost
@@ -438,7 +445,7 @@ def decide_caption_crops(plan: Plan) -> None:
 def decide_validation(plan: Plan, seconds: float) -> None:
     """Share of the images that are held out."""
     facts = plan.facts
-    total = facts.images + facts.validation
+    total = facts.labels + facts.validation
     affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
     multilabel = VALIDATION_OF_CLASS * facts.classes
     held_out = min(max(affordable, LEAST_VALIDATION, multilabel), max(MOST_VALIDATION, multilabel))

@@ -357,19 +357,17 @@ def plan_after_pretraining(
     given: Mapping[str, Any],
     network: Mapping[str, Any],
     *,
-    labels: int,
     one_class: bool = True,
 ) -> Plan:
     """Settings of a training from a run of `vit pretrain` on images like these.
 
     Many labels train it as they would from scratch. Few overfit so, and fine-tuning is gentle:
-    the settings of its method stay.
+    the settings of its method stay. Those that a teacher gives are not counted: it knows no more.
 
     Args:
         facts: What the plan follows from.
         given: Settings that somebody chose.
         network: Those of the pretrained network, by `architecture_settings`.
-        labels: Training images with a label; the others get that of a teacher, which knows no more.
         one_class: Whether an image has one class, so that a probe can be fitted.
     """
     plan = make_plan(facts, {**network, **given})
@@ -378,12 +376,12 @@ def plan_after_pretraining(
     }
     plan.given = given
     usual = DEFAULTS["full"]
-    if one_class and labels >= MANY_LABELS:
+    if one_class and facts.labels >= MANY_LABELS:
         plan.choices = {**of_network, **plan.choices}
         for name in sorted({*usual} - {"epochs", "min_crop"} - {*plan.choices}):
             plan.decide(name, all_settings()[name].default, "as from scratch")
         plan.decide("probe_first", False, "all parameters learn as from scratch")
-        why = f"{labels:,} labels are enough to train all parameters as from scratch"
+        why = f"{facts.labels:,} labels are enough to train all parameters as from scratch"
         plan.decide("method", "full", why)
         return plan
     plan.choices = of_network
@@ -392,16 +390,18 @@ def plan_after_pretraining(
         plan.passes = given["steps"] * min(batch, facts.images) / facts.images
     elif "time" in given:
         plan.passes *= GROWING_SHARE  # images do not grow
-        decide_length(plan)
+        if one_class:
+            limit_epochs(plan)
     elif "epochs" not in given:
-        epochs = usual["epochs"]
-        if one_class:  # a sensible time for so few, if it is that of more
-            epochs = int(min(max(GROWING_SHARE * plan.passes, epochs), MOST_PASSES))
-        plan.passes = plan.decide("epochs", epochs, "of fine-tuning; --epochs N sets others")
+        epochs, why = usual["epochs"], "of fine-tuning; --epochs N sets others"
+        possible = int(min(GROWING_SHARE * plan.passes, MOST_PASSES))
+        if one_class and possible > epochs and given.get("epoch_steps") is None:
+            epochs, why = possible, "in a sensible time for so few; --epochs N sets others"
+        plan.passes = plan.decide("epochs", epochs, why)
     why = "images of several classes: the small steps of fine-tuning"
     if one_class:
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
-        why = f"{labels:,} labels are few: a probe, then small steps from its head (LP-FT)"
+        why = f"{facts.labels:,} labels are few: a probe, then small steps from its head (LP-FT)"
     plan.decide("method", "full", why)
     return plan
 
@@ -466,18 +466,30 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
 
 
 def decide_length(plan: Plan) -> None:
-    """Time, or epochs where more of them would overfit, or each fold has its own."""
+    """Time, where nothing else is given or decided."""
+    if not {"epochs", "steps"} & set(plan.given) and not limit_epochs(plan):
+        decide_time(plan)
+        plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
+
+
+def limit_epochs(plan: Plan) -> bool:
+    """Decide epochs where more of them would gain nothing, or each fold has its own.
+
+    Returns:
+        Whether it did.
+    """
     given = plan.given
     if {"epochs", "steps"} & set(given):
-        return
+        return False
     all_folds = has_all_folds(given)
-    if all_folds or plan.passes > 2 * MOST_PASSES:
-        epochs = int(min(max(plan.passes, LEAST_PASSES), MOST_PASSES))
-        if "time" in given and not all_folds:
-            plan.given = {name: value for name, value in given.items() if name != "time"}
-            plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
-        plan.decide("epochs", epochs, "more overfit" if epochs == MOST_PASSES else "for each fold")
-        plan.passes = epochs
-        return
-    decide_time(plan)
-    plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
+    # an estimate, so what is a bit more is not cut; an epoch of --epoch-steps is no pass
+    many = plan.passes > 2 * MOST_PASSES and given.get("epoch_steps") is None
+    if not (all_folds or many):
+        return False
+    epochs = int(min(max(plan.passes, LEAST_PASSES), MOST_PASSES))
+    if "time" in given and not all_folds:
+        plan.given = {name: value for name, value in given.items() if name != "time"}
+        plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
+    why = "more gain nothing" if epochs == MOST_PASSES else "for each fold"
+    plan.passes = plan.decide("epochs", epochs, why)
+    return True

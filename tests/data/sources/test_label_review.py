@@ -141,8 +141,8 @@ def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
     expected = every - {str(data / "train" / "cat" / "2.png")}
     assert {one.path for one in index.unlabelled} == expected
     assert len(expected) == 3
-    assert f"{len(every)} images without a label: the teacher labels them" in index.notes
     splits = open_splits(spec, val_share=0.3, seed=0)
+    assert f"{len(expected)} images without a label: the teacher labels them" in splits.notes
     assert splits.unlabelled == expected
     assert [one.label for one in splits.train] == [0, 1, *[NO_LABEL] * len(expected)]
     assert {one.path for one in splits.train[2:]} == expected
@@ -246,3 +246,40 @@ def test_images_without_a_label_are_kept_apart_from_validation_images(data, tmp_
     assert quick.unlabelled == splits.unlabelled | {str(extra)}
     path.write_text(path.read_text().replace("dog/2.png,,train,f", "dog/2.png,,val,f"))
     assert not open_splits(spec, val_share=0.3, seed=0).unlabelled
+
+
+def test_images_without_a_label_keep_the_groups_of_their_source(data, tmp_path):
+    every = ["image,site", *(f"train/{name}/{n}.png,{n}" for name in ("cat", "dog") for n in "012")]
+    (tmp_path / "all.csv").write_text("\n".join(every) + "\n")
+    path = tmp_path / "labels.csv"
+    rows = [f"train/{name}/{n}.png,{name},{n},{part}" for name in ("cat", "dog")
+            for n, part in (("0", "train"), ("1", "val")) if name + n != "dog1"]  # fmt: skip
+    path.write_text("\n".join(["image,label,site,split", *rows]) + "\n")
+    spec = DatasetSpec(
+        str(tmp_path / "all.csv"),
+        images=str(data),
+        label_list=str(path),
+        group="site",
+        unlabelled=True,
+    )
+    splits = open_splits(spec, val_share=0.3, seed=0, compare=False)
+    names = {relative(one, data) for one in splits.unlabelled}
+    assert names == {"train/cat/2.png", "train/dog/2.png"}  # dog/1 is of the site that validates
+
+
+def test_an_expression_of_groups_need_not_match_images_without_a_label(data, tmp_path):
+    rows = ["train/cat/0.png,x,train", "train/dog/0.png,y,train", "train/cat/1.png,x,val"]
+    spec = DatasetSpec(
+        str(data),
+        label_list=label_list_with_splits(tmp_path, *rows),
+        group="(dog/0)",
+        unlabelled=True,
+    )
+    splits = open_splits(spec, val_share=0.3, seed=0, compare=False)
+    assert len(splits.unlabelled) == 3
+
+
+def label_list_with_splits(folder, *rows):
+    path = folder / "labels.csv"
+    path.write_text("\n".join(["image,label,split", *rows]) + "\n")
+    return str(path)

@@ -187,6 +187,21 @@ def search_identical(paths: Collection[str]) -> list[list[str]] | None:
     return equal_files(paths) if len(paths) <= MAX_COMPARED else None
 
 
+def copies_of(paths: Collection[str], among: Iterable[str]) -> set[str]:
+    """Those files of `among` that have the bytes of one of `paths`; unreadable ones have not."""
+    own = {*paths}
+
+    def size(path: str) -> int:
+        with contextlib.suppress(OSError, BadImage):
+            return _size(path)
+        return 0
+
+    sizes = {size(path) for path in own} - {0}
+    possible = [path for path in among if size(path) in sizes]
+    groups = equal_files([*own, *possible])
+    return {path for group in groups if own & {*group} for path in group} - own
+
+
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """Groups of files with identical bytes; unreadable files are left out."""
     groups = [list(paths)]

@@ -54,7 +54,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
             entry = labels.entries.get(record.path)
             row = entry or labels.unlabelled.get(record.path)
             part = (row and row.split) or split
-            group = (row.group if row else "") if columns.group else record.group
+            group = row.group if row and columns.group else record.group
             if entry is not None:
                 labelled = record._replace(labels=entry.labels, group=group)
                 splits.setdefault(part, []).append(labelled)
@@ -62,8 +62,6 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
                 unlabelled.append(record._replace(group=group))
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
     notes = [*index.notes, labels.note]
-    if unlabelled:
-        notes.append(f"{plural(len(unlabelled), 'image')} without a label: the teacher labels them")
     if others := others - len(unlabelled):
         notes.append(f"{plural(others, 'image')} without a label: not used")
     lists = dict.fromkeys(splits, printable(spec.label_list))
@@ -92,7 +90,7 @@ class LabelList:
     """Whether an image may have several labels."""
     columns: Columns
     note: str
-    """The numbers of labelled images, and of rows that are not used."""
+    """The numbers of labelled images, and of rows without a label."""
 
 
 def read_labels(

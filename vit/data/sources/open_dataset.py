@@ -26,6 +26,7 @@ from vit.data.dataset_types import (
 from vit.data.sources import huggingface_datasets, torchvision_datasets
 from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.dataset_warnings import (
+    copies_of,
     count_notes,
     equal_notes,
     name_notes,
@@ -276,6 +277,8 @@ def open_splits(
     if compare:
         notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
     others = _unlike_validation(index, spec, train, val, compare=compare)
+    if others:
+        notes.append(f"{plural(len(others), 'image')} without a label: the teacher labels them")
     if left_out := len(index.unlabelled) - len(others):
         notes.append(
             f"{plural(left_out, 'image')} without a label left out: copies of validation images, "
@@ -303,16 +306,16 @@ def _unlike_validation(
     compare: bool,
 ) -> list[ImageRecord]:
     """Images without a label that are neither copies of validation images nor of their groups."""
-    others = index.unlabelled
+    others, held_out = index.unlabelled, len(val)
     if others and spec.group is not None:
+        # training images too, so that an expression need not match the others
         groups = groups_of_records([*val, *others, *train], index, spec.group)
-        validating, groups = {*groups[: len(val)]} - {""}, groups[len(val) :]
-        pairs = zip(others, groups, strict=False)  # those of training images follow
+        validating = {*groups[:held_out]} - {""}
+        own = groups[held_out : held_out + len(others)]
+        pairs = zip(others, own, strict=True)
         others = [record for record, group in pairs if group not in validating]
     if others and compare:
-        held_out = {record.path for record in val}
-        identical = search_identical([*held_out, *(record.path for record in others)]) or ()
-        copies = {path for same in identical if held_out & {*same} for path in same}
+        copies = copies_of([one.path for one in val], [one.path for one in others])
         others = [record for record in others if record.path not in copies]
     return others
 
