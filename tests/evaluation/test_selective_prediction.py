@@ -149,3 +149,20 @@ def test_a_calibration_names_a_share_that_its_images_prove(multilabel):
     assert again is not None
     assert again.calibration.rejects
     assert again.provable is None
+
+
+def test_the_largest_distance_is_that_of_a_new_group_where_groups_are_enough():
+    """A group of many images near those of training does not make the others look far."""
+    logits, labels = torch.randn(600, 3, generator=torch.Generator().manual_seed(0)), torch.arange(3)
+    labels = labels.repeat(200)
+    groups = torch.arange(600).clamp(max=250)
+    distances = torch.arange(600, 0, -1).double()
+
+    def farthest(which):
+        return fit_calibration(
+            logits, labels, distances=distances, groups=which
+        ).calibration.farthest
+
+    assert farthest(None) == 595  # 5 of 600 images exceed it
+    assert farthest(groups) == 599  # 1 of 251 groups
+    assert farthest(groups.clamp(max=90)) == 595  # too few groups for 1 in 100

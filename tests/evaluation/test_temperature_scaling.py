@@ -131,6 +131,24 @@ def test_each_image_is_scaled_by_a_fit_without_it():
     assert same[0]
 
 
+def test_each_group_is_scaled_by_a_fit_without_it():
+    """All labels of one group change: those of its fold, five whole groups of 25, do not."""
+    logits, labels = draw(100, 2.0)
+    groups = torch.arange(25).repeat(4)
+    changed = torch.where(groups == 7, logits.argmin(dim=1), labels)
+    before, after = (fit_temperature(logits, one, groups).held_out for one in (labels, changed))
+    same = (after == before).all(dim=1)
+    assert same.sum() == 20
+    assert same[groups == 7].all()
+    assert all(same[groups == group].float().mean() in (0, 1) for group in range(25))
+
+
+def test_a_single_group_is_divided():
+    logits, labels = draw(100, 2.0)
+    one = fit_temperature(logits, labels, torch.zeros(100, dtype=torch.long))
+    assert torch.equal(one.held_out, fit_temperature(logits, labels).held_out)
+
+
 def test_loss_is_torchs_cross_entropy():
     logits, labels = draw(60, 1.0)
     expected = torch.nn.functional.cross_entropy(logits, labels)

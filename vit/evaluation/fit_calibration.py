@@ -35,7 +35,7 @@ from vit.text import plural, printable
 FALSE_ALARMS = 0.01
 """Share of ordinary images that are unlike those of training."""
 MIN_DISTANCES = 99
-"""Images from which on a distance can be stated that this share exceeds."""
+"""Images, or groups, from which on a distance can be stated that this share exceeds."""
 
 
 class FittedCalibration(NamedTuple):
@@ -71,8 +71,8 @@ def fit_calibration(
         logits, targets: As for `fit_temperature`.
         fitted: What it returns for them, if it was called before.
         distances: Of the images from those of training, (images,), of a single-label network. They
-            give a largest one, which FALSE_ALARMS of images like these exceed; the threshold is of
-            the images that do not.
+            give a largest one, which FALSE_ALARMS of images like these exceed (of a new group, from
+            99 groups on); the threshold is of the images that do not.
         target_precision: Share of the answers that has to be right.
         target_classes: Indices of classes whose answers keep this share each on its own, by name;
             those of the other classes keep it together. The allowed error is divided equally, so
@@ -80,9 +80,10 @@ def fit_calibration(
         thresholds: Decision thresholds of a multi-label network, of its raw scores; those that F1
             chooses on the other images if omitted.
         groups: The group of each image, (images,), such as a patient; None of independent ones.
-            Threshold and sets then hold for images of a new group.
+            Threshold and sets then hold for images of a new group, whose errors the scaling of
+            other groups measures.
     """
-    fitted, images = fitted or fit_temperature(logits, targets), len(logits)
+    fitted, images = fitted or fit_temperature(logits, targets, groups), len(logits)
     if fitted is None:
         return None
     if targets.ndim == 2:
@@ -90,9 +91,7 @@ def fit_calibration(
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
     error = calibration_error(confidences, answers == targets)
-    farthest = None
-    if distances is not None:
-        (farthest,) = set_levels(distances, [1 - FALSE_ALARMS])
+    farthest = None if distances is None else _largest_distance(distances, groups)
     if distances is not None and farthest is not None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
     named = target_classes or {}
@@ -136,6 +135,15 @@ def fit_calibration(
     return FittedCalibration(calibration, fitted, error, fewest, provable)
 
 
+def _largest_distance(distances: Tensor, groups: Tensor | None) -> float | None:
+    """The distance that FALSE_ALARMS of the images exceed: of a new group, if groups are enough."""
+    for which in (groups, None):
+        (level,) = set_levels(distances, [1 - FALSE_ALARMS], which)
+        if level is not None:
+            return level
+    return None
+
+
 def _fit_multilabel(
     logits: Tensor,
     targets: Tensor,
@@ -148,7 +156,7 @@ def _fit_multilabel(
     raw, probabilities = logits.double().sigmoid(), fitted.held_out.sigmoid()
     limits = torch.empty_like(raw)
     if thresholds is None:
-        folds = fold_numbers(len(targets))
+        folds = fold_numbers(len(targets), groups)
         for fold in range(FOLDS):
             rest = folds != fold
             chosen, _ = choose_thresholds(raw[rest], targets[rest])

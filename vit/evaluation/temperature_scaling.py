@@ -11,8 +11,8 @@ which no temperature mends; b > 1 does. The second term is the prior that log b 
 without which few images give exponents that other images contradict. At each exponent the loss is
 convex in T^-b, so the best T is the root of its slope. The spread share keeps T above 0 where every
 answer is right (Platt, "Probabilistic Outputs for Support Vector Machines", section 2.2, 1999). The
-error on other images is measured by cross-fitting: each fifth of the images is scaled by a fit to
-the other four.
+error on other images is measured by cross-fitting: each fifth of the images, or of their groups, is
+scaled by a fit to the other four.
 
 Source: temperature: Guo et al., section 4.2, arXiv:1706.04599; functions that keep the order:
 Rahimi et al., arXiv:2003.06820.
@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vit.evaluation.image_groups import count_present
 
 FOLDS = 5
 MIN_IMAGES = 50
@@ -71,13 +73,17 @@ def scale_logits(logits: Tensor, temperature: float, exponent: float = 1.0) -> T
     return -((gaps / temperature) ** exponent)
 
 
-def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None:
+def fit_temperature(
+    logits: Tensor, targets: Tensor, groups: Tensor | None = None
+) -> FittedTemperature | None:
     """Fit a scaling, and measure by cross-fitting whether it is worth having.
 
     Args:
         logits: (images, classes).
         targets: Labels, (images,); or of a multi-label network multi-hot rows, (images, classes),
             whose sigmoids have no exponent.
+        groups: The group of each image, (images,), such as a patient, all of whose images are in
+            one fold; None of independent images.
 
     Returns:
         None of fewer than 50 images, of one class, or if a logit is not finite. The temperature is
@@ -87,7 +93,7 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None
     one_class = targets.ndim == 1 and logits.shape[1] < 2
     if images < MIN_IMAGES or one_class or not bool(logits.isfinite().all()):
         return None
-    folds = fold_numbers(images)
+    folds = fold_numbers(images, groups)
     before = mean_loss(logits, targets)
     fit = best_temperature if targets.ndim == 2 else best_scaling
     held_out = torch.empty_like(logits, dtype=torch.float64)
@@ -101,9 +107,17 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> FittedTemperature | None
     return FittedTemperature(Scaling(), logits.double(), before, before)
 
 
-def fold_numbers(images: int) -> Tensor:
-    """The fold of each image, (images,); the same at every call."""
-    return torch.randperm(images, generator=torch.Generator().manual_seed(0)) % FOLDS
+def fold_numbers(images: int, groups: Tensor | None = None) -> Tensor:
+    """The fold of each image, (images,); the same at every call.
+
+    Args:
+        images: Number of images.
+        groups: As for `fit_temperature`; a single group is divided.
+    """
+    if groups is None or count_present(groups) < 2:
+        groups = torch.arange(images)
+    number = 1 + int(groups.max())
+    return (torch.randperm(number, generator=torch.Generator().manual_seed(0)) % FOLDS)[groups]
 
 
 def best_temperature(logits: Tensor, targets: Tensor) -> Scaling:

@@ -113,7 +113,11 @@ class ValidationLogits:
     @cached_property
     def temperature(self) -> FittedTemperature | None:
         """The scaling of these logits, for the calibration and for the report."""
-        return fit_temperature(self.logits, self.labels)
+        try:
+            groups = self.groups
+        except VitError:  # `calibration_groups` has a note about it
+            groups = None
+        return fit_temperature(self.logits, self.labels, groups)
 
     def slices(
         self,
