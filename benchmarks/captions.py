@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace as Sizes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,8 @@ def theirs(args: Sizes) -> VisionEncoderDecoderModel:
 
 def copy_decoder(model: Captioner, other: VisionEncoderDecoderModel) -> None:
     """Our decoder's weights into theirs."""
-    mine, body = model.decoder, other.decoder.transformer
+    modules: tuple[Any, Any] = model.decoder, other.decoder.transformer
+    mine, body = modules
     body.wte.weight.data.copy_(mine.token_embed.weight)
     body.wpe.weight.data.copy_(mine.positions.pos_embed)
     body.ln_f.load_state_dict(mine.norm.state_dict())

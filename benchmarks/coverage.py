@@ -17,9 +17,10 @@ import argparse
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ def predict(run: Path, file: Path) -> None:
     config = make_config(read_settings(run / "config.yaml"), complete=True)
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
     samples = load_samples(predictor.task, run, spec, predictor.classes, print)
-    found = {"labels": np.array([sample.label for sample in samples])}
+    found: dict[str, Any] = {"labels": np.array([sample.label for sample in samples])}
     for kind in KINDS:
         name, _, severity = kind.partition(" ")
         if name in CORRUPTIONS:
@@ -104,7 +105,8 @@ def predict(run: Path, file: Path) -> None:
         outputs = [
             output for batch in predictor.batches([one.path for one in samples]) for output in batch
         ]
-        rows = torch.stack([one.probabilities for one in outputs]).double()
+        probabilities = [one.probabilities for one in outputs if one.probabilities is not None]
+        rows = torch.stack(probabilities).double()
         found[f"{kind} logits"] = rows.clamp(min=1e-300).log().numpy()
         distances = [math.nan if one.distance is None else one.distance for one in outputs]
         found[f"{kind} distances"] = np.array(distances)
@@ -225,9 +227,12 @@ def held_text(held: Sequence[bool | None]) -> str:
 def multilabel_coverage(count: int, draws: int) -> list[str]:
     """Coverage of each of MULTILABEL, of eight correlated classes that 8 to 50 % of images have."""
     generator = torch.Generator().manual_seed(1)
-    options = {"generator": generator, "dtype": torch.float64}
-    logits = torch.randn(20_000, 2, **options) @ torch.randn(2, 8, **options)
-    logits += torch.randn(20_000, 8, **options) + torch.linspace(-3, 0, 8, dtype=torch.float64)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+    logits = normal(20_000, 2) @ normal(2, 8)
+    logits += normal(20_000, 8) + torch.linspace(-3, 0, 8, dtype=torch.float64)
     targets, probabilities = (
         torch.bernoulli(logits.sigmoid(), generator=generator),
         logits.sigmoid(),
@@ -360,8 +365,8 @@ def thresholds_table(run: Predictions) -> str:
             shares = [share for _, share in counts[kind] if not math.isnan(share)]
             kept = sum(not share < target for _, share in counts[kind])
             answered = np.mean([given for given, _ in counts[kind]])
-            right = percent(np.mean(shares)) if shares else "-"
-            row.append(f"{kept} kept; {right} of {answered:.0%}")
+            mean = percent(np.mean(shares)) if shares else "-"
+            row.append(f"{kept} kept; {mean} of {answered:.0%}")
         rows.append(row)
     head = ["target", "proven", *(f"{kind}: kept; right of answered" for kind in KINDS)]
     return markdown(f"Thresholds of {run.name}, {SPLITS} halves", head, rows)
@@ -414,20 +419,24 @@ def calibration(options: argparse.Namespace) -> Iterator[str]:
     yield markdown("Calibration error", head, rows)
 
 
-def one_temperature(logits: Tensor, labels: Tensor):
+Scale = Callable[[Tensor], Tensor]
+"""Logits -> scaled logits, (images, classes) -> the same."""
+
+
+def one_temperature(logits: Tensor, labels: Tensor) -> Scale:
     """The temperature of the smallest loss."""
     scaling = best_temperature(logits, labels)
     return lambda other: scale_logits(other, *scaling)
 
 
-def chosen_scaling(logits: Tensor, labels: Tensor):
+def chosen_scaling(logits: Tensor, labels: Tensor) -> Scale:
     """What vit calibrate chooses."""
     fitted = fit_temperature(logits, labels)
     scaling = Scaling() if fitted is None else fitted.scaling
     return lambda other: scale_logits(other, *scaling)
 
 
-def temperature_by_answer(logits: Tensor, labels: Tensor):
+def temperature_by_answer(logits: Tensor, labels: Tensor) -> Scale:
     """A temperature for each predicted class, which keeps the answers; see MIN_ANSWERS."""
     answers = logits.argmax(dim=1)
     common = best_temperature(logits, labels).temperature
@@ -439,7 +448,7 @@ def temperature_by_answer(logits: Tensor, labels: Tensor):
     return lambda other: other / each[other.argmax(dim=1)].unsqueeze(1)
 
 
-def vector_scaling(logits: Tensor, labels: Tensor):
+def vector_scaling(logits: Tensor, labels: Tensor) -> Scale:
     """A factor and an offset for each class (Guo et al., section 4.2), which changes answers."""
     factors = torch.ones(logits.shape[1], dtype=torch.float64, requires_grad=True)
     offsets = torch.zeros(logits.shape[1], dtype=torch.float64, requires_grad=True)
@@ -459,7 +468,7 @@ def vector_scaling(logits: Tensor, labels: Tensor):
     return lambda other: (other - other.amax(dim=1, keepdim=True)) * scale + shift
 
 
-def percent(share: float) -> str:
+def percent(share: SupportsFloat) -> str:
     return f"{100 * float(share):.1f}"
 
 

@@ -49,10 +49,10 @@ def main() -> None:
     number = 0
     for answers in predictor.batches(paths):
         for answer in answers:
-            if answer.probabilities is None or answer.image is None:
+            if answer.probabilities is None or answer.pixels is None:
                 continue
             number += 1
-            image = predictor.preprocessing.normalise(answer.image.to(predictor.device))
+            image = predictor.preprocessing.normalise(answer.pixels.to(predictor.device))
             best, second = answer.probabilities.topk(2).indices.tolist()
             ours, other = relevance(predictor.model, torch.stack([image] * 2), [best, second])
             maps = {

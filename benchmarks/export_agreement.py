@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -26,18 +27,19 @@ from PIL import Image
 from vit.data.image_io import read_image
 from vit.export.reference_outputs import ModelOutputs, by_reference_code
 from vit.exported.load_exported import load_exported
+from vit.exported.onnx_classifier import ExportedClassifier
 from vit.weights.saved_model import load_run
 
 Saver = Callable[[Image.Image, Path, Image.Exif], Path]
 
 
-def saver(suffix: str, mode: str = "RGB", **options: object) -> Saver:
+def saver(suffix: str, mode: str = "RGB", **options: Any) -> Saver:
     """Writes an image in a format and a mode."""
 
     def save(image: Image.Image, path: Path, exif: Image.Exif) -> Path:
         there = path.with_suffix(suffix)
         converted = of_mode(image, mode)
-        with_exif = {} if suffix in (".gif", ".bmp", ".ppm") else {"exif": exif}
+        with_exif: dict[str, Any] = {} if suffix in (".gif", ".bmp", ".ppm") else {"exif": exif}
         converted.save(there, **with_exif, **options)
         return there
 
@@ -74,7 +76,8 @@ def make_images(photos: list[str], folder: Path, count: int) -> list[str]:
     paths = []
     for number in range(count):
         image = read_image(photos[number * len(photos) // count])
-        width, height = (round(math.exp(x)) for x in random.uniform(*np.log([20, 4000]), 2))
+        low, high = math.log(20), math.log(4000)
+        width, height = (round(math.exp(x)) for x in random.uniform(low, high, 2))
         if number % 3:  # most keep nearly their aspect
             height = min(4000, max(20, round(width * image.height / image.width)))
         exif = Image.Exif()
@@ -96,6 +99,7 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
         for file in files:
             for batch in batches:
                 runner = load_exported(file, batch_size=batch)
+                assert isinstance(runner, ExportedClassifier), "a file of a classifier"
                 precision = runner.metadata.get("precision", "fp32")
                 rows = list(runner.probabilities(paths))
                 apart, same = [], 0

@@ -32,7 +32,7 @@ PLANNED = {
     "dim": 128, "depth": 4, "num_heads": 4, "stem_depth": 4, "stem_width": 16,
 }  # fmt: skip
 TINY = {"image_size": 32, "patch_size": 8, "hidden_dim": 256, "stem_stride": 1}
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "32 px, patches of 8": {**PLANNED, **TINY},
     "64 px, patches of 16": {**PLANNED, "image_size": 64, "patch_size": 16},
 }

@@ -1,10 +1,11 @@
-"""Pretraining on a folder of images, beside lightly with the same encoder, views and batch.
+"""Pretraining on a folder of images, beside lightly with the same network, views and batch.
 
     python -m benchmarks pretraining --images PHOTOS --memory
 
 A run is the second pass over EPOCH_STEPS batches, with the loading of the images; each way has a
 process of its own, whose peak is that of the process that computes. lightly's part is its
-transform, projection head and loss in a loop of torch's loader and AdamW, as in its examples.
+transform, projection head and loss in a loop of torch's loader and AdamW, as in its examples. It
+has our own encoder, with the stem that the plan chooses; and timm's, as its users do.
 """
 
 import argparse
@@ -16,24 +17,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Comparison, Run
 
 SIDE, BATCH, EPOCH_STEPS = 64, 128, 20
-NETWORK: dict[str, Any] = {
-    "image_size": SIDE,
-    "patch_size": 16,
-    "dim": 192,
-    "depth": 6,
-    "num_heads": 6,
-    "stem": "conv",
-    "stem_depth": 4,
-    "stem_width": 24,
-    "position": "sinusoidal_2d",
-    "pooling": "mean",
-    "class_token": False,
+BLOCKS: dict[str, Any] = {"image_size": SIDE, "dim": 192, "depth": 6, "num_heads": 6}
+STEM = {"patch_size": 16, "stem": "conv", "stem_depth": 4, "stem_width": 24}
+PLANNED = {"position": "sinusoidal_2d", "pooling": "mean", "class_token": False}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "ours": {**BLOCKS, **STEM, **PLANNED},
+    "timm": {**BLOCKS, "patch_size": 8},
+}
+TITLES = {
+    "ours": f"SimCLR, {SIDE} px, 6 blocks of 192 behind a convolutional stem, batches of {BATCH}",
+    "timm": f"SimCLR, {SIDE} px in patches of 8, 6 blocks of 192, batches of {BATCH}; timm's ViT",
 }
 
 
@@ -42,14 +42,14 @@ def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
     if options.images is None:
         raise SystemExit("pretraining: give a folder of images with --images")
 
-    def way(name: str) -> Run:
+    def way(name: str, network: str) -> Run:
         if name.startswith("lightly"):
             importlib.import_module("lightly")
-        words = [sys.executable, "-m", "benchmarks.pretraining", name, options.images.resolve()]
+        words = [sys.executable, "-m", "benchmarks.pretraining", name, network]
 
         def run() -> float:
             done = subprocess.run(
-                [*map(str, words), str(options.workers)],
+                [*words, str(options.images.resolve()), str(options.workers)],
                 capture_output=True,
                 text=True,
             )
@@ -60,20 +60,22 @@ def pretraining(options: argparse.Namespace) -> Iterator[Comparison]:
         return run
 
     names = ("vit pretrain", "lightly, float32", "lightly, bf16")
-    yield Comparison(
-        title=f"SimCLR, {SIDE} px, 6 blocks of 192, batches of {BATCH}",
-        ways={name: lambda name=name: way(name) for name in names},
-        count=EPOCH_STEPS * BATCH,
-        warm_ups=0,
-    )
+    for network, title in TITLES.items():
+        yield Comparison(
+            title=title,
+            ways={name: partial(way, name, network) for name in names},
+            count=EPOCH_STEPS * BATCH,
+            warm_ups=0,
+        )
 
 
-def vit_seconds(images: Path) -> float:
+def vit_seconds(network: str, images: Path) -> float:
     """Seconds of the second epoch of `vit pretrain`, as it is with a plan."""
     from vit.tasks.task import get_task
     from vit.training.train import train
 
-    settings = {**get_task("simclr").planned_settings, **NETWORK, "start_image_size": None}
+    settings = {**get_task("simclr").planned_settings, **NETWORKS[network]}
+    settings |= {"start_image_size": None}
     settings |= {"optimizer": "muon", "batch_size": BATCH, "epochs": 2, "cache": "ram"}
     settings |= {"epoch_steps": EPOCH_STEPS, "interpolation": "bilinear", "warmup_epochs": 1}
     with tempfile.TemporaryDirectory() as folder:
@@ -84,20 +86,27 @@ def vit_seconds(images: Path) -> float:
     return float(EPOCH_STEPS * BATCH / last["images_per_second"])
 
 
-def lightly_seconds(images: Path, *, bf16: bool, workers: int) -> float:
+def lightly_seconds(network: str, images: Path, *, bf16: bool, workers: int) -> float:
     """Seconds of the second pass over as many batches."""
     import torch
     from lightly.data import LightlyDataset
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
     from lightly.transforms import SimCLRTransform
+    from timm.models.vision_transformer import VisionTransformer
     from torch.utils.data import DataLoader
 
     from vit.config import ModelConfig
     from vit.model.build import assemble_model
 
-    encoder = assemble_model(ModelConfig(**NETWORK, num_classes=0))
-    head = SimCLRProjectionHead(NETWORK["dim"], 512, 128)
+    encoder: torch.nn.Module
+    if network == "timm":
+        encoder = VisionTransformer(
+            img_size=SIDE, patch_size=8, embed_dim=192, depth=6, num_heads=6, num_classes=0
+        )
+    else:
+        encoder = assemble_model(ModelConfig(**NETWORKS[network], num_classes=0))
+    head = SimCLRProjectionHead(BLOCKS["dim"], 512, 128)
     loss_of = NTXentLoss(temperature=0.2)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=1e-3)
     loader: DataLoader[Any] = DataLoader(
@@ -123,10 +132,9 @@ def lightly_seconds(images: Path, *, bf16: bool, workers: int) -> float:
 
 
 if __name__ == "__main__":
-    name, folder, workers = sys.argv[1:]
+    name, network, folder, workers = sys.argv[1:]
     if name.startswith("vit"):
-        print(vit_seconds(Path(folder)))
+        print(vit_seconds(network, Path(folder)))
     else:
-        print(
-            lightly_seconds(Path(folder), bf16=name.endswith("bf16"), workers=int(workers)),
-        )
+        bf16 = name.endswith("bf16")
+        print(lightly_seconds(network, Path(folder), bf16=bf16, workers=int(workers)))

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,11 @@ def kill_one(after: float, told: list[float]) -> None:
     time.sleep(after)
     os.kill(found[0].pid, signal.SIGKILL)
     told.append(time.perf_counter())
+
+
+def note_time(times: list[float], _note: str) -> None:
+    """Append the time at which a note comes."""
+    times.append(time.perf_counter())
 
 
 def main() -> None:
@@ -64,7 +70,7 @@ def main() -> None:
         predict_with_ray(
             args.run, images, str(out), style="jsonl", top_k=5, workers=args.workers,
             settings={"precision": "fp32", "device": "cpu"},
-            notify=lambda _note, ready=ready: ready.append(time.perf_counter()),
+            notify=partial(note_time, ready),
         )  # fmt: skip
         ended = time.perf_counter()
         what = f"one killed after {killed[0] - began:.1f} s" if killed else "none killed"

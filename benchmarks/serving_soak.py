@@ -32,7 +32,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -208,7 +209,7 @@ class Soak:
             f"most {max(waits):.2f} s"
         )
 
-    def run(self, clients: list[Callable[[], None]], until: Callable[[], bool]) -> None:
+    def run(self, clients: Sequence[Callable[[], None]], until: Callable[[], bool]) -> None:
         """Run clients in threads until a condition holds, and ask the server for its health."""
 
         def guarded(client: Callable[[], None]) -> None:
@@ -358,7 +359,7 @@ def main() -> None:
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
             time.sleep(0.1)
-        good = [lambda seed=seed: soak.good_client(seed) for seed in range(args.clients)]
+        good = [partial(soak.good_client, seed) for seed in range(args.clients)]
         if args.requests:
             soak.run(good, lambda: sum(soak.counts.values()) >= args.requests)
             print(seconds_line(f"{args.clients} clients", soak.seconds))
@@ -373,7 +374,7 @@ def main() -> None:
 
 
 def soak_for_minutes(
-    soak: Soak, server: int, args: argparse.Namespace, good: list[Callable[[], None]]
+    soak: Soak, server: int, args: argparse.Namespace, good: Sequence[Callable[[], None]]
 ) -> None:
     """Good clients alone for half a minute, then beside abuse, and the memory meanwhile."""
     end = time.monotonic() + 30
@@ -383,7 +384,7 @@ def soak_for_minutes(
     bad: list[Callable[[], None]] = []
     if args.bad:
         files = sorted(path for path in args.bad.rglob("*") if is_small_file(path))
-        bad = [lambda seed=seed: soak.bad_client(seed, files) for seed in range(100, 108)]
+        bad += [partial(soak.bad_client, seed, files) for seed in range(100, 108)]
         bad.append(soak.hold_connections)
     if args.kill:
         bad.append(lambda: soak.kill_replicas(server, args.kill))
@@ -393,7 +394,7 @@ def soak_for_minutes(
         now = time.monotonic() - begin
         if not memory or now - memory[-1][0] >= 5:
             memory.append((now, resident(server)))
-        return now > 60 * args.minutes
+        return bool(now > 60 * args.minutes)
 
     soak.run([*good, *bad], done)
     print(seconds_line("beside abuse" if args.bad else "all", soak.seconds))

@@ -32,8 +32,8 @@ def convert_to_float16(proto: Any) -> Any:
         ConfigError: It is too large for the converter.
         VitError: It cannot be converted, or a weight is too large for float16.
     """
-    from onnxruntime.transformers import float16  # type: ignore[import-untyped]
-    from onnxruntime.transformers.onnx_model import OnnxModel  # type: ignore[import-untyped]
+    from onnxruntime.transformers import float16
+    from onnxruntime.transformers.onnx_model import OnnxModel
 
     check_range(proto)
     blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPERATORS]

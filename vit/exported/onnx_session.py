@@ -70,7 +70,7 @@ class OnnxSession:
         if not isinstance(source, bytes):
             check_external_data(source)
         try:
-            import onnxruntime  # type: ignore[import-untyped]
+            import onnxruntime
         except ImportError:
             raise VitError(f"onnxruntime is not installed: {LIBRARIES}") from None
         requested = list(providers or ["CPUExecutionProvider"])

@@ -333,7 +333,7 @@ def _huggingface(
         AutoModelForImageClassification,
     )
 
-    processor = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+    processor = AutoImageProcessor.from_pretrained(folder)
     own = processor(images=image, return_tensors="pt")["pixel_values"]
     kind = AutoModelForImageClassification if head else AutoModel
     with _without_progress_bars():
@@ -348,9 +348,9 @@ def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

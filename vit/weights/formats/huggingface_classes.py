@@ -20,7 +20,7 @@ from vit.model.initialization import init_weights
 from vit.weights.formats.huggingface_config import MODEL_TYPE
 
 
-class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+class VitToolkitConfig(PretrainedConfig):
     """transformers' config with our settings under `network`.
 
     Args:
@@ -34,7 +34,7 @@ class VitToolkitConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
         super().__init__(**others)
 
 
-class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
+class _Base(PreTrainedModel):
     config_class = VitToolkitConfig
     config: VitToolkitConfig
     base_model_prefix = ""
@@ -46,13 +46,13 @@ class _Base(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.network = assemble_model(parse_model_config(config.network))
         if not next(self.network.parameters()).is_meta:
             init_weights(self.network)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def _init_weights(self, _: Any) -> None:
         """Does nothing: `init_weights` has already initialised all weights."""
 
 
-class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
+class VitToolkitModel(_Base):
     """The encoder: tokens after the final norm, and the pooled output."""
 
     def forward(
@@ -66,7 +66,7 @@ class VitToolkitModel(_Base):  # type: ignore[no-untyped-call]
         return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=pooled)
 
 
-class VitToolkitForImageClassification(_Base):  # type: ignore[no-untyped-call]
+class VitToolkitForImageClassification(_Base):
     """The encoder with a classification head."""
 
     def forward(
