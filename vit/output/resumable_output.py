@@ -163,7 +163,10 @@ def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
         end += block.images
         yield block
     if end != images:
-        raise RunError(f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}")
+        raise RunError(
+            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start again "
+            "with --overwrite and without --resume"
+        )
 
 
 def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
