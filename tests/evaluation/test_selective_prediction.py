@@ -153,8 +153,8 @@ def test_a_calibration_names_a_share_that_its_images_prove(multilabel):
 
 def test_the_largest_distance_is_that_of_a_new_group_where_groups_are_enough():
     """A group of many images near those of training does not make the others look far."""
-    logits, labels = torch.randn(600, 3, generator=torch.Generator().manual_seed(0)), torch.arange(3)
-    labels = labels.repeat(200)
+    logits = torch.randn(600, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(3).repeat(200)
     groups = torch.arange(600).clamp(max=250)
     distances = torch.arange(600, 0, -1).double()
 

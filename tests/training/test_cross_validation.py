@@ -5,16 +5,22 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from scipy import stats
 
 import vit
 from vit.commands.main import main
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError, RunError, WeightsError
+from vit.evaluation.temperature_scaling import fit_temperature
+from vit.inference.fold_soup import save_fold_soup
 from vit.training import cross_validation
 from vit.training.cross_validation import interval, t_quantile, train_folds
 from vit.training.train import train
+from vit.weights.safetensors_io import read_tensors
+from vit.weights.saved_model import load_run
 
 SETTINGS = {"folds": 3, "epochs": 1, "warmup_epochs": 0}
 
@@ -198,6 +204,79 @@ def suspects(folder):
     """The images in label_errors.csv."""
     with open(folder / "label_errors.csv", encoding="utf-8", newline="") as file:
         return [row["image"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def fold_runs(config, tmp_path):
+    """A cross-validation in tmp_path/folds that began with the weights of tmp_path/first."""
+    train(config(folds=None, epochs=2), tmp_path / "first")
+    settings = config(weights=str(tmp_path / "first"), epochs=2)
+    vit.cross_validate(settings, tmp_path / "folds")
+    return [tmp_path / f"folds/fold-{fold}" for fold in (1, 2, 3)]
+
+
+@pytest.mark.auto_precision
+def test_folds_of_pretrained_weights_make_one_network(fold_runs, colour_data, tmp_path, capfd):
+    soup = tmp_path / "folds/soup"
+    weights = [read_tensors(run / "model.safetensors")[0] for run in fold_runs]
+    for name, mean in read_tensors(soup / "model.safetensors")[0].items():
+        exact = np.mean([each[name].double().numpy() for each in weights], axis=0)
+        assert np.array_equal(mean.numpy(), exact.astype(np.float32))
+    predictor = vit.Predictor(soup, device="cpu")
+    assert predictor.classes == ("blue", "green", "red")
+    assert predictor(sorted((colour_data / "val/red").iterdir()))[0].predictions[0][0] == "red"
+    # no image is left to measure it, which an evaluation says
+    vit.evaluate(soup, str(colour_data / "train"), device="cpu", notify=print)
+    assert "soup was trained on 36 of these 36 images" in capfd.readouterr().out
+    with pytest.raises(WeightsError, match=r"give the network of all folds, .*/folds/soup$"):
+        vit.Predictor(tmp_path / "folds")
+    # config.yaml repeats the cross-validation
+    stored = yaml.safe_load((soup / "config.yaml").read_text())
+    assert (stored["folds"], stored["fold"]) == (3, None)
+    assert [run.name for run in vit.runs(tmp_path / "folds").runs] == ["fold-1", "fold-2", "fold-3"]
+
+
+@pytest.mark.auto_precision
+def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
+    fold_runs, tmp_path, monkeypatch
+):
+    soup = tmp_path / "folds/soup"
+    assert load_run(soup).calibration is None  # 36 images are too few
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 30)
+    save_fold_soup(tmp_path / "folds", 3)
+    logits, labels = [], []
+    for run in fold_runs:
+        predictor = vit.Predictor(run, device="cpu", precision="fp32", no_calibration=True)
+        record = json.loads((run / "split.json").read_text())
+        for name in record["val"]:
+            (result,) = predictor([f"{record['root']}/{name}"])
+            scores = dict(result.predictions)
+            logits.append([math.log(scores[label]) for label in predictor.classes])
+            labels.append(predictor.classes.index(name.split("/")[0]))
+    fitted = fit_temperature(torch.tensor(logits), torch.tensor(labels))
+    calibration = load_run(soup).calibration
+    found = fitted.scaling
+    assert (calibration.temperature, calibration.exponent) == pytest.approx(found, rel=1e-3)
+    assert (calibration.images, calibration.rejects) == (36, False)
+
+
+@pytest.mark.auto_precision
+def test_a_network_of_all_folds_that_is_worse_than_they_are_is_not_kept(
+    fold_runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "vit.inference.fold_soup.average_weights",
+        lambda states: {name: -tensor for name, tensor in next(iter(states)).items()},
+    )
+    (line,) = save_fold_soup(tmp_path / "folds", 3)
+    assert line.startswith("note: no network of all folds: the mean of their weights is worse")
+    assert not (tmp_path / "folds/soup/model.safetensors").exists()  # nor an earlier one
+
+
+@pytest.mark.auto_precision
+def test_folds_from_scratch_make_no_network(config, tmp_path):
+    vit.cross_validate(config(folds=2), tmp_path)
+    assert not (tmp_path / "soup").exists()
 
 
 @pytest.mark.parametrize("freedom", range(1, 12))

@@ -215,11 +215,13 @@ def cross_validate(
     Returns:
         The content of OUT/folds.json: `scores` of each fold, their `mean` and `interval`; and
         `failed`, unreadable images with the reason. Of classes, OUT/rows.jsonl has a row for each
-        image, and OUT/label_errors.csv the suspected labels.
+        image, and OUT/label_errors.csv the suspected labels. With pretrained weights, OUT/soup is
+        the network of all folds, the mean of their weights.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
+    from vit.inference.fold_soup import save_fold_soup
     from vit.inference.out_of_fold import evaluate_fold, join_folds
     from vit.training.cross_validation import train_folds
 
@@ -238,6 +240,8 @@ def cross_validate(
         labels = config.data.labels if isinstance(config, Config) else config.get("labels")
         folder = Path(out or default_run_folder(data))
         for line in join_folds(folder, record["folds"], data, labels):
+            notify(line)
+        for line in save_fold_soup(folder, record["folds"]):
             notify(line)
     return record
 

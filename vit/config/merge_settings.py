@@ -18,6 +18,8 @@ from vit.text import join_names, printable
 YAML_SUFFIXES = (".yaml", ".yml")
 FOLDS_FILE = "folds.json"
 """Record of a cross-validation, in the folder of its runs."""
+SOUP_FOLDER = "soup"
+"""Folder beside it of the network that is the mean of all folds."""
 
 
 def call_settings(

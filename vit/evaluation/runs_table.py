@@ -24,6 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.parser import all_settings, as_typed, nearest, read_stored_settings
 from vit.config.presets import PRESETS
 from vit.config.training_config import TIME_DECIDES
@@ -360,7 +361,10 @@ def sort_key(name: str) -> Callable[[RunRecord], Any]:
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Run folders: `root` and those below it; hidden folders and links are left out."""
+    """Run folders: `root` and those below it; hidden folders and links are left out.
+
+    The network of all folds is none: nothing measured it.
+    """
     for place, folders, files in os.walk(root):
         inside = {*folders, *files}
         is_run = METRICS in inside or (
@@ -371,7 +375,9 @@ def find_runs(root: Path) -> Iterator[Path]:
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".") and not (is_run and name in OWN_FOLDERS)
+            if not name.startswith(".")
+            and not (is_run and name in OWN_FOLDERS)
+            and not (FOLDS_FILE in inside and name == SOUP_FOLDER)
         )
 
 

@@ -164,8 +164,8 @@ def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
         yield block
     if end != images:
         raise RunError(
-            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start again "
-            "with --overwrite and without --resume"
+            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start "
+            "again with --overwrite and without --resume"
         )
 
 

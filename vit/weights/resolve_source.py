@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.parser import RUNS
 from vit.errors import WeightsError
 from vit.paths import did_you_mean, names_in, path_argument
@@ -288,13 +289,27 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     try:
         name, notes = choose_weights_file(names)
     except WeightsError as error:
-        if "folds.json" not in names and (runs := _folders_with_weights(folder)):
+        runs = _folders_with_weights(folder)
+        if FOLDS_FILE in names:
+            raise WeightsError(_folds_message(folder, runs)) from None
+        if runs:
             raise WeightsError(
                 f"{printable(folder)} has no weights itself; give one of the folders in it that "
                 f"have: {join_names(runs)}"
             ) from None
         raise WeightsError(f"{printable(folder)}: {error}") from None
     return replace(_describe_files(folder / name), notes=notes)
+
+
+def _folds_message(folder: Path, runs: Sequence[Path]) -> str:
+    """Message that `folder` is that of a cross-validation, with `runs` in it."""
+    remedy = "a run of all images, trained without --folds, or one fold, such as its fold-1"
+    if folder / SOUP_FOLDER in runs:
+        remedy = f"the network of all folds, {printable(folder / SOUP_FOLDER)}"
+    return (
+        f"{printable(folder)}: the folds of a cross-validation, which measure the settings; give "
+        f"{remedy}"
+    )
 
 
 def _folders_with_weights(folder: Path) -> list[Path]:
@@ -334,11 +349,6 @@ def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         onnx = next((name for name in names if name.endswith(".onnx")), None)
         if onnx is not None:
             raise WeightsError(f"{printable(onnx)} is {ONNX}")
-        if "folds.json" in names:
-            raise WeightsError(
-                "the folds of a cross-validation, which measure the settings; give a run that was "
-                "trained on all images, without --folds, or one fold, such as its fold-1"
-            )
         there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
         raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
     first = found[0]

@@ -9,14 +9,11 @@ import torch
 from vit.errors import WeightsError
 from vit.stop_signals import Interrupted
 from vit.tasks.classification import Classification
-from vit.training.checkpoint.best_checkpoints import (
-    BestEpochs,
-    average_best_epochs,
-    average_weights,
-)
+from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
 from vit.training.final_report import read_events
 from vit.training.train import train
 from vit.training.validation import Validation
+from vit.weights.model_soup import average_weights
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 

@@ -63,7 +63,8 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
     notes = [*index.notes, labels.note]
     if others := others - len(unlabelled):
-        use = "" if spec.unlabelled else " (a training with --teacher RUN learns from them too)"
+        training = not (spec.split or spec.all_splits or spec.unlabelled)
+        use = " (a training with --teacher RUN learns from them too)" if training else ""
         notes.append(f"{plural(others, 'image')} without a label: not used{use}")
     lists = dict.fromkeys(splits, printable(spec.label_list))
     locations = {name: index.locations.get(name, lists[name]) for name in splits}

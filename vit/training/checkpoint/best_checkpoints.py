@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vit.training.checkpoint.checkpoint import require_same
 from vit.training.checkpoint.run_folder import BEST
 from vit.training.validation import Validation
+from vit.weights.model_soup import average_weights
 from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
 
 Event = dict[str, Any]
@@ -128,11 +128,3 @@ def average_best_epochs(
     if not better:
         chosen = best.load(best.first["epoch"])
     return {"event": "soup", "epochs": sorted(members), **event, "better": better}, chosen
-
-
-def average_weights(weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each tensor over `weights`, computed in float64 and cast to its dtype."""
-    return {
-        name: torch.stack([each[name].double() for each in weights]).mean(dim=0).to(tensor.dtype)
-        for name, tensor in weights[0].items()
-    }
