@@ -206,6 +206,7 @@ def test_settings_that_were_chosen_are_reckoned_with():
     assert huge.passes < usual.passes / 20
     assert huge.passes < 1
     assert make_plan(PHOTOS, {"epochs": 7}).passes == 7
+    assert make_plan(PHOTOS, {"epochs": 7, "time": "20m"}).passes == usual.passes  # of the time
     assert make_plan(PHOTOS, {"steps": 100, "batch_size": 30}).passes == 1
 
 

@@ -175,7 +175,7 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
 
 @pytest.mark.parametrize("slower", [0.9, 3.0])
 def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
-    clock, tiny_config, tmp_path, monkeypatch, slower
+    clock, tiny_config, tmp_path, monkeypatch, capfd, slower
 ):
     began, seconds = clock.now, 300
     clock.step, clock.validation = 2.0, 2.5
@@ -198,6 +198,8 @@ def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
     monkeypatch.setattr(trainer, "validate", validate)
     config = tiny_config(warmup_epochs=None, time=f"{seconds}s", schedule="wsd")
     train(config, tmp_path / "a", began=began)
+    note = f"note: time={seconds}s chooses the length: epochs=3 is not used; leave one of them out"
+    assert note in capfd.readouterr().err
     took = clock.now + clock.validation - began  # the report validates once more
     assert 0.97 * seconds < took <= seconds
     settled = stored_config(tmp_path / "a")

@@ -381,11 +381,12 @@ def decide_optimisation(plan: Plan) -> None:
     if facts.device != "cpu":
         batch *= 4
     shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
+    timed = plan.given.get("time") is not None  # which is then the length
     batch = even_batch(facts.images, batch, facts.processes * math.prod(shares))
     batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
     if plan.given.get("steps") is not None:
         plan.passes = plan.given["steps"] * batch / facts.images
-    elif "epochs" in plan.given and plan.given.get("epoch_steps") is None:
+    elif "epochs" in plan.given and plan.given.get("epoch_steps") is None and not timed:
         plan.passes = plan.given["epochs"]
     if not plan.given.get("encoder_lr"):
         optimizer = plan.decide("optimizer", "muon", "fewer steps to the same accuracy than AdamW")
