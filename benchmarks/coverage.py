@@ -106,6 +106,8 @@ def predict(run: Path, file: Path) -> None:
             output for batch in predictor.batches([one.path for one in samples]) for output in batch
         ]
         probabilities = [one.probabilities for one in outputs if one.probabilities is not None]
+        if len(probabilities) < len(outputs):
+            raise SystemExit(f"{run}: validation images that cannot be read")
         rows = torch.stack(probabilities).double()
         found[f"{kind} logits"] = rows.clamp(min=1e-300).log().numpy()
         distances = [math.nan if one.distance is None else one.distance for one in outputs]

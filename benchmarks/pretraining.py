@@ -27,9 +27,10 @@ SIDE, BATCH, EPOCH_STEPS = 64, 128, 20
 BLOCKS: dict[str, Any] = {"image_size": SIDE, "dim": 192, "depth": 6, "num_heads": 6}
 STEM = {"patch_size": 16, "stem": "conv", "stem_depth": 4, "stem_width": 24}
 PLANNED = {"position": "sinusoidal_2d", "pooling": "mean", "class_token": False}
+PLAIN = {"patch_size": 8, "stem": "linear", "position": "learned", "pooling": "class_token"}
 NETWORKS: dict[str, dict[str, Any]] = {
     "ours": {**BLOCKS, **STEM, **PLANNED},
-    "timm": {**BLOCKS, "patch_size": 8},
+    "timm": {**BLOCKS, **PLAIN, "class_token": True},
 }
 TITLES = {
     "ours": f"SimCLR, {SIDE} px, 6 blocks of 192 behind a convolutional stem, batches of {BATCH}",

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from vit.commands.main import main
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.temperature_scaling import fit_temperature
 from vit.inference.fold_soup import save_fold_soup
+from vit.score_calibration import ScoreCalibration
 from vit.training import cross_validation
 from vit.training.cross_validation import interval, t_quantile, train_folds
 from vit.training.train import train
+from vit.weights.model_soup import delete_fold_soup
 from vit.weights.safetensors_io import read_tensors
-from vit.weights.saved_model import load_run
+from vit.weights.saved_model import load_run, store_calibration
 
 SETTINGS = {"folds": 3, "epochs": 1, "warmup_epochs": 0}
 
@@ -243,7 +246,7 @@ def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
     soup = tmp_path / "folds/soup"
     assert load_run(soup).calibration is None  # 36 images are too few
     monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 30)
-    save_fold_soup(tmp_path / "folds", 3)
+    save_again(tmp_path / "folds")
     logits, labels = [], []
     for run in fold_runs:
         predictor = vit.Predictor(run, device="cpu", precision="fp32", no_calibration=True)
@@ -262,15 +265,74 @@ def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
 
 @pytest.mark.auto_precision
 def test_a_network_of_all_folds_that_is_worse_than_they_are_is_not_kept(
-    fold_runs, tmp_path, monkeypatch
+    fold_runs, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
         "vit.inference.fold_soup.average_weights",
-        lambda states: {name: -tensor for name, tensor in next(iter(states)).items()},
+        lambda states: {name: -each[0] for name, each in together(states).items()},
     )
-    (line,) = save_fold_soup(tmp_path / "folds", 3)
+    line = save_again(tmp_path / "folds")
     assert line.startswith("note: no network of all folds: the mean of their weights is worse")
-    assert not (tmp_path / "folds/soup/model.safetensors").exists()  # nor an earlier one
+    assert not (tmp_path / "folds/soup").exists()
+    # nor of folds of different networks
+    monkeypatch.undo()
+    train(config(fold=2, dim=24, weights=None), fold_runs[1], overwrite=True)
+    line = save_again(tmp_path / "folds")
+    assert "fold-2 differs from" in line
+    assert line.endswith("fold-1 in classes, network, preprocessing or first weights")
+
+
+def save_again(folds):
+    """Make the network of all folds anew; the last line of it."""
+    delete_fold_soup(folds)
+    lines = []
+    save_fold_soup(folds, 3, lines.append)
+    return lines[-1]
+
+
+def together(states):
+    """All tensors of the same name."""
+    states = list(states)
+    return {name: [state[name] for state in states] for name in states[0]}
+
+
+@pytest.mark.auto_precision
+def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
+    fold_runs, config, tmp_path, monkeypatch
+):
+    out, lines = tmp_path / "folds", []
+    weights = out / "soup/model.safetensors"
+    store_calibration(out / "soup", ScoreCalibration(temperature=2.0, images=50))
+    before = weights.read_bytes()
+    vit.cross_validate(out=out, resume=True)
+    assert weights.read_bytes() == before
+    # unreadable images are not compared
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 30)
+    record = json.loads((fold_runs[0] / "split.json").read_text())
+    broken = f"{record['root']}/{record['val'][0]}"
+    content = Path(broken).read_bytes()
+    Path(broken).write_bytes(b"no image")
+    save_again(out)
+    Path(broken).write_bytes(content)
+    assert load_run(out / "soup").calibration.images == 35
+    # a refused command changes nothing, and a training deletes it
+    settings = config(weights=str(tmp_path / "first"), epochs=2)
+    with pytest.raises(WeightsError, match="nothing is not there"):
+        train_folds(config(weights="nothing"), out, measure=measured, overwrite=True)
+    assert weights.is_file()
+
+    def stopping(_folder):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_folds(settings, out, measure=stopping, overwrite=True)
+    assert not (out / "soup").exists()
+    # a run that somebody called so is left alone
+    shutil.copytree(tmp_path / "first", out / "soup")
+    save_fold_soup(out, 3, lines.append)
+    assert lines == [
+        f"note: no network of all folds: {out}/soup has other files; move them away, and --resume"
+    ]
 
 
 @pytest.mark.auto_precision

@@ -198,7 +198,7 @@ def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
     monkeypatch.setattr(trainer, "validate", validate)
     config = tiny_config(warmup_epochs=None, time=f"{seconds}s", schedule="wsd")
     train(config, tmp_path / "a", began=began)
-    note = f"note: time={seconds}s chooses the length: epochs=3 is not used; leave one of them out"
+    note = f"note: time={seconds}s chooses the length of the training: epochs=3 is not used"
     assert note in capfd.readouterr().err
     took = clock.now + clock.validation - began  # the report validates once more
     assert 0.97 * seconds < took <= seconds

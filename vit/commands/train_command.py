@@ -241,8 +241,7 @@ def cross_validate(
         folder = Path(out or default_run_folder(data))
         for line in join_folds(folder, record["folds"], data, labels):
             notify(line)
-        for line in save_fold_soup(folder, record["folds"]):
-            notify(line)
+        save_fold_soup(folder, record["folds"], notify)
     return record
 
 

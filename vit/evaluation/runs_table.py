@@ -363,7 +363,7 @@ def sort_key(name: str) -> Callable[[RunRecord], Any]:
 def find_runs(root: Path) -> Iterator[Path]:
     """Run folders: `root` and those below it; hidden folders and links are left out.
 
-    The network of all folds is none: nothing measured it.
+    The network of all folds of a cross-validation is left out: it has no scores.
     """
     for place, folders, files in os.walk(root):
         inside = {*folders, *files}

@@ -3,31 +3,36 @@
     soup = 1/K sum_k weights of fold k                  all began with the same pretrained weights
     kept if loss(soup) <= 1/K sum_k loss(fold k)        on the images of all folds
 
-Networks that were fine-tuned from the same weights lie in one basin of the loss, where their mean
-is better than they are on average, and has learned from all images. No image is left to measure it:
-its scores are those of the folds, and its temperature is fitted to their logits of images that they
-have not seen. Nothing is proven of its own answers, so it has no threshold and no sets.
+Networks that were fine-tuned from the same weights usually lie in one basin of the loss, where
+their mean is better than they are on average. No image is left to measure that: its scores are
+those of the folds, the condition above finds only folds that ended far from each other, and its
+temperature is fitted to logits of images that the folds have not seen. Nothing is proven of its own
+answers, so it has no threshold and no sets.
 
 Source: Wortsman et al., "Model soups", arXiv:2203.05482.
 """
 
 import dataclasses
 import json
+import os
+import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vit.config import Config
 from vit.config.merge_settings import SOUP_FOLDER
 from vit.config.parser import write_settings
 from vit.config.stored_config import stored_config
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import SPLIT_FILE
+from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
+from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.image_groups import number_groups
 from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import load_samples
@@ -35,8 +40,8 @@ from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
 from vit.text import printable
-from vit.weights.model_soup import average_weights
-from vit.weights.safetensors_io import atomic_write, write_text
+from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
+from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import (
     WEIGHTS_FILE,
     LoadedRun,
@@ -47,89 +52,163 @@ from vit.weights.saved_model import (
 
 MAX_IMAGES = 2000
 """Images that the networks are compared on, evenly spread."""
+Notify = Callable[[str], object]
 
 
 class HeldOut(NamedTuple):
-    """The images of all folds."""
+    """Images of all folds."""
 
     samples: list[Sample]
     folds: Tensor
     """Place of the fold that holds out each image, (images,)."""
-    groups: Tensor | None
-
-    @property
-    def labels(self) -> Tensor:
-        """(images,)"""
-        return torch.tensor([sample.label for sample in self.samples])
+    groups: list[str] | None
+    """Names of their groups, if they have some."""
 
 
-def save_fold_soup(folder: Path, folds: int) -> list[str]:
+def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
     """Average the folds of a cross-validation of pretrained weights into `folder`/soup.
+
+    Of a training from scratch, or with several classes an image, there is none. One that is newer
+    than the folds stays as it is. Errors become a note, for the folds are complete without it.
 
     Args:
         folder: Folder of the finished runs fold-1, fold-2, ...
         folds: Their number.
-
-    Returns:
-        Lines for the user; none of a training from scratch, or with several classes an image.
-
-    Raises:
-        VitError: A run cannot be read, or the soup cannot be written.
+        notify: Receives lines for the user.
     """
     out = folder / SOUP_FOLDER
-    (out / WEIGHTS_FILE).unlink(missing_ok=True)  # of earlier folds
     runs = [folder / f"fold-{fold}" for fold in range(1, folds + 1)]
-    config, soup = stored_config(runs[0]), load_run(runs[0]).without_calibration()
-    one_class = soup.classes and soup.thresholds is None and soup.tokenizer is None
-    if config.finetune.weights is None or not one_class:
-        return []
+    config = stored_config(runs[-1])
+    if config.finetune.weights is None or not config.training.single_label:
+        return
+    ready = f"network of all folds, the mean of their weights: {printable(out)}"
+    try:
+        if not is_newer(out, runs):
+            first = load_run(runs[0])
+            if first.thresholds is not None:
+                return
+            notify("averaging the folds into one network, and comparing it with them")
+            soup, scaling = average_folds(runs, config.run.device)
+            write_soup(out, runs[0], soup, scaling)
+        notify(f"{ready}; each fold learned from {folds - 1}/{folds} of the images")
+    except VitError as error:
+        notify(f"note: no network of all folds: {error}")
+
+
+def is_newer(out: Path, runs: Sequence[Path]) -> bool:
+    """Whether `out` is the soup of `runs` as they are now.
+
+    Raises:
+        WeightsError: Something else is there.
+    """
+    if out.exists() and not is_fold_soup(out) and any(out.iterdir()):
+        raise WeightsError(f"{printable(out)} has other files; move them away, and --resume")
+    weights = out / WEIGHTS_FILE
+    trained = max((run / WEIGHTS_FILE).stat().st_mtime_ns for run in runs)
+    return weights.is_file() and weights.stat().st_mtime_ns >= trained
+
+
+def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCalibration | None]:
+    """The mean of the networks of `runs`, and its calibration if the images are enough.
+
+    Args:
+        runs: The folds.
+        device: That of the training.
+
+    Raises:
+        VitError: The folds differ in more than their weights, their mean is worse than they are, or
+            their images cannot be read.
+    """
+    soup = load_run(runs[0]).without_calibration()
+    source = stored_config(runs[0]).finetune.weights
     images = read_held_out(runs, soup)
     each: list[Tensor] = []
 
     def weights() -> Iterator[dict[str, Tensor]]:
         for run in runs:
             one = load_run(run).without_calibration()
-            each.append(raw_logits(one, images.samples, config.run.device))
+            same = [getattr(one, name) == getattr(soup, name) for name in SHARED]
+            if not all(same) or stored_config(run).finetune.weights != source:
+                raise WeightsError(
+                    f"{printable(run)} differs from {printable(runs[0])} in classes, network, "
+                    "preprocessing or first weights"
+                )
+            each.append(raw_logits(one, images.samples, device))
             yield one.model.state_dict()
 
     soup.model.load_state_dict(average_weights(weights()))
-    after = raw_logits(soup, images.samples, config.run.device)
-    readable = after.isfinite().all(dim=1)
-    labels = images.labels[readable]
-    loss = mean_loss(after[readable], labels)
+    logits = raw_logits(soup, images.samples, device)
+    readable = logits.isfinite().all(dim=1)
+    if not readable.any():
+        raise DataError("not one of their images can be read")
+    labels = torch.tensor([sample.label for sample in images.samples])[readable]
+    loss = mean_loss(logits[readable], labels)
     usual = statistics.fmean(mean_loss(one[readable], labels) for one in each)
     if not loss <= usual:
-        return [
-            "note: no network of all folds: the mean of their weights is worse than they are "
-            f"(loss {loss:.3f} and {usual:.3f} on images of all folds); shorter or gentler "
-            "trainings stay closer to each other, or train once without --folds"
-        ]
-    out.mkdir(exist_ok=True)
+        raise WeightsError(
+            f"the mean of their weights is worse than they are (loss {loss:.3f} and {usual:.3f} on "
+            "images of all folds); shorter or gentler trainings stay closer to each other, or "
+            "train once without --folds"
+        )
+    groups = None
+    if images.groups is not None:
+        kept = readable.tolist()
+        groups = number_groups([one for one, ok in zip(images.groups, kept, strict=True) if ok])
+    unseen = torch.stack(each)[images.folds, torch.arange(len(images.samples))][readable]
+    fitted = fit_temperature(unseen, labels, groups)
+    if fitted is None:
+        return soup, None
+    temperature, exponent = fitted.scaling
+    return soup, ScoreCalibration(temperature=temperature, exponent=exponent, images=len(labels))
+
+
+SHARED = ("classes", "config", "preprocessing")
+"""What all folds have in common, beside the weights that they began with."""
+
+
+def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration | None) -> None:
+    """Write a run folder of `soup` to `out`, as a whole; without what only a training has.
+
+    Args:
+        out: The folder.
+        run: A fold, whose settings those of the cross-validation follow from.
+        soup: The network.
+        scaling: Its calibration.
+
+    Raises:
+        VitError: It cannot be written.
+    """
+    config = stored_config(run)
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
-    atomic_write(out / "config.yaml", lambda beside: write_settings(beside, whole, header))
-    record = {**json.loads((runs[0] / SPLIT_FILE).read_text("utf-8")), "fold": None, "val": []}
-    write_text(out / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
+    record = {**json.loads((run / SPLIT_FILE).read_text("utf-8")), "fold": None, "val": []}
+    beside = out.with_name(f".{out.name}.tmp")
+    with explain_write_errors(out.parent):
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
+        write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
+        serialize_soup(config, soup, beside)
+        if scaling is not None:
+            store_calibration(beside, scaling)
+        delete_fold_soup(out.parent)
+        if out.exists():  # with files of somebody else, such as an exported one
+            for path in beside.iterdir():
+                os.replace(path, out / path.name)
+            beside.rmdir()
+        else:
+            beside.rename(out)
+
+
+def serialize_soup(config: Config, soup: LoadedRun, folder: Path) -> None:
+    """Write config.json and model.safetensors of `soup` to `folder`."""
     serialize_model(
         soup.model.state_dict(),
         config=config,
         classes=soup.classes,
         preprocessing=soup.preprocessing,
         terms=config.finetune.license,
-    ).write(out)
-    groups = None if images.groups is None else images.groups[readable]
-    own = torch.stack(each)[images.folds, torch.arange(len(images.samples))]
-    fitted = fit_temperature(own[readable], labels, groups)
-    if fitted is not None:
-        temperature, exponent = fitted.scaling
-        calibration = ScoreCalibration(
-            temperature=temperature, images=len(labels), exponent=exponent
-        )
-        store_calibration(out, calibration)
-    return [
-        f"network of all folds (the mean of their weights): {printable(out)}; the scores above are "
-        f"those of its parts, which learned from {folds - 1} of {folds} images"
-    ]
+    ).write(folder)
 
 
 def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
@@ -138,25 +217,33 @@ def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
     Args:
         runs: The folds.
         loaded: The first of them.
+
+    Raises:
+        VitError: The data cannot be read, or have none of the images of a fold.
     """
     spec = dataclasses.replace(DatasetSpec.from_config(stored_config(runs[0]).data), split="val")
     task = get_task(loaded.task_name)
-    pairs = [
-        (sample, place)
-        for place, run in enumerate(runs)
-        for sample in load_samples(task, run, spec, loaded.classes, lambda _note: None)
-        if sample.label != NO_LABEL
-    ]
+    pairs: list[tuple[Sample, int]] = []
+    for place, run in enumerate(runs):
+        record = read_split(run)
+        samples = load_samples(task, run, spec, loaded.classes, lambda _note: None)
+        if record is None or len(samples) > len(record.val):  # all images, if none of them is there
+            raise DataError(f"the images that {printable(run)} held out are not there")
+        pairs += [(sample, place) for sample in samples if sample.label != NO_LABEL]
     pairs = pairs[:: max(-(-len(pairs) // MAX_IMAGES), 1)]
-    samples = [sample for sample, _ in pairs]
-    names = image_groups(spec, [sample.path for sample in samples])
-    groups = None if names is None else number_groups(names)
-    return HeldOut(samples, torch.tensor([place for _, place in pairs]), groups)
+    groups = image_groups(spec, [sample.path for sample, _ in pairs])
+    folds = torch.tensor([place for _, place in pairs])
+    return HeldOut([sample for sample, _ in pairs], folds, groups)
 
 
 def raw_logits(run: LoadedRun, samples: Sequence[Sample], device: str) -> Tensor:
     """Logarithms of the raw scores, (images, classes) float64; NaN of unreadable images."""
-    predictor = Predictor(run, precision="fp32", device=None if device == "auto" else device)
+    predictor = Predictor(
+        run,
+        precision="fp32",
+        device=None if device == "auto" else device,
+        notify=lambda _note: None,
+    )
     missing = torch.full((len(run.classes),), torch.nan, dtype=torch.float64)
     rows = [
         missing if output.probabilities is None else output.probabilities.double()

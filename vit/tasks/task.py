@@ -113,10 +113,7 @@ class ValidationLogits:
     @cached_property
     def temperature(self) -> FittedTemperature | None:
         """The scaling of these logits, for the calibration and for the report."""
-        try:
-            groups = self.groups
-        except VitError:  # `calibration_groups` has a note about it
-            groups = None
+        groups = self.calibration_groups(lambda _note: None)
         return fit_temperature(self.logits, self.labels, groups)
 
     def slices(

@@ -32,6 +32,7 @@ from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve_plan, train
+from vit.weights.model_soup import delete_fold_soup
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
@@ -113,10 +114,14 @@ def train_folds(
             )
         except VitError:
             refused = settings_time(run_folder) == before and not begun
-            if refused and accelerator.is_main_process:
-                restore_record(folder, previous)
+            if accelerator.is_main_process:
+                if refused:
+                    restore_record(folder, previous)
+                else:
+                    delete_fold_soup(folder)
             raise
         begun = True
+        on_main(accelerator, lambda: delete_fold_soup(folder))  # of the folds before
         failed |= result.failed
         scores[str(fold)] = on_main(accelerator, partial(numeric_scores, measure, run_folder))
         on_main(accelerator, lambda: write_record(folder, record()))

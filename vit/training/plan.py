@@ -435,6 +435,9 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         for name, value in plan.given.items()
         if name != "data"
     ]
+    if plan.given.get("time") is not None:
+        unused = "not used: time is the length"
+        given = [(name, value, unused if name == "epochs" else why) for name, value, why in given]
     if "weights" in plan.settings:
         lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
     chosen = [(name, choice.value, choice.reason) for name, choice in plan.choices.items()]

@@ -261,7 +261,7 @@ def resolve(
         require_same_settings(config, resumed)
     if (limit := config.training.time) is not None and "epochs" in given:
         unused = f"epochs={config.training.epochs} is not used"
-        notify(f"note: time={limit} chooses the length: {unused}; leave one of them out")
+        notify(f"note: time={limit} chooses the length of the training: {unused}")
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)

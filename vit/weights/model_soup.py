@@ -5,25 +5,62 @@
 Source: Wortsman et al., arXiv:2203.05482.
 """
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from vit.config.merge_settings import SOUP_FOLDER
+from vit.errors import WeightsError
+
+SOUP_FILES = ("model.safetensors", "config.json", "config.yaml", "split.json")
+"""Files of the network of all folds; split.json, which identifies it, is the last to be deleted."""
+
 
 def average_weights(weights: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each tensor over `weights`, computed in float64 and cast to its dtype.
+    """Mean of each tensor over `weights`, computed in float64 on the CPU and cast to its dtype.
 
     Args:
         weights: Tensors of each network by name; one network at a time is in memory.
+
+    Raises:
+        WeightsError: Two networks have other names or shapes.
     """
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     count = 0
     for count, each in enumerate(weights, 1):
-        for name, tensor in each.items():
-            if count == 1:
-                sums[name], dtypes[name] = tensor.double().clone(), tensor.dtype
-            else:
-                sums[name] += tensor
+        numbers = {name: tensor.detach().cpu().double() for name, tensor in each.items()}
+        if count == 1:
+            sums = {name: tensor.clone() for name, tensor in numbers.items()}
+            dtypes = {name: tensor.dtype for name, tensor in each.items()}
+            continue
+        shapes = ({name: one.shape for name, one in part.items()} for part in (sums, numbers))
+        if len({str(sorted(one.items())) for one in shapes}) > 1:
+            raise WeightsError("networks with other parameters have no mean")
+        for name, tensor in numbers.items():
+            sums[name] += tensor
     return {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
+
+
+def is_fold_soup(folder: Path) -> bool:
+    """Whether `folder` has the network of all folds of a cross-validation."""
+    try:
+        record = json.loads((folder / SOUP_FILES[-1]).read_text(encoding="utf-8"))
+        return record["folds"] is not None and record["fold"] is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def delete_fold_soup(folds: Path) -> None:
+    """Delete the network of all folds in `folds`, if there is one, and nothing else."""
+    folder = folds / SOUP_FOLDER
+    if not is_fold_soup(folder):
+        return
+    for name in SOUP_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # files of somebody else, such as an exported one
+        folder.rmdir()

@@ -122,9 +122,8 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
     assert notes[-2].endswith(
         "labels.csv: 4 labelled images (1 other not in the data); 1 row without a label"
     )
-    assert notes[-1] == (
-        "9 images without a label: not used (a training with --teacher RUN learns from them too)"
-    )
+    use = "with --teacher RUN a training learns from those of train"
+    assert notes[-1] == f"9 images without a label: not used ({use})"
 
 
 def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):

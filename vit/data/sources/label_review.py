@@ -64,7 +64,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     notes = [*index.notes, labels.note]
     if others := others - len(unlabelled):
         training = not (spec.split or spec.all_splits or spec.unlabelled)
-        use = " (a training with --teacher RUN learns from them too)" if training else ""
+        use = " (with --teacher RUN a training learns from those of train)" if training else ""
         notes.append(f"{plural(others, 'image')} without a label: not used{use}")
     lists = dict.fromkeys(splits, printable(spec.label_list))
     locations = {name: index.locations.get(name, lists[name]) for name in splits}
