@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vit.config import Config
 from vit.config.merge_settings import SOUP_FOLDER
 from vit.config.parser import write_settings
 from vit.config.stored_config import stored_config
@@ -52,6 +51,8 @@ from vit.weights.saved_model import (
 
 MAX_IMAGES = 2000
 """Images that the networks are compared on, evenly spread."""
+SHARED = ("classes", "config", "preprocessing")
+"""Fields of LoadedRun that all folds have in common, beside the weights that they began with."""
 Notify = Callable[[str], object]
 
 
@@ -162,10 +163,6 @@ def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCa
     return soup, ScoreCalibration(temperature=temperature, exponent=exponent, images=len(labels))
 
 
-SHARED = ("classes", "config", "preprocessing")
-"""What all folds have in common, beside the weights that they began with."""
-
-
 def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration | None) -> None:
     """Write a run folder of `soup` to `out`, as a whole; without what only a training has.
 
@@ -188,7 +185,13 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
         beside.mkdir()
         atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
         write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
-        serialize_soup(config, soup, beside)
+        serialize_model(
+            soup.model.state_dict(),
+            config=config,
+            classes=soup.classes,
+            preprocessing=soup.preprocessing,
+            terms=config.finetune.license,
+        ).write(beside)
         if scaling is not None:
             store_calibration(beside, scaling)
         delete_fold_soup(out.parent)
@@ -198,17 +201,6 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
             beside.rmdir()
         else:
             beside.rename(out)
-
-
-def serialize_soup(config: Config, soup: LoadedRun, folder: Path) -> None:
-    """Write config.json and model.safetensors of `soup` to `folder`."""
-    serialize_model(
-        soup.model.state_dict(),
-        config=config,
-        classes=soup.classes,
-        preprocessing=soup.preprocessing,
-        terms=config.finetune.license,
-    ).write(folder)
 
 
 def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
