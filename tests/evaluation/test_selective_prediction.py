@@ -166,3 +166,27 @@ def test_the_largest_distance_is_that_of_a_new_group_where_groups_are_enough():
     assert farthest(None) == 595  # 5 of 600 images exceed it
     assert farthest(groups) == 599  # 1 of 251 groups
     assert farthest(groups.clamp(max=90)) == 595  # too few groups for 1 in 100
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_no_group_is_scaled_or_decided_by_itself(multilabel, monkeypatch):
+    """The labels of one group change what is fitted to the others, and nothing of its own."""
+    generator = torch.Generator().manual_seed(0)
+    labels, groups = torch.randint(3, (200,), generator=generator), torch.arange(200) // 4
+    logits = 2.0 * torch.nn.functional.one_hot(labels, 3) + torch.randn(200, 3, generator=generator)
+    seen = []
+
+    def record(confidences, right, *_args, **_options):
+        seen.append(confidences)
+
+    monkeypatch.setattr("vit.evaluation.fit_calibration.precision_threshold", record)
+    monkeypatch.setattr("vit.evaluation.fit_calibration.highest_provable", lambda *_args: None)
+    for changed in (labels, torch.where(groups == 9, (labels + 1) % 3, labels)):
+        targets = torch.nn.functional.one_hot(changed, 3) if multilabel else changed
+        assert fit_calibration(logits, targets, groups=groups) is not None
+    own = groups == 9
+    before, after = seen
+    assert torch.equal(before[own], after[own])
+    same = (before == after).double()
+    assert same.mean() < 0.5
+    assert all(same[groups == group].mean() in (0, 1) for group in range(50)) or multilabel
