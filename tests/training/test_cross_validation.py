@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from scipy import stats
 
 import vit
@@ -58,6 +59,23 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     assert (alone.folder / "model.safetensors").read_bytes() == (
         runs[1] / "model.safetensors"
     ).read_bytes()
+
+
+def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
+    random = np.random.default_rng(0)
+    for name, level in (("dark", 900), ("light", 3000)):
+        (tmp_path / "deep" / name).mkdir(parents=True)
+        for number in range(8):
+            values = level + random.integers(0, 100 * (number + 1), size=(18, 20))
+            image = Image.fromarray(values.astype(np.uint16))
+            image.save(tmp_path / "deep" / name / f"{number}.png")
+    settings = tiny_config(data=str(tmp_path / "deep"), batch_size=4, **SETTINGS)
+    train_folds(settings, tmp_path / "out", measure=measured)
+    ranges = [
+        load_run(tmp_path / f"out/fold-{fold}").preprocessing.intensity_range for fold in (1, 2, 3)
+    ]
+    assert ranges[0] is not None
+    assert ranges == [ranges[0]] * 3
 
 
 def test_finished_folds_are_not_trained_again(config, tmp_path):

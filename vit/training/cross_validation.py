@@ -24,6 +24,7 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, read_fold_settings
 from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
+from vit.config.stored_config import stored_config
 from vit.errors import ConfigError, RunError, VitError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
@@ -101,7 +102,10 @@ def train_folds(
             notify(f"fold {fold} of {folds} is finished: {printable(run_folder)}")
             continue
         notify(f"fold {fold} of {folds}: {printable(run_folder)}")
-        part = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=fold))
+        of_data: dict[str, Any] = {"fold": fold}
+        if fold > 1 and config.data.intensity_range is None:  # of deep images, the same for all
+            of_data["intensity_range"] = stored_config(folder / "fold-1").data.intensity_range
+        part = dataclasses.replace(config, data=dataclasses.replace(config.data, **of_data))
         before = settings_time(run_folder)
         try:
             result = train(
