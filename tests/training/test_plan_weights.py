@@ -21,7 +21,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.evaluation.model_summary import cost_of
 from vit.training import plan_weights as rules
-from vit.training.plan import length_of
+from vit.training.plan import length_of, summary_lines
 from vit.training.plan_rules import make_plan
 from vit.training.plan_weights import (
     BASE,
@@ -336,6 +336,12 @@ def test_images_that_a_teacher_labels_are_no_labels():
     plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED)
     assert plan.settings["probe_first"]
     assert plan.choices["method"].reason.startswith("300 labels are few")
+    divided = dataclasses.replace(facts, divided=True)
+    for given, hint in (({"weights": "x"}, True), ({"weights": "x", "folds": 5}, False)):
+        plan = rules.plan_after_pretraining(divided, given, PRETRAINED)
+        lines = summary_lines(plan)
+        every = 300 + facts.validation
+        assert (f"note: --folds 5 measures with all {every:,} labels" in "".join(lines)) == hint
 
 
 def test_few_labels_are_learned_no_longer_than_they_bear():

@@ -63,6 +63,7 @@ from vit.training.plan_rules import (
 )
 from vit.training.plan_weights import (
     FOR_STEPS,
+    MANY_LABELS,
     ListedWeights,
     WeightsChoice,
     architecture_settings,
@@ -513,6 +514,10 @@ def notes_of(plan: Plan) -> list[str]:
             f"prediction see the middle {1 / facts.aspect:.0%} of one; --resize squash shows all "
             "of it, distorted; or cut images into squares first"
         )
+    few = bool(plan.settings.get("probe_first")) and facts.labels < MANY_LABELS
+    if few and facts.divided and "weights" in plan.given and plan.given.get("folds") is None:
+        every = f"all {facts.labels + facts.validation:,} labels"
+        notes.append(f"note: --folds 5 measures with {every}, and makes one network of the five")
     return [*notes, *from_scratch_note(plan)]
 
 
