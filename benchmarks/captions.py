@@ -82,8 +82,8 @@ def theirs(args: Sizes) -> VisionEncoderDecoderModel:
 
 def copy_decoder(model: Captioner, other: VisionEncoderDecoderModel) -> None:
     """Our decoder's weights into theirs."""
-    modules: tuple[Any, Any] = model.decoder, other.decoder.transformer
-    mine, body = modules
+    mine: Any = model.decoder
+    body: Any = other.decoder.transformer
     body.wte.weight.data.copy_(mine.token_embed.weight)
     body.wpe.weight.data.copy_(mine.positions.pos_embed)
     body.ln_f.load_state_dict(mine.norm.state_dict())

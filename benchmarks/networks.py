@@ -19,6 +19,7 @@ from vit.data.dataset import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.inference.model_runner import ModelRunner
 from vit.memory_allocator import keep_freed_memory
+from vit.precision import Precision
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loop import train_one_step
@@ -101,7 +102,7 @@ def passes(
 
 
 def predictions(
-    name: str, images: Tensor, device: str, precision: str, *, compiled: bool = False
+    name: str, images: Tensor, device: str, precision: Precision, *, compiled: bool = False
 ) -> Run:
     """As `vit predict` computes a batch: from bytes to probabilities."""
     keep_freed_memory()
@@ -111,7 +112,7 @@ def predictions(
         model, Preprocessing(image_size=(side, side)), torch.device(device),
         activation=partial(torch.softmax, dim=1), compiled=compiled,
     )  # fmt: skip
-    return lambda: runner.run([*images], precision)  # type: ignore[arg-type]
+    return lambda: runner.run([*images], precision)
 
 
 def forward(options: argparse.Namespace) -> Iterator[Comparison]:
@@ -123,7 +124,7 @@ def forward(options: argparse.Namespace) -> Iterator[Comparison]:
         floats = torch.randn(batch, 3, side, side, device=device)
         pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8)
 
-        def ours(precision: str, pixels: Tensor = pixels, compiled: bool = False) -> Run:
+        def ours(precision: Precision, pixels: Tensor = pixels, compiled: bool = False) -> Run:
             return predictions(name, pixels, device, precision, compiled=compiled)
 
         def of_timm(floats: Tensor = floats, fused: bool = True, **how: bool) -> Run:

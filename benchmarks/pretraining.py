@@ -76,9 +76,9 @@ def vit_seconds(network: str, images: Path) -> float:
     from vit.training.train import train
 
     settings = {**get_task("simclr").planned_settings, **NETWORKS[network]}
-    settings |= {"start_image_size": None}
-    settings |= {"optimizer": "muon", "batch_size": BATCH, "epochs": 2, "cache": "ram"}
-    settings |= {"epoch_steps": EPOCH_STEPS, "interpolation": "bilinear", "warmup_epochs": 1}
+    settings |= {"start_image_size": None, "cache": "ram", "interpolation": "bilinear"}
+    settings |= {"optimizer": "muon", "batch_size": BATCH, "warmup_epochs": 1}
+    settings |= {"epochs": 2, "epoch_steps": EPOCH_STEPS}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         train({"data": str(images), "task": "simclr", **settings}, out, report=False)

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
-from vit.tasks.task import get_task
+from vit.tasks.task import Notify, get_task
 from vit.text import printable
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
@@ -53,7 +53,6 @@ MAX_IMAGES = 2000
 """Images that the networks are compared on, evenly spread."""
 SHARED = ("classes", "config", "preprocessing")
 """Fields of LoadedRun that all folds have in common, beside the weights that they began with."""
-Notify = Callable[[str], object]
 
 
 class HeldOut(NamedTuple):

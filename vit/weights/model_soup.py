@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from vit.config.merge_settings import SOUP_FOLDER
+from vit.data.sources.held_out_split import SPLIT_FILE
 from vit.errors import WeightsError
+from vit.weights.saved_model import CONFIG_FILE, WEIGHTS_FILE
 
-SOUP_FILES = ("model.safetensors", "config.json", "config.yaml", "split.json")
+SOUP_FILES = (WEIGHTS_FILE, CONFIG_FILE, "config.yaml", SPLIT_FILE)
 """Files of the network of all folds; split.json, which identifies it, is the last to be deleted."""
 
 
@@ -38,18 +40,22 @@ def average_weights(weights: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor
             sums = {name: tensor.clone() for name, tensor in numbers.items()}
             dtypes = {name: tensor.dtype for name, tensor in each.items()}
             continue
-        shapes = ({name: one.shape for name, one in part.items()} for part in (sums, numbers))
-        if len({str(sorted(one.items())) for one in shapes}) > 1:
+        if shapes_of(numbers) != shapes_of(sums):
             raise WeightsError("networks with other parameters have no mean")
         for name, tensor in numbers.items():
             sums[name] += tensor
     return {name: (total / count).to(dtypes[name]) for name, total in sums.items()}
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Shapes by name."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def is_fold_soup(folder: Path) -> bool:
     """Whether `folder` has the network of all folds of a cross-validation."""
     try:
-        record = json.loads((folder / SOUP_FILES[-1]).read_text(encoding="utf-8"))
+        record = json.loads((folder / SPLIT_FILE).read_text(encoding="utf-8"))
         return record["folds"] is not None and record["fold"] is None
     except (OSError, ValueError, KeyError, TypeError):
         return False
