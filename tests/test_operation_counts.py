@@ -128,7 +128,7 @@ def test_a_block_computes_no_more_operators_than_its_equation_needs(dtype, opera
 
 
 @pytest.mark.parametrize(
-    ("precision", "operators", "megabytes"), [("fp32", 315, 37), ("bf16", 487, 33)]
+    ("precision", "operators", "megabytes"), [("fp32", 316, 37), ("bf16", 488, 33)]
 )
 def test_a_training_step_computes_no_more_operators(precision, operators, megabytes):
     run, step = training_step(precision=precision)
@@ -214,7 +214,7 @@ OLD_TORCH = (
     {"sympy", "mpmath", "cython_runtime", "triton", "colorama"}
     | {"torch._dynamo", "torch._inductor", "torch.onnx"}
     if torch.__version__ < "2.9"
-    else set()
+    else {"cython_runtime"}  # beside torch 2.11, of another library
 )
 """What torch 2.8 imports itself."""
 

@@ -1,6 +1,7 @@
 """Fixtures of the network's tests."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,7 +27,9 @@ def _forget_graphs():
     """torch gives up on a function that was compiled for many networks in one process."""
     yield
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        with warnings.catch_warnings():  # the first time imports the rest of the compiler
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.compiler.reset()
 
 
 @pytest.fixture

@@ -212,7 +212,8 @@ def test_all_implementations_of_grouped_linear_agree(with_bias, device):
     for way in (grouped_linear.looped_linear, grouped_linear.fused_linear):
         y = way(leaves[0], leaves[1], bias, counts)
         results.append((y, torch.autograd.grad(y, leaves, seed)))
-    torch.testing.assert_close(results[0], results[1])
+    near = {"rtol": 0.02, "atol": 2e-3} if device == "cuda" else {}  # of a sum of 16 in bf16
+    torch.testing.assert_close(results[0], results[1], **near)
 
 
 def test_looped_linear_equals_a_linear_layer_for_each_group():

@@ -1,11 +1,13 @@
 """Positions against independent formulas, and their stretching against timm's."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import timm.layers
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
@@ -91,3 +93,40 @@ def test_a_network_without_positions_adds_nothing_to_its_tokens():
     assert model.pos_embed is None
     assert torch.equal(tokens[:, 1:], model.patch_embed(images)[0])
     assert torch.equal(tokens[:, 0], model.cls_token[0].expand(2, -1))
+
+
+@pytest.mark.parametrize("position", ["sinusoidal_2d", "sinusoidal_1d", "rotary"])
+def test_tables_of_another_size_are_made_once(position, monkeypatch):
+    sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2}
+    network = build_classifier(ModelConfig(**sizes, num_classes=2, position=position))
+    small = torch.randn(2, 3, 16, 16)
+    with torch.inference_mode():
+        first = network(small)
+    fresh = build_classifier(ModelConfig(**sizes, num_classes=2, position=position))
+    fresh.load_state_dict(network.state_dict())
+    part = network.rotary if position == "rotary" else network.positions
+    makes = "padded_angles" if position == "rotary" else "encoded"
+    with monkeypatch.context() as patch:
+        patch.setattr(part, makes, lambda _: pytest.fail("made again"))
+        network(small).sum().backward()  # a table of inference serves training
+        torch.testing.assert_close(network(small), first, rtol=0, atol=0)
+    torch.testing.assert_close(fresh(small), first, rtol=0, atol=0)
+    network.double()
+    torch.testing.assert_close(network(small.double()), fresh.double()(small.double()))
+    for side in range(16, 16 + 8 * 20, 8):  # prediction at native sizes
+        network(torch.randn(1, 3, side, 16, dtype=torch.float64))
+    assert len(part.tables.kept) <= part.tables.MOST
+    assert set(copy.deepcopy(network).state_dict()) == set(fresh.state_dict())
+
+
+@pytest.mark.parametrize("position", ["sinusoidal_2d", "rotary"])
+def test_nothing_is_kept_of_a_traced_network(position):
+    sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2}
+    network = build_classifier(ModelConfig(**sizes, num_classes=2, position=position)).eval()
+    small = torch.randn(2, 3, 16, 16)
+    exported = torch.export.export(network, (small,)).module()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        network(torch.empty(2, 3, 24, 24))
+    part = network.rotary if position == "rotary" else network.positions
+    assert not part.tables.kept
+    torch.testing.assert_close(exported(small), network(small))

@@ -26,7 +26,7 @@ from vit.training.plan import (
     look_at_images,
     notes_of,
     plan_training,
-    probe_network,
+    with_speeds,
 )
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -42,6 +42,7 @@ from vit.training.plan_rules import (
     make_plan,
     network_settings,
 )
+from vit.training.training_speed import Speed, probe_network
 
 PHOTOS = dataclasses.replace(searches.PHOTOS, seconds=252.0)
 TINY = dataclasses.replace(PHOTOS, images=40_000, side=32, validation=10_000, seconds=571.0)
@@ -565,7 +566,7 @@ def test_small_images_and_photographs_have_their_own_factor_of_passes(photos, mo
 
 
 def test_labels_that_do_not_fit_the_task_are_refused_before_anything_is_timed(photos, monkeypatch):
-    monkeypatch.setattr("vit.training.plan.measured_flops", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: pytest.fail("timed"))
     rows = [f"{path.relative_to(photos)},a|b" for path in sorted(photos.glob("*/*.png"))]
     (photos / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
     with pytest.raises(ConfigError, match="use --task multilabel"):
@@ -577,9 +578,9 @@ def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
 
     def speed(_config, _accelerator, row, _captions):
         timed.append(row)
-        return 1e9
+        return Speed(1e9, 64)
 
-    monkeypatch.setattr("vit.training.plan.measured_flops", speed)
+    monkeypatch.setattr("vit.training.plan.measure_speed", speed)
     counts = []
     for seconds in ("20s", "100h"):
         _, plan = plan_training({"data": str(photos), "time": seconds, "precision": "fp32"})
@@ -587,14 +588,70 @@ def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
     assert counts[0] < counts[1] == 3
 
 
+def launch_bound(network, _captions, batch=0):
+    """A GPU on which a step takes 10 ms for any network of up to 100 TFLOP/s, and holds 128."""
+    fits = min(batch, 128)
+    step = max(0.010, 3 * fits * flops_of(network, {}) / 100e12)
+    return Speed(3 * fits * flops_of(network, {}) / step, fits)
+
+
+def test_a_gpu_is_timed_with_planned_batches_and_networks_up_to_the_first_out_of_reach():
+    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 60.0})
+    timed = []
+
+    def measure(network, captions, batch=0):
+        timed.append((network, batch))
+        return launch_bound(network, captions, batch)
+
+    facts = with_speeds(gpu, {}, measure)
+    plan = make_plan(facts, {})
+    assert {batch for _, batch in timed} == {256}
+    assert 4 <= len(facts.speeds) < len(PHOTO_NETWORKS)
+    assert facts.speeds[3] > 3 * facts.speeds[0]  # as many images a second, of a larger network
+    assert plan.settings["dim"] > 128
+    # what a CPU plans with, the speed of small networks, would choose a smaller one
+    few = dataclasses.replace(facts, speeds=facts.speeds[:1])
+    assert make_plan(few, {}).flops < plan.flops
+    # a time chooses what is timed where nobody gave one
+    longest = dataclasses.replace(gpu, seconds=None)
+    assert len(with_speeds(longest, {}, launch_bound).speeds) >= 4
+
+
+def test_a_batch_that_a_gpu_cannot_hold_is_divided():
+    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 60.0})
+    facts = with_speeds(gpu, {}, launch_bound)
+    assert set(facts.fits) == {128}
+    plan = make_plan(facts, {})
+    assert plan.settings["accumulate"] is None
+    assert make_config({"data": "photos", **plan.settings}).data.accumulate is None
+    assert "accumulate" not in make_plan(facts, {"accumulate": 2}).settings
+    assert "accumulate" not in make_plan(facts, {"batch_size": 128}).settings
+    assert "accumulate" not in make_plan(dataclasses.replace(facts, processes=2), {}).settings
+
+
+def test_a_chosen_network_is_timed_on_a_gpu():
+    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 3600.0})
+    timed = []
+
+    def measure(network, captions, batch=0):
+        timed.append(network)
+        return launch_bound(network, captions, batch)
+
+    with_speeds(gpu, {"dim": 100, "depth": 5, "image_size": 64}, measure)
+    assert {(one.dim, one.depth, one.side) for one in timed[1:]} == {(100, 5, 64)}
+    timed.clear()
+    with_speeds(gpu, {"weights": "auto"}, measure)
+    assert [(one.side, one.dim, one.depth) for one in timed] == [(224, 384, 12)]
+
+
 def test_a_time_for_tiny_images_needs_no_network_of_photographs_timed(monkeypatch):
     timed = []
 
     def speed(_config, _accelerator, row, _captions):
         timed.append(row.patch)
-        return 1e9
+        return Speed(1e9, 64)
 
-    monkeypatch.setattr("vit.training.plan.measured_flops", speed)
+    monkeypatch.setattr("vit.training.plan.measure_speed", speed)
     plan_training({"data": "digits", "time": "20s", "precision": "fp32"})
     assert timed
     assert set(timed) <= {2, 4, 8}
@@ -660,7 +717,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
         timed.append(probe_network(row, stats))
         return timed[-1]
 
-    monkeypatch.setattr("vit.training.plan.probe_network", recorded)
+    monkeypatch.setattr("vit.training.training_speed.probe_network", recorded)
     chosen = {"data": str(captions), "task": "caption", "time": "20s", "precision": "fp32"}
     config, plan = plan_training(chosen)
     assert {type(network) for network in timed} == {Captioner}

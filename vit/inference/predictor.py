@@ -3,6 +3,7 @@
 Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -301,7 +302,10 @@ class Predictor:
                     names = [one.name for one in batch]
                     yield self.run_batch(start, names, [future.result() for future in read])
         finally:
-            pool.shutdown(cancel_futures=True)
+            # an iterator that nobody finishes may be collected in one of these threads, which
+            # cannot wait for itself
+            with contextlib.suppress(RuntimeError):
+                pool.shutdown(cancel_futures=True)
 
     def return_distances(self) -> None:
         """Return the distance of each image from those of training from now on, if it is known.

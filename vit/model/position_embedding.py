@@ -20,6 +20,37 @@ TEMPERATURE = 10_000.0
 Grid = tuple[int, int]
 
 
+class GridTables:
+    """Constant tables of the last few grids, kept where the network computes.
+
+    A GPU would else wait in every step until the processor, busy with loading images, has made the
+    table again and copied it.
+    """
+
+    MOST = 8
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[Grid, torch.device, torch.dtype], Tensor] = {}
+
+    def get(
+        self, grid: Grid, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]
+    ) -> Tensor:
+        """What `make` returns for `grid`."""
+        key = grid, device, dtype
+        found = self.kept.get(key)
+        if found is not None:
+            return found
+        if torch.compiler.is_compiling():
+            return make().to(device, dtype)
+        with torch.inference_mode(False):  # training may use it later
+            made = make().to(device, dtype)
+        if type(made) is Tensor:  # not where a network is traced, with tensors without numbers
+            if len(self.kept) >= self.MOST:
+                self.kept.clear()
+            self.kept[key] = made
+        return made
+
+
 class LearnedPositions(nn.Module):
     """Adds one learned vector for each position, interpolated for images of another size.
 
@@ -71,14 +102,17 @@ class SinusoidalPositions(LearnedPositions):
         unpositioned: int = 0,
     ) -> None:
         super().__init__(grid, dim, prefix=prefix, unpositioned=unpositioned)
-        self.encode = encode
+        self.encode, self.tables = encode, GridTables()
 
     def table(self) -> Tensor:
-        return F.pad(self.encode(self.grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
+        return self.encoded(self.grid)
 
     def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
-        positions = F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
-        return positions.to(table)
+        return self.tables.get(grid, table.device, table.dtype, lambda: self.encoded(grid))
+
+    def encoded(self, grid: Grid) -> Tensor:
+        """Positions of the prefix tokens and of the patches of `grid`."""
+        return F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
 
 
 def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.position_embedding import Grid
+from vit.model.position_embedding import Grid, GridTables
 
 
 class Rotation:
@@ -70,11 +70,17 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.waves = head_dim // 4
         self.coordinates, self.temperature, self.prefix = coordinates, temperature, prefix
+        self.tables = GridTables()
 
     def forward(self, grid: Grid, tokens: Tensor) -> Rotation:
         """The rotation of queries and keys for patches of `grid`, on the device of `tokens`."""
-        angles = self.angles(grid).to(tokens.device, torch.promote_types(tokens.dtype, torch.float))
-        return Rotation(F.pad(angles, (0, 0, self.prefix, 0)).unsqueeze(0))
+        dtype = torch.promote_types(tokens.dtype, torch.float)
+        table = self.tables.get(grid, tokens.device, dtype, lambda: self.padded_angles(grid))
+        return Rotation(table)
+
+    def padded_angles(self, grid: Grid) -> Tensor:
+        """`angles`, and zeros for prefix tokens, (1, prefix + rows * cols, head_dim / 2)."""
+        return F.pad(self.angles(grid), (0, 0, self.prefix, 0)).unsqueeze(0)
 
     def angles(self, grid: Grid) -> Tensor:
         """Angle of each pair of channels, (rows * cols, head_dim / 2), in radians."""

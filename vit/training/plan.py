@@ -5,22 +5,20 @@ open data -> facts (images, sizes, colours) -> speed of this machine, measured -
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.nn import functional as F
 
 from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
 from vit.config.parser import all_settings, checked, flatten, make_config
-from vit.config.presets import preset
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
 from vit.config.training_config import TASKS, TrainingConfig
@@ -32,33 +30,28 @@ from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError
 from vit.evaluation.model_summary import cost_of
-from vit.model.build import assemble_decoder, build_captioner, build_classifier
-from vit.model.vision_transformer import VisionTransformer
-from vit.precision import autocast
+from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
 from vit.training.data_setup import check_channels, list_data, open_data
-from vit.training.distributed.collectives import max_over_processes, on_main
-from vit.training.distributed.devices import inference_precision, make_accelerator
+from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
-from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_SIDE,
-    TRAINING_FLOPS,
     CaptionStats,
     Facts,
     Network,
     Plan,
     affordable_passes,
     counted_passes,
-    decoder_depth,
     flops_with_captions,
     ladder_for,
     make_plan,
     needed_passes,
-    network_settings,
-    stem_reaches,
+    planned_seconds,
+    usual_batch,
     with_given,
 )
 from vit.training.plan_weights import (
@@ -74,6 +67,13 @@ from vit.training.plan_weights import (
     plan_after_pretraining,
     plan_weights,
 )
+from vit.training.training_speed import (
+    PROBE_BATCH,
+    Measure,
+    Speed,
+    measure_speed,
+    timing_networks,
+)
 from vit.weights.saved_model import read_pretraining_run
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -85,13 +85,14 @@ TOKENIZED = 5000
 LOOKED_AT = (256, 256)
 # Long side by short side from which the middle square is too little of an image to be silent about.
 LONG = 2.0
-# A step of this network and batch is timed: like those that the plan chooses, and quick.
-PROBE = PHOTO_NETWORKS[1]
-PROBE_BATCH, PROBE_STEPS, PROBE_SECONDS = 64, 6, 0.6
-# So many networks of the ladder are timed; larger ones are taken to be as fast as the last of them.
-MEASURED = 3
-# A network is timed unless it is out of reach even where it is so many times as fast as the last.
-FASTER = 2.0
+# A step of this network is timed: like those that the plan chooses, and quick.
+PROBE = PHOTO_NETWORKS[1]._replace(passes=0)
+# For pretrained weights on a GPU, where it matters, about the network of most of them.
+WEIGHTS_PROBE = PHOTO_NETWORKS[6]._replace(passes=0)
+# On a CPU so many networks of the ladder are timed; larger ones are taken to be as fast as the last
+# of them, and one is timed unless it is out of reach even where it is so many times as fast as the
+# last. On a GPU all are timed that may be in reach.
+MEASURED, FASTER = 3, 2.0
 # Settings of which None says that nobody chose one.
 UNSET = ("time", "weights", "method", "probe_first", "epochs", "steps")
 # Settings of the training that decide what is planned with, beside those of data and device.
@@ -181,7 +182,11 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     splits = open_data(config, listing, compare=False)
     # what does not fit the task is refused before anything is measured
     get_task(config.training.task).check_data(config, splits, [*values], lambda _line: None)
-    facts = facts_of(config, splits, accelerator)
+    run = None
+    if not pretrained and continues_pretraining(values):
+        run = read_pretraining_run(values["weights"])
+        network = architecture_settings(*run) if run else {}
+    facts = facts_of(config, splits, accelerator, {**values, **network} if run else values)
     if pretrained:
         one_class = not (splits.multilabel or config.training.multilabel)
 
@@ -192,12 +197,9 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
         choice = on_main(accelerator, choose)
         plan = plan_weights(facts, values, choice, one_class=one_class)
-    elif continues_pretraining(values) and (run := read_pretraining_run(values["weights"])):
-        model, preprocessing = run
-        network = architecture_settings(model, preprocessing)
-        one_class = not splits.multilabel
-        plan = plan_after_pretraining(facts, values, network, one_class=one_class)
-        values = {**dataclasses.asdict(model), "num_classes": facts.classes, **values}
+    elif run is not None:
+        plan = plan_after_pretraining(facts, values, network, one_class=not splits.multilabel)
+        values = {**dataclasses.asdict(run[0]), "num_classes": facts.classes, **values}
     else:
         plan = make_plan(facts, values)
     plan.listing = listing
@@ -265,30 +267,23 @@ def with_chosen_weights(
     return dataclasses.replace(config, finetune=finetune), [*given], None
 
 
-def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
-    """What the plan follows from, the same on all processes."""
+def facts_of(
+    config: Config, splits: Splits, accelerator: Accelerator, given: Mapping[str, Any]
+) -> Facts:
+    """What the plan follows from, the same on all processes.
+
+    Args:
+        config: Settings of the data, the devices and the task.
+        splits: The images.
+        accelerator: The devices.
+        given: Settings that somebody chose, or that weights have.
+    """
     task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
-    images, seconds = len(splits.train), config.training.seconds
-    captions = caption_stats(splits.train, config) if config.training.captions else None
-    speeds: dict[Network, float] = {}
-    for row in ladder_for(side)[:MEASURED]:
-        network = with_given(row, side, {})
-        if seconds is not None and speeds:
-            fast = FASTER * next(reversed(speeds.values()))
-            cost = flops_with_captions(network, {}, captions)
-            affordable = affordable_passes(cost, images, seconds, fast) / task.pass_cost
-            if affordable < needed_passes(row, images) * factor:
-                break
-        speeds[network] = measured_flops(config, accelerator, network, captions)
-    flops = speeds.get(PROBE)
-    if flops is None and seconds is not None and side <= TINY_SIDE:
-        flops = next(iter(speeds.values()))  # a second less of planning
-    elif flops is None:  # what decides how long the training takes is the same for all images
-        flops = measured_flops(config, accelerator, PROBE, captions)
-    return Facts(
-        images=images,
+    device = accelerator.device.type
+    facts = Facts(
+        images=len(splits.train),
         taught=len(splits.unlabelled),
         classes=len(splits.classes),
         side=side,
@@ -296,16 +291,60 @@ def facts_of(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
         aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,
-        device=accelerator.device.type,
-        flops=flops,
-        speeds=tuple(speeds.values()),
+        device=device,
+        flops=0.0,
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
-        seconds=seconds,
+        seconds=config.training.seconds,
         processes=accelerator.num_processes,
         pass_cost=task.pass_cost,
         passes_factor=factor,
-        captions=captions,
+        captions=caption_stats(splits.train, config) if config.training.captions else None,
     )
+    with timing_networks(accelerator):
+        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+
+
+def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
+    """`facts` with the speeds of the networks that the plan chooses from."""
+    ladder, on_cpu = ladder_for(facts.side), facts.device == "cpu"
+    if chooses_weights(given):
+        network = PROBE if on_cpu else WEIGHTS_PROBE
+        return dataclasses.replace(facts, flops=measure(network, facts.captions).flops)
+    if on_cpu:
+        speeds = time_networks(facts, ladder[:MEASURED], {}, measure)
+        if facts.seconds is not None and facts.side <= TINY_SIDE:
+            flops = speeds[0].flops  # a second less of planning
+        else:  # what decides how long the training takes is the same for all images
+            flops = measure(PROBE, facts.captions).flops
+        return dataclasses.replace(facts, flops=flops, speeds=tuple(one.flops for one in speeds))
+    usual = usual_batch(facts.images, facts.device) // facts.processes
+    measure = partial(measure, batch=max(usual, PROBE_BATCH))
+    facts = dataclasses.replace(facts, flops=measure(PROBE, facts.captions).flops)
+    timed = dataclasses.replace(facts, seconds=planned_seconds(facts))
+    speeds = time_networks(timed, ladder, given, measure)
+    fits = tuple(one.fits for one in speeds)
+    return dataclasses.replace(facts, speeds=tuple(one.flops for one in speeds), fits=fits)
+
+
+def time_networks(
+    facts: Facts, ladder: Sequence[Network], given: Mapping[str, Any], measure: Measure
+) -> list[Speed]:
+    """Speeds of the networks of `ladder`, up to the first one that is out of reach."""
+    speeds: list[Speed] = []
+    before = 0.0
+    for row in ladder:
+        network = with_given(row, facts.side, given)
+        cost = flops_with_captions(network, given, facts.captions)
+        if facts.seconds is not None and speeds:
+            # a GPU is the faster the larger the network is, but sees no more images in a second
+            faster = FASTER if facts.device == "cpu" else cost / before
+            fast = faster * speeds[-1].flops
+            passes = affordable_passes(cost, facts.images, facts.seconds, fast) / facts.pass_cost
+            if passes < needed_passes(row, facts.images) * facts.passes_factor:
+                break
+        speeds.append(measure(network._replace(passes=0), facts.captions))
+        before = cost
+    return speeds
 
 
 def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
@@ -342,64 +381,6 @@ def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
     if not sides:
         return 224, not colours, 1.0
     return int(median(sides)), not colours, median(aspects)
-
-
-def measured_flops(
-    config: Config, accelerator: Accelerator, row: Network, captions: CaptionStats | None = None
-) -> float:
-    """Floating-point operations a second of training steps of `row`, over all processes.
-
-    Args:
-        config: Settings of the devices and the training.
-        accelerator: The devices.
-        row: The network.
-        captions: Of a network with a decoder, which then takes part.
-    """
-    device = accelerator.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        network = probe_network(row, captions).to(device)
-        images = torch.randn(PROBE_BATCH, 3, row.side, row.side).to(device)
-    training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
-    precision = inference_precision(config.run.precision, device)
-    optimizer = make_optimizer(network, training, depth=row.depth, bf16=precision == "bf16")
-    labels = torch.arange(PROBE_BATCH, device=device)
-    if captions is not None:
-        length = round(captions.tokens)
-        labels = labels.remainder(captions.vocab_size)[:, None].expand(-1, length)
-    seconds: list[float] = []
-    while len(seconds) < 2 or (sum(seconds[1:]) < PROBE_SECONDS and len(seconds) < PROBE_STEPS):
-        began = time.perf_counter()
-        with autocast(precision, device):
-            if captions is None:
-                loss = F.cross_entropy(network(images).float(), labels)
-            else:
-                logits = network(images, labels).caption_logits
-                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    step = max_over_processes(accelerator, median(seconds[1:]))
-    flops = flops_with_captions(row, {}, captions)
-    return TRAINING_FLOPS * PROBE_BATCH * flops * int(accelerator.num_processes) / step
-
-
-def probe_network(row: Network, captions: CaptionStats | None) -> VisionTransformer:
-    """The network of `row` that is timed, with a decoder if there are `captions`."""
-    settings: dict[str, Any] = {**network_settings(row), "num_heads": row.dim // 32}
-    if stem_reaches(row.patch, {}):
-        settings["stem"] = "conv"
-    else:
-        settings = {n: v for n, v in settings.items() if not n.startswith("stem")}
-    if captions is None:
-        return build_classifier(ModelConfig(**{**preset("vit_tiny_patch16_224"), **settings}))
-    decoder = DecoderConfig(
-        decoder_depth=decoder_depth(captions),
-        vocab_size=captions.vocab_size,
-        caption_tokens=max(captions.longest, 3),
-    )
-    return build_captioner(ModelConfig(**settings, num_classes=0, pooling="none"), decoder)
 
 
 def decoder_parameters(config: DecoderConfig, encoder: ModelConfig, captions: CaptionStats) -> int:

@@ -133,8 +133,12 @@ class Facts:
     speeds: tuple[float, ...] = ()
     """The same for the first networks of the ladder, as measured; `flops` where there is none.
 
-    Networks differ: what lies between the matrix products costs time, and next to no FLOPs.
+    Networks differ: what lies between the matrix products costs time, and next to no FLOPs, and on
+    a GPU small networks wait for the processor that tells it what to do.
     """
+    fits: tuple[int, ...] = ()
+    """Images that a process trained these networks on at a time: of the planned batch or, where
+    they did not fit into the memory of its GPU, as many as did."""
     memory: int
     """Bytes that a cache in memory may take; 0 where there can be none."""
     seconds: float | None = None
@@ -177,6 +181,10 @@ class Plan:
     """Passes over the training images that are expected."""
     flops: float = 0.0
     """Of one image and its caption, if there is one, forward."""
+    speed: float = 0.0
+    """Floating-point operations a second of a training step of this network."""
+    fits: int | None = None
+    """Images of it that fit into the memory of a device, where not all of a batch did."""
     listing: "Listing | None" = field(default=None, repr=False)
     """What the data hold, for a training that follows."""
 
@@ -239,12 +247,14 @@ def decide_network(plan: Plan, seconds: float) -> None:
     for number, row in enumerate(ladder):
         candidate = with_given(row, facts.side, given)
         cost = flops_with_captions(candidate, given, facts.captions)
-        speed = facts.speeds[min(number, len(facts.speeds) - 1)] if facts.speeds else facts.flops
+        at = min(number, len(facts.speeds) - 1)
+        speed = facts.speeds[at] if facts.speeds else facts.flops
         affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
         if number and affordable < needed_passes(row, facts.images) * facts.passes_factor:
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
-            network, plan.passes, plan.flops = candidate, affordable, cost
+            network, plan.passes, plan.flops, plan.speed = candidate, affordable, cost, speed
+            plan.fits = facts.fits[at] if facts.fits else None
     side, patch, dim, depth = network[:4]
     often = f"{counted_passes(plan.passes)} over {facts.images:,} images fit"
     native = "the images' own size" if tiny else f"{often}, and images have {facts.side} px"
@@ -253,8 +263,7 @@ def decide_network(plan: Plan, seconds: float) -> None:
     plan.decide("patch_size", patch, f"{tokens}x{tokens} tokens")
     plan.decide("dim", dim, often)
     plan.decide("depth", depth, often)
-    head = 32 if dim < 256 else 64
-    heads = dim // head if dim % head == 0 else next(n for n in (8, 6, 4, 3, 2, 1) if dim % n == 0)
+    heads = heads_for(dim)
     plan.decide("num_heads", heads, f"heads of {dim // heads}")
     if network.ratio != 4 and given.get("feedforward", "mlp") in ("mlp", "moe"):
         plan.decide("hidden_dim", network.ratio * dim, "more passes are worth more than width")
@@ -271,6 +280,12 @@ def decide_network(plan: Plan, seconds: float) -> None:
     growing = {"start_image_size", "patch_sizes"} & set(given)
     if small < side and side >= 24 and not growing:
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
+
+
+def heads_for(dim: int) -> int:
+    """Heads of attention of a network of width `dim`: of 32 or 64, where they divide it."""
+    head = 32 if dim < 256 else 64
+    return dim // head if dim % head == 0 else next(n for n in (8, 6, 4, 3, 2, 1) if dim % n == 0)
 
 
 def decide_decoder(plan: Plan) -> None:
@@ -376,14 +391,13 @@ def stem_reaches(patch: int, given: Mapping[str, Any]) -> bool:
 def decide_optimisation(plan: Plan) -> None:
     """Batch, optimiser and learning rate."""
     facts = plan.facts
-    sizes = ((400, 16), (1200, 32), (20_000, 64), (200_000, 128), (math.inf, 256))
-    batch = next(size for most, size in sizes if facts.images < most)
-    if facts.device != "cpu":
-        batch *= 4
     shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
     timed = plan.given.get("time") is not None  # which is then the length
-    batch = even_batch(facts.images, batch, facts.processes * math.prod(shares))
+    usual = usual_batch(facts.images, facts.device)
+    batch = even_batch(facts.images, usual, facts.processes * math.prod(shares))
     batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
+    if plan.fits is not None and plan.fits * facts.processes < batch:
+        plan.decide("accumulate", None, "as -b auto: not all of a batch fits into the GPU")
     if plan.given.get("steps") is not None:
         plan.passes = plan.given["steps"] * batch / facts.images
     elif "epochs" in plan.given and plan.given.get("epoch_steps") is None and not timed:
@@ -447,7 +461,7 @@ def decide_validation(plan: Plan, seconds: float) -> None:
     """Share of the images that are held out."""
     facts = plan.facts
     total = facts.labels + facts.validation
-    affordable = int(VALIDATION_TIME * seconds * facts.flops / plan.flops)
+    affordable = int(VALIDATION_TIME * seconds * plan.speed / plan.flops)
     multilabel = VALIDATION_OF_CLASS * facts.classes
     held_out = min(max(affordable, LEAST_VALIDATION, multilabel), max(MOST_VALIDATION, multilabel))
     if facts.divided and "folds" not in plan.given and total * 0.2 > held_out:
@@ -477,6 +491,13 @@ def image_side(native: int, row: Network) -> int:
         unit = 4 if native <= 24 else 8
         return max(math.ceil(native / unit) * unit, 16)
     return max(min(row.side, native // row.patch * row.patch), 48)
+
+
+def usual_batch(images: int, device: str) -> int:
+    """Images of a step, for so many training images on a device of this type."""
+    sizes = ((400, 16), (1200, 32), (20_000, 64), (200_000, 128), (math.inf, 256))
+    batch = next(size for most, size in sizes if images < most)
+    return batch if device == "cpu" else 4 * batch
 
 
 def even_batch(images: int, size: int, parts: int) -> int:

@@ -447,6 +447,8 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     if facts.device != "cpu" and facts.images >= 5000:
         batch *= 2
     batch = plan.decide("batch_size", min(batch, facts.images), f"for {facts.images:,} images")
+    if facts.device == "cuda":
+        plan.decide("accumulate", None, "as -b auto: as many of a batch at a time as the GPU holds")
     factor = math.sqrt(batch / usual["batch_size"])
     lr = float(f"{usual['lr'] * factor:.2g}")
     plan.decide("lr", lr, f"of {choice.method} fine-tuning with AdamW, at a batch of {batch}")

@@ -199,19 +199,20 @@ def test_a_network_that_is_too_large_has_a_remedy(tiny_config, gpu_for):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_chosen_size_fits_a_real_gpu(tiny_config, compiled):
     torch.cuda.set_device(0)
-    large = {"image_size": 224, "patch_size": 16, "dim": 192, "depth": 12, "num_heads": 3}
+    # few blocks: each size that is tried is compiled anew
+    large = {"image_size": 224, "patch_size": 16, "dim": 192, "depth": 3, "num_heads": 3}
     large |= {"batch_size": 1024, "num_classes": 10, "device": "cuda", "precision": "bf16"}
     config = tiny_config(**large, accumulate=None, compile=compiled)
     accelerator, said = make_accelerator(config.run), []
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(6 * GIB / total)
+    torch.cuda.set_per_process_memory_fraction(2 * GIB / total)
     try:
         fitted = fit_memory(config, accelerator, said.append)
         parts = fitted.data.accumulate
         assert 1 < parts < 512
         assert torch.cuda.memory_reserved() < GIB / 2
         dry_run(fitted, accelerator, lambda run: take_steps(run, 1024 // parts))
-        assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(6 * GIB / total)
+        assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(2 * GIB / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert f"in {parts} micro-batches of {1024 // parts} a device" in said[0]

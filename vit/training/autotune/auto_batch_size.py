@@ -146,17 +146,21 @@ def largest_that_fits(
 
 
 @contextlib.contextmanager
-def limit_gpu_memory(accelerator: Accelerator) -> Iterator[float]:
+def limit_gpu_memory(accelerator: Accelerator, headroom: float = HEADROOM) -> Iterator[float]:
     """Limit torch to the same number of bytes of the GPU on all processes, and yield that limit.
 
     Processes whose steps wait for each other then run out of memory together.
+
+    Args:
+        accelerator: The devices.
+        headroom: Share of the free memory that stays free.
     """
     device = accelerator.device
     if device.index is None:  # that of a single process
         device = torch.device("cuda", torch.cuda.current_device())
     before = memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
-    mine = (1 - HEADROOM) * (free + torch.cuda.memory_reserved(device))
+    mine = (1 - headroom) * (free + torch.cuda.memory_reserved(device))
     room = -max_over_processes(accelerator, -mine)
     torch.cuda.set_per_process_memory_fraction(min(room / total, before), device)
     try:

@@ -1,0 +1,165 @@
+"""Measures how fast this machine trains a network: steps of one that is thrown away."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.config.decoder_config import DecoderConfig
+from vit.config.model_config import ModelConfig
+from vit.config.presets import preset
+from vit.errors import RunError
+from vit.model.build import build_captioner, build_classifier
+from vit.model.vision_transformer import VisionTransformer
+from vit.precision import autocast
+from vit.training.autotune.auto_batch_size import largest_that_fits, limit_gpu_memory
+from vit.training.distributed.collectives import max_over_processes
+from vit.training.distributed.devices import inference_precision
+from vit.training.optimizers import make_optimizer
+from vit.training.plan_rules import (
+    TRAINING_FLOPS,
+    CaptionStats,
+    Network,
+    decoder_depth,
+    flops_with_captions,
+    heads_for,
+    network_settings,
+    stem_reaches,
+)
+
+# Images of a step on a CPU: more would be no faster. A GPU is timed with as many as are planned.
+PROBE_BATCH = 64
+PROBE_STEPS, PROBE_SECONDS = 5, 0.6
+# Steps before those, which choose kernels and allocate memory.
+WARM_STEPS = {"cuda": 3}
+# Share of a GPU's free memory that a timed step may not use: training keeps more in it.
+HEADROOM = 0.3
+
+
+class Speed(NamedTuple):
+    """Of the training steps of a network."""
+
+    flops: float
+    """Floating-point operations a second, over all processes."""
+    fits: int
+    """Images of a process that a step was timed with."""
+
+
+Measure = Callable[..., Speed]
+"""Of a network, captions and `batch`: `measure_speed` without its first two arguments."""
+
+
+@contextlib.contextmanager
+def timing_networks(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, a GPU has less memory than later, in training; then its memory is free again."""
+    if accelerator.device.type != "cuda":
+        yield
+        return
+    with limit_gpu_memory(accelerator, headroom=HEADROOM):
+        yield
+    accelerator.free_memory()
+
+
+def measure_speed(
+    config: Config,
+    accelerator: Accelerator,
+    row: Network,
+    captions: CaptionStats | None = None,
+    batch: int = PROBE_BATCH,
+) -> Speed:
+    """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU.
+
+    Args:
+        config: Settings of the devices and the training.
+        accelerator: The devices.
+        row: The network.
+        captions: Of a network with a decoder, which then takes part.
+        batch: Images of a step on each process.
+
+    Raises:
+        RunError: Not even one image fits.
+    """
+    found: tuple[int, float] | None
+
+    def trial(size: int) -> float:
+        return step_seconds(config, accelerator, row, captions, size)
+
+    if accelerator.device.type == "cuda":
+        sizes = [batch >> n for n in range(batch.bit_length())]
+        found = largest_that_fits(sizes, trial, accelerator)
+    else:
+        found = batch, max_over_processes(accelerator, trial(batch))
+    if found is None:
+        raise RunError(
+            f"not one image of {row.side} px fits into the free memory of the GPU: end what "
+            "else uses it, or choose a smaller --image-size and --dim"
+        )
+    fits, step = found
+    flops = TRAINING_FLOPS * fits * flops_with_captions(row, {}, captions)
+    return Speed(flops * int(accelerator.num_processes) / step, fits)
+
+
+def step_seconds(
+    config: Config,
+    accelerator: Accelerator,
+    row: Network,
+    captions: CaptionStats | None,
+    batch: int,
+) -> float:
+    """Median seconds of a training step of `row`, without the other processes."""
+    device = accelerator.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        network = probe_network(row, captions).to(device)
+        images = torch.randn(batch, 3, row.side, row.side).to(device)
+    training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
+    precision = inference_precision(config.run.precision, device)
+    optimizer = make_optimizer(network, training, depth=row.depth, bf16=precision == "bf16")
+    labels = torch.arange(batch, device=device).remainder(PROBE_BATCH)
+    if captions is not None:
+        length = round(captions.tokens)
+        labels = labels.remainder(captions.vocab_size)[:, None].expand(-1, length)
+    warm = WARM_STEPS.get(device.type, 1)
+    seconds: list[float] = []
+    while len(seconds) < warm + 1 or (
+        sum(seconds[warm:]) < PROBE_SECONDS and len(seconds) < warm + PROBE_STEPS
+    ):
+        began = time.perf_counter()
+        with autocast(precision, device):
+            if captions is None:
+                loss = F.cross_entropy(network(images).float(), labels)
+            else:
+                logits = network(images, labels).caption_logits
+                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        (loss + norm).item()  # waits for the device before the update, as training does
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.zeros(1, device=device).item()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[warm:])
+
+
+def probe_network(row: Network, captions: CaptionStats | None) -> VisionTransformer:
+    """The network of `row` that is timed, with a decoder if there are `captions`."""
+    settings: dict[str, Any] = {**network_settings(row), "num_heads": heads_for(row.dim)}
+    if stem_reaches(row.patch, {}):
+        settings["stem"] = "conv"
+    else:
+        settings = {n: v for n, v in settings.items() if not n.startswith("stem")}
+    if captions is None:
+        return build_classifier(ModelConfig(**{**preset("vit_tiny_patch16_224"), **settings}))
+    decoder = DecoderConfig(
+        decoder_depth=decoder_depth(captions),
+        vocab_size=captions.vocab_size,
+        caption_tokens=max(captions.longest, 3),
+    )
+    return build_captioner(ModelConfig(**settings, num_classes=0, pooling="none"), decoder)
