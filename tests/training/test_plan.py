@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from vit.commands.main import main
 from vit.config import Config
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
-from vit.errors import ConfigError
+from vit.errors import ConfigError, RunError
 from vit.evaluation.flop_counter import FlopCounter
 from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
+from vit.training import training_speed
+from vit.training.autotune import auto_batch_size
 from vit.training.plan import (
     PROBE,
     is_planned,
@@ -42,7 +45,7 @@ from vit.training.plan_rules import (
     make_plan,
     network_settings,
 )
-from vit.training.training_speed import Speed, probe_network
+from vit.training.training_speed import Speed, measure_speed, probe_network
 
 PHOTOS = dataclasses.replace(searches.PHOTOS, seconds=252.0)
 TINY = dataclasses.replace(PHOTOS, images=40_000, side=32, validation=10_000, seconds=571.0)
@@ -627,6 +630,27 @@ def test_a_batch_that_a_gpu_cannot_hold_is_divided():
     assert "accumulate" not in make_plan(facts, {"accumulate": 2}).settings
     assert "accumulate" not in make_plan(facts, {"batch_size": 128}).settings
     assert "accumulate" not in make_plan(dataclasses.replace(facts, processes=2), {}).settings
+
+
+def test_a_gpu_is_timed_with_as_many_images_as_fit(monkeypatch):
+    accelerator = SimpleNamespace(
+        device=torch.device("cuda"), num_processes=2, free_memory=lambda: None
+    )
+    monkeypatch.setattr(auto_batch_size, "max_over_processes", lambda _, number: number)
+
+    def seconds(_config, _accelerator, _row, _captions, batch):
+        if batch > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return 0.5
+
+    monkeypatch.setattr(training_speed, "step_seconds", seconds)
+    network, most = PHOTO_NETWORKS[0], 70
+    speed = measure_speed(make_config({"data": "photos"}), accelerator, network, batch=256)
+    assert speed.fits == 64
+    assert speed.flops == pytest.approx(3 * 64 * flops_of(network, {}) * 2 / 0.5)
+    most = 0
+    with pytest.raises(RunError, match="not one image of 64 px fits"):
+        measure_speed(make_config({"data": "photos"}), accelerator, network, batch=256)
 
 
 def test_a_chosen_network_is_timed_on_a_gpu():
