@@ -4,8 +4,10 @@ import os
 import re
 import shlex
 import unicodedata
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
+Notify = Callable[[str], object]
+"""Called with one line for the user."""
 JOINERS = "\u200c\u200d"
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """The last four are the full-width forms of the first."""

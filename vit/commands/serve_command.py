@@ -5,7 +5,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ from vit.config.parser import nearest
 from vit.errors import ConfigError, VitError
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
-from vit.text import printable
+from vit.text import Notify, printable
 
 EXIT_FAILED, STDERR = 1, 2
 LIBRARIES = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
@@ -206,7 +206,7 @@ def serve(
     *,
     engine: str | None = None,
     replicas: int | str | None = None,
-    notify: Callable[[str], object] = notify,
+    notify: Notify = notify,
     **settings: Any,
 ) -> None:
     """Serve models as `vit serve` does, until a signal.

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from vit.config.parser import all_settings, checked, default_run_folder, read_se
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
-from vit.text import join_names, printable
+from vit.text import Notify, join_names, printable
 
 YAML_SUFFIXES = (".yaml", ".yml")
 FOLDS_FILE = "folds.json"
@@ -28,7 +28,7 @@ def call_settings(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    notify: Callable[[str], object] = lambda note: print(note, file=sys.stderr),
+    notify: Notify = lambda note: print(note, file=sys.stderr),
 ) -> tuple[Config | dict[str, Any], bool]:
     """The settings of a Python call such as `train("photos/", epochs=5)`.
 
@@ -81,7 +81,7 @@ def collect_settings(
     config: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    notify: Callable[[str], object] = lambda note: print(note, file=sys.stderr),
+    notify: Notify = lambda note: print(note, file=sys.stderr),
 ) -> tuple[dict[str, Any], bool]:
     """The settings in `chosen`, over those of a YAML file or of the run to resume.
 
@@ -159,7 +159,7 @@ def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[
 
 
 def _scaled_warmup(
-    values: Mapping[str, Any], chosen: Mapping[str, Any], notify: Callable[[str], object]
+    values: Mapping[str, Any], chosen: Mapping[str, Any], notify: Notify
 ) -> dict[str, float]:
     """The warm-up of a file, scaled to fewer epochs; a chosen warm-up stays as it is."""
     warmup, epochs = values.get("warmup_epochs"), chosen.get("epochs")

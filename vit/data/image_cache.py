@@ -33,7 +33,7 @@ from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pix
 from vit.errors import BadImage, DataError
 from vit.file_lock import lock_file, locked
 from vit.paths import user_cache
-from vit.text import format_bytes, printable
+from vit.text import Notify, format_bytes, printable
 
 MAGIC_PREFIX = b"vit cache "
 MAGIC = MAGIC_PREFIX + b"2\n"
@@ -111,7 +111,7 @@ def open_cache(
     folder: Path | None = None,
     intensity_range: IntensityRange | None = None,
     threads: int = 2,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = lambda _: None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> ImageCache:
     """Open the cache of `paths`, and build it if there is none, or it is out of date.
@@ -219,7 +219,7 @@ class _Builder:
             size = sum(pool.map(self._pixel_bytes, sampled, chunksize=CHUNK))
         self.bytes = HEADER_BYTES + index.nbytes + size * len(paths) // len(sampled)
 
-    def reserve_space(self, kind: Kind, notify: Callable[[str], None]) -> None:
+    def reserve_space(self, kind: Kind, notify: Notify) -> None:
         """Evict caches beyond the limit, and in memory all that no process maps.
 
         Raises:

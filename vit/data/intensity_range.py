@@ -9,14 +9,14 @@ damaged pixels, the outer ones failed exposures.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from vit.data.image_io import IntensityRange, intensity_quantiles, read_intensities
 from vit.errors import BadImage
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 
 MAX_MEASURED = 256
 """Images that are measured, evenly spaced over the training images."""
@@ -26,9 +26,7 @@ SIGNIFICANT_DIGITS = 4
 """Of the range of floating-point images."""
 
 
-def measure_intensity_range(
-    paths: Sequence[str], notify: Callable[[str], object]
-) -> IntensityRange | None:
+def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRange | None:
     """Measure the range of values of deep images.
 
     Args:
@@ -105,7 +103,7 @@ class DarkImageNote:
         notify: Called with the note, at most once; by any thread.
     """
 
-    def __init__(self, notify: Callable[[str], object]) -> None:
+    def __init__(self, notify: Notify) -> None:
         self.notify = notify
         self.lock = threading.Lock()
         self.written = False

@@ -13,7 +13,6 @@ from vit.errors import VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import (
     Exported,
-    Notify,
     PathLike,
     check_output_path,
     export_onnx,
@@ -25,6 +24,7 @@ from vit.export.export_triton import export_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
+from vit.text import Notify
 from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write
 

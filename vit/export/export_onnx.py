@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,13 +36,12 @@ from vit.export.onnx_graph import (
 from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import OnnxSession
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]
-Notify = Callable[[str], object]
 
 SUFFIX = ".onnx"
 DATA = ".data"

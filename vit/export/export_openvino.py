@@ -17,7 +17,6 @@ import numpy as np
 from vit.errors import RunError, VitError, WeightsError
 from vit.export.export_onnx import (
     Exported,
-    Notify,
     PathLike,
     check_output_path,
     classifier_file,
@@ -26,7 +25,7 @@ from vit.export.export_onnx import (
 from vit.export.export_options import Options
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write
 

@@ -18,7 +18,6 @@ from typing import Any
 from vit.errors import ConfigError, RunError
 from vit.export.export_onnx import (
     Exported,
-    Notify,
     PathLike,
     classifier_file,
     load_classifier,
@@ -27,7 +26,7 @@ from vit.export.export_onnx import (
 from vit.export.export_options import Options
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.load_model import print_to_stderr
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 

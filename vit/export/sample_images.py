@@ -5,7 +5,7 @@ Validation images are used where they are known; otherwise scenes are drawn.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import overload
@@ -24,7 +24,7 @@ from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
 from vit.inference.evaluate import load_samples
 from vit.tasks.task import get_task
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun
 
 
@@ -56,7 +56,7 @@ def validation_samples(
     source: str | os.PathLike[str],
     run: LoadedRun,
     data: str | None,
-    notify: Callable[[str], object],
+    notify: Notify,
 ) -> tuple[Sample, ...]:
     """The images of `data` that `vit evaluate` would use; none without `data`.
 
@@ -75,7 +75,7 @@ def calibration_images(
     validation: Sequence[Sample],
     intensity_range: IntensityRange | None = None,
     *,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
 
@@ -106,9 +106,7 @@ def calibration_images(
     return SampleImages(_evenly_chosen(paths, options, notify), intensity_range)
 
 
-def _evenly_chosen(
-    paths: Sequence[str], options: Options, notify: Callable[[str], object]
-) -> list[str]:
+def _evenly_chosen(paths: Sequence[str], options: Options, notify: Notify) -> list[str]:
     """Images of `paths` that can be decoded, evenly spaced; the others are noted."""
     decoded: dict[str, BadImage | None] = {}
     while True:
@@ -159,7 +157,7 @@ SIZES = (
 
 @contextmanager
 def comparison_images(
-    folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Callable[[str], object]
+    folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Notify
 ) -> Iterator[list[str]]:
     """Paths of images: `images` if given, else validation images of the run, else drawn ones.
 

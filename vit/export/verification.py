@@ -6,7 +6,7 @@ file         the exported file, without torch
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import exported_engine, load_exported
 from vit.inference.image_arguments import find_images, input_paths
 from vit.paths import did_you_mean, path_argument
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import SUFFIXES, locate_weights
 
@@ -185,7 +185,7 @@ def verify(
     run: PathLike | None = None,
     engine: str | None = None,
     batch_size: int | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> Verification:
     """Compare the outputs of a run, the predictor and an exported file on images: `vit verify`.
 

@@ -29,6 +29,7 @@ from vit.data.image_objects import ImageInput, NamedImage, named_images, to_rgb_
 from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError
 from vit.exported.onnx_session import Array
+from vit.text import Notify
 
 PathLike = str | os.PathLike[str]
 DecodedImage = tuple[str, Array | BadImage]
@@ -62,7 +63,7 @@ def prefetch_images(
     workers: int,
     window_size: int,
     intensity_range: IntensityRange | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> Iterator[list[DecodedImage]]:
     """Yield windows of images in order, while threads decode the next ones.
 

@@ -27,7 +27,7 @@ from vit.exported.onnx_classifier import top_k_classes
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.caption import Caption
 from vit.output.prediction_results import Prediction, check_top_k
-from vit.text import printable
+from vit.text import Notify, printable
 
 INTEGER_METADATA = ("begin", "end", "max_tokens")
 
@@ -77,7 +77,7 @@ class ExportedCaptioner:
         max_tokens: int | None = None,
         threads: int | None = None,
         intensity_range: IntensityRange | None = None,
-        notify: Callable[[str], object] = print_to_stderr,
+        notify: Notify = print_to_stderr,
     ) -> None:
         self.notify = notify
         self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from vit.exported.image_prefetch import (
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.score_calibration import ScoreCalibration, check_decisions, check_selection
-from vit.text import printable
+from vit.text import Notify, printable
 
 INPUT, OUTPUT = "images", "probabilities"
 DISTANCE = "distance"
@@ -90,7 +90,7 @@ class ExportedClassifier:
         workers: int | None = None,
         threads: int | None = None,
         intensity_range: IntensityRange | None = None,
-        notify: Callable[[str], object] = print_to_stderr,
+        notify: Notify = print_to_stderr,
     ) -> None:
         self.notify = notify
         self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)

@@ -10,7 +10,7 @@ without "deletion" if the maps are not tested.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TILE = 208
@@ -92,7 +92,7 @@ def draw_explanations(
     deletion: bool = True,
     top_k: int | None = None,
     threshold: float | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> Iterator[Prediction]:
     """Iterate over predictions as `Predictor.stream`, and plot each into `folder`.
 

@@ -25,6 +25,7 @@ from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError
+from vit.text import Notify
 
 T = TypeVar("T")
 GPU_BATCH_SIZE, CAPTION_BATCH_SIZE = 64, 16
@@ -82,7 +83,7 @@ class ImageReader:
         *,
         patch_size: int | None = None,
         crops: bool = False,
-        notify: Callable[[str], object] = lambda _note: None,
+        notify: Notify = lambda _note: None,
     ) -> None:
         self.intensity_range = preprocessing.intensity_range
         self.note_dark = DarkImageNote(notify)

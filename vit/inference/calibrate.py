@@ -34,7 +34,7 @@ from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.inference.evaluate import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.score_calibration import rescale_thresholds
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.saved_model import (
     CALIBRATION,
     CALIBRATION_ERROR,
@@ -58,7 +58,7 @@ def calibrate(
     target_precision: float = TARGET_PRECISION,
     target_class: str | Sequence[str] = (),
     group: str | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
 ) -> dict[str, Any]:

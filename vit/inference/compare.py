@@ -26,7 +26,7 @@ from vit.evaluation.paired_map import PairedMap
 from vit.inference.evaluate import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
-from vit.text import join_names, plural, printable
+from vit.text import Notify, join_names, plural, printable
 
 NO_CLASS = "(no class)"
 
@@ -140,7 +140,7 @@ def compare(
     split: str = "val",
     images: str | None = None,
     group: str | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
 ) -> Comparison:
@@ -180,7 +180,7 @@ def compare_runs(
     split: str = "val",
     images: str | None = None,
     group: str | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
 ) -> RunsComparison:
@@ -213,7 +213,7 @@ def compare_runs(
 def _answer(
     runs: Sequence[PathLike],
     spec: DatasetSpec,
-    notify: Callable[[str], object],
+    notify: Notify,
     progress: Callable[[int, int], object],
     settings: dict[str, Any],
 ) -> SharedAnswers:

@@ -56,7 +56,7 @@ from vit.output.prediction_results import (
 )
 from vit.precision import autocast
 from vit.tasks.task import Task
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 from vit.weights.saved_model import LoadedRun
 
 ROBUSTNESS_SCORES = ("top1", "map")
@@ -95,7 +95,7 @@ def evaluate(
     no_calibration: bool = False,
     slice: Sequence[str] = (),  # noqa: A002
     corruptions: bool = False,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Evaluate `model` on one split of `data`; the metrics are JSON values, see `measure`.
@@ -417,7 +417,7 @@ def load_samples(
     model: PathLike | LoadedRun | None,
     spec: DatasetSpec,
     classes: tuple[str, ...],
-    notify: Callable[[str], object],
+    notify: Notify,
 ) -> tuple[Sample, ...]:
     """The images of a split for the evaluation of a network of `task` with `classes`.
 
@@ -575,7 +575,7 @@ def held_out_images(
 def measure(
     predictor: Predictor | ExportedPredictor,
     samples: tuple[Sample, ...],
-    notify: Callable[[str], object],
+    notify: Notify,
     progress: Callable[[int, int], object],
     *,
     where: str,

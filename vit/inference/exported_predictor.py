@@ -1,7 +1,7 @@
 """Answers of a file of `vit export` for an evaluation, as `Predictor` returns those of a run."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.output.prediction_results import Prediction, resolve_top_k
 from vit.precision import Precision
 from vit.tasks.task import get_task
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.saved_model import CONFIG_FILE, LoadedRun
 
 TASKS = {"softmax": "classify", "sigmoid": "multilabel"}
@@ -46,7 +46,7 @@ class ExportedPredictor:
     precision: Precision = "fp32"
     """Of the arithmetic of metrics; the file has its own."""
 
-    def __init__(self, path: PathLike, *, notify: Callable[[str], object], **settings: Any) -> None:
+    def __init__(self, path: PathLike, *, notify: Notify, **settings: Any) -> None:
         name = os.fspath(path)
         network = load_exported(name, **settings)
         if not isinstance(network, ExportedClassifier):
@@ -99,7 +99,7 @@ class ExportedPredictor:
 
 
 def open_evaluated(
-    model: PathLike | LoadedRun, *, notify: Callable[[str], object], **settings: Any
+    model: PathLike | LoadedRun, *, notify: Notify, **settings: Any
 ) -> Predictor | ExportedPredictor:
     """Open a network whose answers are measured.
 

@@ -37,8 +37,8 @@ from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
-from vit.tasks.task import Notify, get_task
-from vit.text import printable
+from vit.tasks.task import get_task
+from vit.text import Notify, printable
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import (

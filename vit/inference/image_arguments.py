@@ -2,12 +2,12 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vit.errors import DataError
 from vit.paths import did_you_mean, path_argument
-from vit.text import printable
+from vit.text import Notify, printable
 
 
 def input_paths(inputs: Any) -> list[str]:
@@ -21,9 +21,7 @@ def input_paths(inputs: Any) -> list[str]:
     return [path_argument("inputs", one, wanted) for one in listed]
 
 
-def find_images(
-    inputs: Sequence[str], *, notify: Callable[[str], object], lists: bool = False
-) -> list[str]:
+def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
     With `lists`, a .parquet, .jsonl or .csv file is replaced by its column `image`.

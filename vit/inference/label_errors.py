@@ -10,7 +10,7 @@ arXiv:1805.01978, section 3.4.
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from vit.evaluation.confident_learning import (
 )
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
@@ -92,7 +92,7 @@ def check(
     workers: int | None = None,
     cache: bool = True,
     progress: Progress = lambda _stage, _done, _total: None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> CheckReport:
     """Check a dataset: `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
 
@@ -138,7 +138,7 @@ def find_label_errors(
     weights: PathLike,
     *,
     device: str | None = None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> CheckReport:
     """Add suspected labels and near duplicates to `report`, by the features of a network.
 
@@ -212,7 +212,7 @@ def add_row_errors(
     rows: Sequence[LabeledRow],
     *,
     where: str,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> CheckReport:
     """Add the labels that out-of-sample predictions contradict to `report`.
 

@@ -25,7 +25,7 @@ from vit.evaluation.classification_metrics import ranking
 from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3
@@ -120,7 +120,7 @@ class PrecisionAutotuner:
         usage: Mapping[str, Any],
         *,
         usual: Precision,
-        notify: Callable[[str], object],
+        notify: Notify,
         folder: Path | None = None,
     ) -> None:
         self.folder = user_cache() / "precision" if folder is None else folder

@@ -69,7 +69,7 @@ from vit.output.sort_into_folders import (
 )
 from vit.paths import path_argument, sha256_of_files
 from vit.stop_signals import Interrupted, Interruption
-from vit.text import format_clock, plural, printable
+from vit.text import Notify, format_clock, plural, printable
 from vit.version import __version__
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def predict(
     model: str | os.PathLike[str],
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
-    notify: Callable[[str], object] = print_to_stderr,
+    notify: Notify = print_to_stderr,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
 ) -> int:
@@ -305,7 +305,7 @@ def prepare(
     *,
     style: str,
     engine: str,
-    notify: Callable[[str], object],
+    notify: Notify,
 ) -> tuple[list[str], int | None]:
     """Check all paths; return the images, and the failures if `output` is already complete."""
     if output is not None:
@@ -352,9 +352,7 @@ def check_ray(out: str, style: str, *, overwrite: bool) -> None:
     check_out(out, style, overwrite=overwrite)
 
 
-def run_on_ray(
-    config: PredictionConfig, images: list[str], style: str, notify: Callable[[str], object]
-) -> int:
+def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: Notify) -> int:
     """Predict with Ray's workers; return how many images failed."""
     from vit.inference.ray_inference import predict_with_ray
 
@@ -418,7 +416,7 @@ class PredictionJob:
     images: list[str]
     predictor: ImagePredictor
     group: SingleProcess | ProcessGroup
-    notify: Callable[[str], object]
+    notify: Notify
     progress: Callable[[int, int], object]
     totals: Counter[str] = field(default_factory=Counter)
 

@@ -6,7 +6,7 @@ Evaluation uses the same code (vit/inference/evaluate.py), so both give the same
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
 from vit.score_calibration import check_decisions, check_selection
 from vit.tasks.task import calibrated_activation, get_task
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import load_model, print_to_stderr
 from vit.weights.saved_model import LoadedRun
@@ -130,7 +130,7 @@ class Predictor:
         embeddings: bool = False,
         intensity_range: IntensityRange | None = None,
         no_calibration: bool = False,
-        notify: Callable[[str], object] = print_to_stderr,
+        notify: Notify = print_to_stderr,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("workers", workers)):
             if value is not None and not (isinstance(value, int) and value >= 1):

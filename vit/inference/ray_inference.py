@@ -21,7 +21,7 @@ from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
 from vit.output.prediction_results import Layout, Prediction
-from vit.text import printable
+from vit.text import Notify, printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -175,7 +175,7 @@ def predict_with_ray(
     top_k: int,
     settings: dict[str, Any],
     workers: int | None,
-    notify: Callable[[str], object],
+    notify: Notify,
     separator: str = ",",
     digits: int | None = None,
 ) -> int:

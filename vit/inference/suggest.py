@@ -10,7 +10,7 @@ list     output/review_list.py           image, label (to fill in), likely -> vi
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -39,7 +39,7 @@ from vit.inference.active_learning import (
 )
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 
 ORDERS = ("typical", "uncertain")
 COLUMNS = ("image", "label", "likely")
@@ -134,7 +134,7 @@ def suggest(
     precision: str = "auto",
     workers: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
-    notify: Callable[[str], object] = lambda _note: None,
+    notify: Notify = lambda _note: None,
 ) -> Suggestions:
     """Choose the images that are worth labelling first: `vit suggest`.
 
@@ -252,7 +252,7 @@ class _Table:
 
 
 def _labels_by_path(
-    path: str, index: DatasetIndex, column: str | None, notify: Callable[[str], object]
+    path: str, index: DatasetIndex, column: str | None, notify: Notify
 ) -> dict[str, tuple[str, ...]]:
     found = read_labels(path, index, label_column=column)
     notify(f"note: {found.note}")

@@ -30,7 +30,7 @@ from vit.serving.application import Application
 from vit.serving.model_registry import ModelRegistry
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import printable
+from vit.text import Notify, printable
 
 MAX_HEADER_BYTES = 16384
 KEEP_ALIVE_SECONDS = 20
@@ -174,7 +174,7 @@ def serve(
     *,
     engine: str | None = None,
     listener: socket.socket | None = None,
-    notify: Callable[[str], object] = lambda line: print(line, file=sys.stderr),
+    notify: Notify = lambda line: print(line, file=sys.stderr),
     on_ready: Callable[[RunningServer], object] = lambda _server: None,
     **settings: Any,
 ) -> None:
@@ -220,7 +220,7 @@ def serve(
 async def _serve(
     application: Application,
     listener: socket.socket,
-    notify: Callable[[str], object],
+    notify: Notify,
     on_ready: Callable[[RunningServer], object],
 ) -> None:
     config, registry = application.config, application.registry

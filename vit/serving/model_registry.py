@@ -5,7 +5,7 @@ one, and takes its name when it is ready; one that cannot be loaded changes noth
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ from vit.inference.backends import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import join_names, printable
+from vit.text import Notify, join_names, printable
 
 POLL_SECONDS = 2.0
 
@@ -51,7 +51,7 @@ class ModelRegistry:
         max_pixels: int,
         engine: str | None = None,
         settings: dict[str, Any],
-        notify: Callable[[str], object],
+        notify: Notify,
     ) -> None:
         self.max_pixels, self.engine, self.settings = max_pixels, engine, settings
         self.notify = notify

@@ -23,7 +23,7 @@ from vit.serving.replicas import Replicas, signal_handlers
 from vit.serving.served_model import check_names
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import plural
+from vit.text import Notify, plural
 
 NAME = "vit"
 """Name of the application in Ray Serve."""
@@ -104,7 +104,7 @@ def serve_with_ray(
     config: ServerConfig,
     replicas: Replicas,
     *,
-    notify: Callable[[str], object],
+    notify: Notify,
     on_ready: Callable[[str, Callable[[], object]], object] = lambda _url, _stop: None,
     **settings: Any,
 ) -> None:

@@ -26,7 +26,7 @@ from vit.errors import ConfigError, VitError
 from vit.serving.http_server import RunningServer, ServerError, bind, serve
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import SHARED_FOLDER, forget_process
-from vit.text import plural
+from vit.text import Notify, plural
 
 LONGEST_DELAY = 30.0
 """Seconds before a replica that cannot start is started again; 1, 2, 4 ... until then."""
@@ -91,7 +91,7 @@ class Supervisor:
         self,
         start: Callable[[int], Replica],
         listener: socket.socket,
-        notify: Callable[[str], object],
+        notify: Notify,
         metrics_folder: str,
     ) -> None:
         self.start, self.listener, self.notify = start, listener, notify
@@ -198,7 +198,7 @@ def serve_replicas(
     number: int,
     *,
     engine: str | None = None,
-    notify: Callable[[str], object],
+    notify: Notify,
     **settings: Any,
 ) -> None:
     """Serve models in processes of this machine until a signal stops it.

@@ -53,11 +53,10 @@ from vit.tasks.task import (
     Event,
     FinishedRun,
     ImageOutput,
-    Notify,
     Task,
     TrainingRun,
 )
-from vit.text import plural
+from vit.text import Notify, plural
 
 if TYPE_CHECKING:
     from vit.evaluation.caption_report import CaptionOutcomes

@@ -33,14 +33,13 @@ from vit.tasks.task import (
     Event,
     FinishedRun,
     ImageOutput,
-    Notify,
     Task,
     TrainingRun,
     forward,
     mixed,
     one_class_needed,
 )
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run, store_calibration
 
 MIN_SHARE = 0.005

@@ -47,13 +47,12 @@ from vit.tasks.task import (
     Event,
     FinishedRun,
     ImageOutput,
-    Notify,
     Task,
     TrainingRun,
     calibrated_activation,
     forward,
 )
-from vit.text import join_names
+from vit.text import Notify, join_names
 from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
 
 

@@ -28,11 +28,11 @@ from vit.tasks.task import (
     Evaluation,
     Event,
     FinishedRun,
-    Notify,
     Task,
     TrainingRun,
     forward,
 )
+from vit.text import Notify
 
 MOST_FEATURES = 2000
 """Validation images, about, whose features are compared."""

@@ -39,7 +39,7 @@ from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import printable
+from vit.text import Notify, printable
 
 if TYPE_CHECKING:
     from vit.evaluation.run_report import RunFacts
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from vit.weights.saved_model import LoadedRun
 
 T = TypeVar("T")
-Notify = Callable[[str], object]
 Event = Mapping[str, Any]
 """An event of metrics.jsonl, or the validation scores in it."""
 

@@ -1,7 +1,7 @@
 """Tokenizer of a captioning run: trained or loaded once, and the captions it leaves out."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -12,11 +12,9 @@ from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError, DataError
-from vit.text import plural
+from vit.text import Notify, plural
 from vit.training.distributed.collectives import on_main
 from vit.weights.saved_model import read_tokenizer
-
-Notify = Callable[[str], None]
 
 
 def prepare_captions(

@@ -1,7 +1,7 @@
 """Opens the dataset, and completes the settings that it decides, before anything is built."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, lcm
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits,
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
 from vit.tasks.task import Task, get_task
+from vit.text import Notify
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
 from vit.training.finetune.finetuning import (
@@ -26,8 +27,6 @@ from vit.training.finetune.finetuning import (
     seen_images_note,
 )
 from vit.weights.formats.pretrained import Pretrained
-
-Notify = Callable[[str], None]
 
 
 def prepare_data(

@@ -19,7 +19,7 @@ from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
-from vit.text import format_parameters, plural
+from vit.text import Notify, format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.distributed.devices import arithmetic
@@ -31,8 +31,6 @@ from vit.training.optimizers import make_optimizer
 from vit.training.training_state import TrainingState
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.pretrained import Pretrained
-
-Notify = Callable[[str], None]
 
 # settings of a decoder that its weights do not depend on
 WITHOUT_WEIGHTS: dict[str, Any] = {

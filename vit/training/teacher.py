@@ -17,7 +17,7 @@ teacher.
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from vit.exported.load_exported import exported_engine, exported_files
 from vit.paths import sha256_of_files
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
-from vit.text import join_names, percent, plural, printable
+from vit.text import Notify, join_names, percent, plural, printable
 from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
@@ -47,8 +47,6 @@ from vit.weights.load_model import load_model
 from vit.weights.resolve_source import locate_weights
 from vit.weights.safetensors_io import digest, read_tensors
 from vit.weights.saved_model import LoadedRun
-
-Notify = Callable[[str], None]
 
 MIN_PROBABILITY = 1e-7
 """Smaller probabilities, and those nearer to 1, count as this: float32 cannot tell them apart."""

@@ -27,7 +27,7 @@ from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
-from vit.text import format_duration
+from vit.text import Notify, format_duration
 from vit.training.autotune.dry_run import LONG, dry_run
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.final_report import distance_samples
@@ -49,8 +49,6 @@ from vit.training.training_loaders import (
 from vit.training.training_loop import train_one_step
 from vit.training.training_state import TrainingState
 from vit.training.validation import validate
-
-Notify = Callable[[str], None]
 
 # Share of the time that stays free, since no two minutes of a machine are alike.
 MARGIN = 0.005

@@ -26,7 +26,7 @@ from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task, settings_to_plan
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.training.autotune.auto_batch_size import fit_memory
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
 from vit.training.autotune.time_lower_bound import check_time
@@ -44,7 +44,7 @@ from vit.training.finetune.finetuning import complete_for_weights, wants_other_v
 from vit.training.finetune.linear_probe_init import init_head_from_probe
 from vit.training.logging.environment import record_environment
 from vit.training.logging.trackers import require_tracker
-from vit.training.logging.training_progress import Notify, notifier, notify
+from vit.training.logging.training_progress import notifier, notify
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import (
     check_plannable,

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from vit.config import ModelConfig
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
 from vit.errors import ConfigError, RunError, WeightsError
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
@@ -128,7 +128,7 @@ def convert_model(
     image: str | os.PathLike[str] | None = None,
     push: str | None = None,
     private: bool = False,
-    notify: Callable[[str], object] = print_to_stderr,
+    notify: Notify = print_to_stderr,
 ) -> str | None:
     """Convert `source`, compare the outputs, and upload the folder if requested: `vit convert`.
 

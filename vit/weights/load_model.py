@@ -8,7 +8,7 @@ SOURCE -> files (resolve_source.py) -> tensors (state_dict_readers.py)
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vit.config.presets import find_presets
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import join_names, printable
+from vit.text import Notify, join_names, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config
 from vit.weights.file_format import read_json
 from vit.weights.formats import timm_registry
@@ -46,7 +46,6 @@ from vit.weights.sparse_upcycling import check_feedforward
 from vit.weights.state_dict_readers import read_npz, read_state
 
 Source = str | os.PathLike[str]
-Notify = Callable[[str], object]
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:

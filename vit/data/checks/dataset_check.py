@@ -30,7 +30,7 @@ from vit.data.sources.dataset_warnings import (
     misspelt_names,
     similar_names,
 )
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 
 CACHE_BATCH = 512
 """Statistics that are written to the cache at a time."""
@@ -158,7 +158,7 @@ def check_dataset(
     cache_folder: Path | None = None,
     timeout: float = TIMEOUT_SECONDS,
     progress: Progress = lambda _what, _done, _total: None,
-    notify: Callable[[str], object] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> CheckReport:
     """Check a dataset without a model.
 

@@ -21,13 +21,12 @@ from vit.data.dataset_types import Splits
 from vit.errors import RunError
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
+from vit.text import Notify
 from vit.training.autotune.dry_run import dry_run
 from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.training_loop import clip_gradients, forward_losses, objective
 from vit.training.training_state import TrainingState
-
-Notify = Callable[[str], None]
 
 # Share of the free memory that a trial may not use: changing image sizes fragment it, and libraries
 # beside torch (NCCL, cuDNN) need some.

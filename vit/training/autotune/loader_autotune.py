@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
-from vit.text import plural
+from vit.text import Notify, plural
 from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
@@ -68,9 +68,7 @@ def keep_or_release(cache: ImageCache) -> None:
         _shared.pop(0).unlink()
 
 
-def with_cache(
-    config: Config, splits: Splits, accelerator: Accelerator, notify: Callable[[str], None]
-) -> Splits:
+def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify: Notify) -> Splits:
     """Add a cache of the training images to `splits`, if the setting `cache` is not none.
 
     All processes of a machine share it: one builds it, and the others wait.

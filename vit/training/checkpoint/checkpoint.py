@@ -11,7 +11,7 @@ damaged ones; old files are deleted only after a newer one is on the disk.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vit.errors import DataError, RunError, WeightsError
-from vit.text import printable
+from vit.text import Notify, printable
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.training_state import TrainingState
@@ -31,8 +31,6 @@ CHECKPOINTS = "checkpoints"
 KEEP = 2
 VERSION = 1
 FILE = re.compile(r"step-(\d+)\.safetensors")
-
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

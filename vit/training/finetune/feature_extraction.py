@@ -44,7 +44,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, DataError, RunError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
-from vit.text import plural, printable
+from vit.text import Notify, plural, printable
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors
@@ -82,7 +82,7 @@ def extract(
     extractor: "ImagePass",
     *,
     weights_key: str,
-    notify: Callable[[str], None],
+    notify: Notify,
     on_bad_image: OnBadImage = "stop",
     cache: Path | None = None,
 ) -> Features | None:
@@ -375,9 +375,7 @@ class FeatureStore:
         RunError: The folder cannot be written.
     """
 
-    def __init__(
-        self, cache: Path, identity: Mapping[str, object], notify: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cache: Path, identity: Mapping[str, object], notify: Notify) -> None:
         text = json.dumps(identity, sort_keys=True)
         self.folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
         self.notify = notify
@@ -465,7 +463,7 @@ class FeatureTable:
                 raise BadImage(key.path, key.reason)
 
     def open(
-        self, cache: Path | None, identity: Mapping[str, object], notify: Callable[[str], None]
+        self, cache: Path | None, identity: Mapping[str, object], notify: Notify
     ) -> set[bytes]:
         """Load the features that are in `cache`; returns their keys."""
         if cache is not None:

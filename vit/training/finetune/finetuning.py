@@ -8,7 +8,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
-from vit.text import join_names, plural, printable, quoted
+from vit.text import Notify, join_names, plural, printable, quoted
 from vit.training.finetune.freezing import freeze_backbone, trainable_line
 from vit.training.finetune.lora import add_lora, lora_line, merge_lora
 from vit.weights.adapt_weights import implied_settings
@@ -123,7 +123,7 @@ def complete_for_added_classes(
     source: Pretrained,
     classes: Sequence[str],
     given: Sequence[str],
-    notify: Callable[[str], object],
+    notify: Notify,
 ) -> Config:
     """Settings of a short training, if the data add classes to those that a run has learned.
 

@@ -3,7 +3,7 @@
 Source: Kumar et al., "Fine-Tuning can Distort Pretrained Features", section 3, arXiv:2202.10054.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
 from vit.paths import user_cache
 from vit.stop_signals import Interrupted
+from vit.text import Notify
 from vit.training.distributed.collectives import agreed_signal, on_main
 from vit.training.finetune.feature_extraction import (
     FeatureExtractor,
@@ -31,8 +32,6 @@ from vit.training.training_state import TrainingState
 # Enough images for a head that is trained further.
 MAX_PROBE_IMAGES = {"train": 20_000, "val": 5_000}
 BATCH_SIZES = {"cpu": 16}
-
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)

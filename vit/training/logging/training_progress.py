@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from vit.config import Config
-from vit.text import format_duration
+from vit.text import Notify, format_duration
 from vit.training.lr_schedule import image_side, total_steps
 
 # Time between two progress lines without a terminal.
@@ -25,7 +25,6 @@ MIN_REMAINING = 10.0
 # Cost of an image in validation relative to training: the forward pass only.
 VALIDATION_SHARE = 1 / 3
 
-Notify = Callable[[str], None]
 
 # receive the log lines instead of standard error; the last one counts
 _redirected: list[Notify] = []
