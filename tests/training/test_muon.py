@@ -221,7 +221,7 @@ def test_a_step_on_a_gpu_reads_nothing_back():
     for _ in range(2):
         optimizer.step()
     assert compute_dtype(members[0]) == torch.bfloat16
-    assert optimizer.state[others[0]]["step"] == 2  # on the CPU, and real
+    assert optimizer.state[others[0]]["step"].device.type == "cuda"  # for one kernel
     with pytest.raises(DataDependentOutputException):
         members[0].sum().item()
 

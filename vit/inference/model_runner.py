@@ -84,6 +84,7 @@ class ModelRunner:
         self.keep_aspect, self.tta = keep_aspect, tta
         self.embeddings, self.compiled, self.activation = embeddings, compiled, activation
         self.distance, self.returns_distances = distance, False
+        self.constants = preprocessing.constants(device, torch.float32)
         check_settings(self)
         self.forward: Callable[[Tensor], Any] = self._forward
         if compiled:
@@ -175,7 +176,7 @@ class ModelRunner:
 
     def _normalise(self, images: Tensor) -> Tensor:
         """uint8 (..., channels, height, width) -> normalised floats on the device"""
-        return self.preprocessing.normalise(images.to(self.device))
+        return self.preprocessing.normalise(images.to(self.device), constants=self.constants)
 
 
 def to_probabilities(logits: Tensor, activation: Activation) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from vit.model.attention import AttentionContext
 from vit.model.blocks import Block
 from vit.model.patch_dropout import gather_tokens, take_tokens
-from vit.model.position_embedding import Grid, sinusoidal_2d
+from vit.model.position_embedding import Grid, GridTables, sinusoidal_2d
 from vit.model.vision_transformer import VisionTransformer
 
 VARIANCE_EPS = 1e-6
@@ -61,7 +61,7 @@ class PixelDecoder(nn.Module):
         patch_values: int,
     ) -> None:
         super().__init__()
-        self.dim, self.prefix = dim, prefix
+        self.dim, self.prefix, self.tables = dim, prefix, GridTables()
         self.embed = nn.Linear(encoder_dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.blocks = nn.ModuleList(blocks)
@@ -83,7 +83,10 @@ class PixelDecoder(nn.Module):
         masks = self.mask_token.to(x).expand(len(x), count, -1)
         patches = take_tokens(torch.cat([kept, masks], dim=1), restore)
         # sines, and none for the prefix, as in the paper's code
-        patches = patches + sinusoidal_2d(grid, self.dim).to(patches)
+        positions = self.tables.get(
+            grid, patches.device, patches.dtype, lambda: sinusoidal_2d(grid, self.dim)
+        )
+        patches = patches + positions
         x, context = torch.cat([prefix, patches], dim=1), AttentionContext(grid)
         for block in self.blocks:
             x, context = block(x, context)

@@ -100,12 +100,12 @@ def sigreg(views: Tensor, directions: Tensor, *, total: Total = lambda mine: min
         total: Sum over processes.
     """
     # both halves of the integral are equal
-    points = torch.linspace(0, RANGE, KNOTS // 2 + 1).to(views)
+    points = torch.linspace(0, RANGE, KNOTS // 2 + 1, device=views.device).to(views)
     gaussian = (-points.square() / 2).exp()
     angles = (views @ directions).unsqueeze(-1) * points  # (views, images, projections, points)
     waves = torch.stack([angles.cos(), angles.sin()])
     sums = waves.sum(dim=2)
-    totals = total(torch.cat([sums.flatten(), sums.new_tensor([views.shape[1]])]))
+    totals = total(torch.cat([sums.flatten(), sums.new_full((1,), views.shape[1])]))
     images = totals[-1].detach()
     real, imaginary = totals[:-1].view_as(sums) / images.clamp(min=1)
     errors = (real - gaussian).square() + imaginary.square()

@@ -62,7 +62,8 @@ class SimCLR(JointEmbeddingPretraining):
     def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
         """The contrastive loss against the images of all processes, ()."""
         settings = run.config.pretraining
-        views, places = F.normalize(views, dim=-1), batch.positions.to(views.device)
+        views = F.normalize(views, dim=-1)
+        places = batch.positions.to(views.device, non_blocking=True)
         keys, present = gather_views(run, views, places)
         losses = contrastive_losses(
             views,

@@ -8,7 +8,7 @@ al., arXiv:2502.16982, section 2.2. Settings, defaults and state are those of ti
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -169,16 +169,19 @@ class Muon(Optimizer):
         """AdamW (Loshchilov and Hutter, arXiv:1711.05101), by torch's kernels for many tensors."""
         if not parameters:
             return
+        fused = has_fused_adamw(parameters)
         for p in parameters:
             state = self.state[p]
             if "step" not in state:
-                state["step"] = torch.zeros(())
+                state["step"] = p.new_zeros((), dtype=torch.get_default_dtype())
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_avg_sq"] = torch.zeros_like(p)
+            # one kernel needs the step counts beside the parameters, a loop reads them
+            place = p.device if fused else torch.device("cpu")
+            if state["step"].device != place:
+                state["step"] = state["step"].to(place)
         states = [self.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
-        # one kernel for all needs the step counts beside the parameters: those are on the CPU
-        fused = all(p.device.type == "cpu" for p in parameters)
         adamw(
             parameters,
             [_gradient(p) for p in parameters],
@@ -256,6 +259,11 @@ def _gram_polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
             torch.bmm(factor, gram, out=spare)
             torch.bmm(spare, factor, out=gram)
     return product
+
+
+def has_fused_adamw(parameters: Iterable[Tensor]) -> bool:
+    """Whether torch updates all of `parameters` in one kernel: all on CPUs, or all on GPUs."""
+    return {parameter.device.type for parameter in parameters} in ({"cpu"}, {"cuda"})
 
 
 def compute_dtype(parameter: Tensor, chosen: torch.dtype | None = None) -> torch.dtype:

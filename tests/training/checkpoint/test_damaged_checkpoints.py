@@ -15,6 +15,7 @@ from tests.training import disks
 from tests.training.children import Job, command, complete, differences, train
 from vit.config.parser import write_settings
 from vit.errors import WeightsError
+from vit.training.checkpoint import checkpoint
 from vit.training.checkpoint.checkpoint import find_checkpoints, load_checkpoint
 from vit.weights.safetensors_io import read_tensors
 
@@ -267,3 +268,12 @@ def json_groups(run: Path) -> int:
     """How many groups the newest checkpoint of a run has."""
     _, metadata = read_tensors(find_checkpoints(run / "checkpoints")[0])
     return len(json.loads(metadata["state"])["groups"])
+
+
+def test_a_run_goes_on_on_another_device(tmp_path):
+    """The kernels of an optimiser are those of the device, not those of the checkpoint."""
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    begun, resumed = (torch.optim.AdamW(parameters, fused=fused) for fused in (True, None))
+    assert not {"fused", "foreach"} & checkpoint._group_settings(begun)[0].keys()
+    older = [{**checkpoint._group_settings(begun)[0], "fused": True, "foreach": None}]
+    checkpoint.require_same_groups(tmp_path, older, resumed)

@@ -31,6 +31,8 @@ CHECKPOINTS = "checkpoints"
 KEEP = 2
 VERSION = 1
 FILE = re.compile(r"step-(\d+)\.safetensors")
+# Settings of an optimiser that follow from the device: a run may be resumed on another one.
+OF_DEVICE = ("foreach", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +228,8 @@ def load_checkpoint(
         require_same_groups(path, groups, optimizer)
         _restore(path, split_parts(tensors), numbers, model, optimizer, average)
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            group.update({k: _from_plain(value, group.get(k)) for k, value in saved.items()})
+            kept = {key: value for key, value in saved.items() if key not in OF_DEVICE}
+            group.update({k: _from_plain(value, group.get(k)) for k, value in kept.items()})
         return CheckpointState(**state, damaged=damaged)
     if paths:
         raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
@@ -303,7 +306,8 @@ def require_same_groups(
     if len(saved) != len(mine):
         fault = f"it has {len(saved)} groups of parameters, and this run makes {len(mine)}"
     for theirs, ours in zip(saved, mine, strict=False):
-        only_theirs, only_ours = theirs.keys() - ours.keys(), ours.keys() - theirs.keys()
+        only_theirs = theirs.keys() - ours.keys() - {*OF_DEVICE}
+        only_ours = ours.keys() - theirs.keys()
         if not fault and only_theirs and only_ours:
             fault = f"its groups have {min(only_theirs)}, and those of this run {min(only_ours)}"
     if fault:
@@ -334,7 +338,7 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
 
 def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Settings of each group besides its parameters; some optimisers count steps in them."""
-    left_out = ("params", "names", "lr")
+    left_out = ("params", "names", "lr", *OF_DEVICE)
     return [
         {key: _to_plain(value) for key, value in group.items() if key not in left_out}
         for group in optimizer.param_groups

@@ -57,6 +57,8 @@ def max_over_processes(accelerator: Accelerator, number: float) -> float:
 
 def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]) -> list[float]:
     """Sum `totals`, on the device, and `counts` over all processes, in one message."""
+    if accelerator.num_processes == 1:
+        return [*totals.tolist(), *map(float, counts)]
     message = torch.cat([totals, torch.tensor(counts, device=totals.device, dtype=totals.dtype)])
     numbers: list[float] = accelerator.reduce(message).tolist()
     return numbers
@@ -86,6 +88,8 @@ def broadcast_tensor(accelerator: Accelerator, make: Callable[[], Tensor]) -> Te
 
 def agreed_signal(accelerator: Accelerator, number: int) -> int:
     """The signal that any process has received, or 0; equal on all processes."""
+    if accelerator.num_processes == 1:
+        return number
     mine = torch.tensor([number], device=accelerator.device)
     return int(accelerator.gather(mine).max())
 
