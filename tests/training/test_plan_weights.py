@@ -382,3 +382,13 @@ def test_validation_images_are_held_out_of_the_labelled_ones():
 def test_images_of_several_classes_have_no_probe():
     plan = rules.plan_after_pretraining(TINY, {}, PRETRAINED, one_class=False)
     assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64, "method": "full"}
+
+
+def test_as_many_images_are_held_out_as_the_time_allows():
+    many = dataclasses.replace(PHOTOS, images=40_000, validation=10_000, seconds=36_000.0)
+    shares = []
+    for flops in (3e12, 3e10):
+        facts = dataclasses.replace(many, flops=flops)
+        shares.append(rules.plan_weights(facts, {}, chosen(facts)).settings["val_share"])
+    assert shares[0] == 0.1
+    assert shares[1] < 0.1

@@ -316,7 +316,7 @@ def plan_weights(
     """Settings of a training from the weights of `choice`, each with its reason."""
     plan = Plan(facts, {name: value for name, value in given.items() if name != "weights"})
     weights, size, method = choice.weights, choice.image_size, choice.method
-    plan.passes, plan.flops = choice.passes, weights.flops(size)
+    plan.passes, plan.flops, plan.speed = choice.passes, weights.flops(size), facts.flops
     plan.decide("weights", choice.source, weights_reason(choice))
     given_size = "image_size" in given
     up = f"images of {facts.side} px are resized up" if facts.side < size else ""
