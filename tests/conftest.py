@@ -56,7 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     They compare numbers to the last bit, which a GPU computes in another order each time.
     """
-    if config.getoption("markexpr") != "gpu":
+    marked = config.getoption("markexpr")
+    if "gpu" in marked.split() and marked != "gpu":
+        raise pytest.UsageError(f"-m '{marked}': tests that need a GPU run alone: -m gpu")
+    if marked != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     kind = config.getoption("--auto-precision")
     os.environ[processor.KIND] = kind or ""

@@ -28,9 +28,9 @@ from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.training.checkpoint.checkpoint import find_checkpoints
+from vit.training.plan_rules import TimedNetwork
 from vit.training.train import train
 from vit.training.trainer import Trainer
-from vit.training.training_speed import Speed
 from vit.weights.convert import convert
 from vit.weights.load_model import from_pretrained
 from vit.weights.safetensors_io import read_tensors
@@ -99,7 +99,7 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
 def test_the_number_of_labels_chooses_how_training_goes_on(
     pretrained, colour_classes, tmp_path, monkeypatch, capsys, many
 ):
-    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: Speed(80e9, 64))
+    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: TimedNetwork(1.0, 80e9))
     monkeypatch.setattr("vit.training.plan_weights.MANY_LABELS", 10 if many else 100)
     words = [str(colour_classes), "--weights", str(pretrained["mae"]), "--epochs", "8"]
     words += ["--precision", "fp32", "--device", "cpu"]

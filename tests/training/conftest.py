@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit.config import Config
 from vit.config.parser import make_config
-from vit.training.training_speed import Speed
+from vit.training.plan_rules import TimedNetwork
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
 TRAIN, VAL = 12, 7  # images of each class
@@ -64,7 +64,7 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A speed of this machine, which each plan measures for seconds."""
-    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: Speed(80e9, 64))
+    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: TimedNetwork(1.0, 80e9))
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def test_iterations_in_bf16_end_near_those_in_float32(monkeypatch):
     for bf16 in (False, True):
         model.load_state_dict(network().state_dict())
         config = TrainingConfig(optimizer="muon", weight_decay=0.0)
-        make_optimizer(with_gradients(model), config, depth=2, bf16=bf16).step()
+        precision = "bf16" if bf16 else "fp32"
+        make_optimizer(with_gradients(model), config, depth=2, precision=precision).step()
         moved.append([p.detach() - q for p, q in zip(model.parameters(), start, strict=True)])
     half = len(used) // 2
     assert used == [torch.float32] * half + [torch.bfloat16] * half

@@ -1,6 +1,7 @@
 """The plan: sensible for every kind of data, monotone in time, and open about its reasons."""
 
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -37,15 +38,17 @@ from vit.training.plan_rules import (
     TINY_SIDE,
     CaptionStats,
     Facts,
+    TimedNetwork,
     counted_passes,
     decoder_depth,
     even_batch,
     flops_of,
     flops_with_captions,
     make_plan,
+    neighbours,
     network_settings,
 )
-from vit.training.training_speed import Speed, measure_speed, probe_network
+from vit.training.training_speed import measure_speed, probe_network
 
 PHOTOS = dataclasses.replace(searches.PHOTOS, seconds=252.0)
 TINY = dataclasses.replace(PHOTOS, images=40_000, side=32, validation=10_000, seconds=571.0)
@@ -67,6 +70,14 @@ SMALLEST = {"image_size": 64, "patch_size": 16, "dim": 128, "depth": 4}
 USUAL = {**SMALLEST, "image_size": 96}
 LARGEST = {"image_size": 224, "patch_size": 16, "dim": 768, "depth": 12}
 GPU = {"device": "cuda", "flops": 60e12}
+
+
+def timed(*speeds: float) -> tuple[TimedNetwork, ...]:
+    """The first networks for tiny images, as if they were measured."""
+    networks = zip(TINY_NETWORKS, speeds, strict=False)
+    return tuple(TimedNetwork(flops_of(row, {}), speed) for row, speed in networks)
+
+
 # What a folder is like, and the main choices for it.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "photographs of 12 megapixels": (
@@ -123,7 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "images": 40_000,
             "validation": 10_000,
             "seconds": 571.0,
-            "speeds": (140e9, 260e9, 260e9),
+            "timed": timed(140e9, 260e9, 260e9),
         },
         {"image_size": 32, "patch_size": 4, "dim": 128, "min_crop": 1.0, "translate": 0.07},
     ),
@@ -133,7 +144,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "images": 40_000,
             "validation": 10_000,
             "seconds": 571.0,
-            "speeds": (70e9, 45e9, 40e9),
+            "timed": timed(70e9, 45e9, 40e9),
         },
         {"image_size": 32, "patch_size": 8, "dim": 128},
     ),
@@ -545,8 +556,8 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
     flat = flatten(config)
     assert {name: flat[name] for name in chosen} == chosen
     assert plan.facts.images + plan.facts.validation == 12
-    assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
-    assert len(plan.facts.speeds) == 3  # of networks that ran here
+    assert all(math.isfinite(one.flops) and one.flops > 1e6 for one in plan.facts.timed)
+    assert len(plan.facts.timed) == 3  # of networks that ran here
 
 
 @pytest.mark.usefixtures("known_speed")
@@ -581,55 +592,115 @@ def test_networks_that_are_out_of_reach_are_not_timed(photos, monkeypatch):
 
     def speed(_config, _accelerator, row, _captions):
         timed.append(row)
-        return Speed(1e9, 64)
+        return TimedNetwork(flops_of(row, {}), 1e9)
 
     monkeypatch.setattr("vit.training.plan.measure_speed", speed)
     counts = []
     for seconds in ("20s", "100h"):
         _, plan = plan_training({"data": str(photos), "time": seconds, "precision": "fp32"})
-        counts.append(len(plan.facts.speeds))
+        counts.append(len(plan.facts.timed))
     assert counts[0] < counts[1] == 3
 
 
-def launch_bound(network, _captions, batch=0):
-    """A GPU on which a step takes 10 ms for any network of up to 100 TFLOP/s, and holds 128."""
-    fits = min(batch, 128)
-    step = max(0.010, 3 * fits * flops_of(network, {}) / 100e12)
-    return Speed(3 * fits * flops_of(network, {}) / step, fits)
+def launch_bound(network, captions, batch=64, *, holds=10**6):
+    """A GPU on which a step takes 10 ms for any network of up to 100 TFLOP/s."""
+    fits, cost = min(batch, holds), flops_of(network, {})
+    step = max(0.010, 3 * fits * cost / 100e12)
+    return TimedNetwork(cost, 3 * fits * cost / step, fits if fits < batch else None)
+
+
+ON_GPU = dataclasses.replace(PHOTOS, **{**GPU, "seconds": 60.0})
+
+
+def recorded(measure):
+    """`measure`, and a list of the networks and batches that it is called with."""
+    seen = []
+
+    def recorder(network, captions, batch=64):
+        seen.append((network, batch))
+        return measure(network, captions, batch)
+
+    return recorder, seen
 
 
 def test_a_gpu_is_timed_with_planned_batches_and_networks_up_to_the_first_out_of_reach():
-    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 60.0})
-    timed = []
-
-    def measure(network, captions, batch=0):
-        timed.append((network, batch))
-        return launch_bound(network, captions, batch)
-
-    facts = with_speeds(gpu, {}, measure)
+    measure, seen = recorded(launch_bound)
+    facts = with_speeds(ON_GPU, {}, measure)
     plan = make_plan(facts, {})
-    assert {batch for _, batch in timed} == {256}
-    assert 4 <= len(facts.speeds) < len(PHOTO_NETWORKS)
-    assert facts.speeds[3] > 3 * facts.speeds[0]  # as many images a second, of a larger network
+    assert {batch for _, batch in seen} == {256}
+    assert 4 <= len(facts.timed) < len(PHOTO_NETWORKS)
+    # as many images a second, of a larger network
+    assert facts.timed[3].flops > 3 * facts.timed[0].flops
     assert plan.settings["dim"] > 128
     # what a CPU plans with, the speed of small networks, would choose a smaller one
-    few = dataclasses.replace(facts, speeds=facts.speeds[:1])
+    few = dataclasses.replace(facts, timed=facts.timed[:1])
     assert make_plan(few, {}).flops < plan.flops
     # a time chooses what is timed where nobody gave one
-    longest = dataclasses.replace(gpu, seconds=None)
-    assert len(with_speeds(longest, {}, launch_bound).speeds) >= 4
+    longest = dataclasses.replace(ON_GPU, seconds=None)
+    assert len(with_speeds(longest, {}, launch_bound).timed) >= 4
 
 
-def test_a_batch_that_a_gpu_cannot_hold_is_divided():
-    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 60.0})
-    facts = with_speeds(gpu, {}, launch_bound)
-    assert set(facts.fits) == {128}
+def test_a_search_plans_the_networks_beside_with_their_own_speed():
+    facts = with_speeds(ON_GPU, {}, launch_bound)
     plan = make_plan(facts, {})
-    assert plan.settings["accumulate"] is None
-    assert make_config({"data": "photos", **plan.settings}).data.accumulate is None
+    for network in neighbours(plan):
+        beside = make_plan(facts, network)
+        assert plan.passes / 2.5 < beside.passes < 2.5 * plan.passes
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "batch"),
+    [
+        ({"batch_size": 24}, {}, 24),
+        ({"batch_size": 512, "accumulate": 4}, {}, 128),
+        ({}, {"processes": 8}, 32),
+        ({"batch_size": 128}, {"pass_cost": 2.0}, 256),  # two views of an image
+    ],
+)
+def test_a_gpu_is_timed_with_its_share_of_the_batch(given, changes, batch):
+    measure, seen = recorded(launch_bound)
+    facts = with_speeds(dataclasses.replace(ON_GPU, **changes), given, measure)
+    assert {size for _, size in seen} == {batch}
+    assert {one.fits for one in facts.timed} == {None}
+    assert "accumulate" not in make_plan(facts, given).settings
+
+
+@pytest.mark.parametrize(
+    ("given", "images", "holds", "expected"),
+    [
+        ({}, 3000, 128, (256, 2)),
+        ({}, 2510, 128, (248, 2)),  # without division 251
+        ({}, 3000, 40, (256, 8)),
+        ({"batch_size": 250}, 3000, 128, (250, 2)),
+        ({"batch_size": 250}, 3000, 60, (250, 5)),
+        ({"batch_size": 251}, 3000, 128, (251, 251)),
+    ],
+)
+def test_a_batch_that_a_gpu_cannot_hold_is_divided(given, images, holds, expected):
+    measure = functools.partial(launch_bound, holds=holds)
+    facts = with_speeds(dataclasses.replace(ON_GPU, images=images), given, measure)
+    assert {one.fits for one in facts.timed} == {holds}
+    every = {**make_plan(facts, given).settings, **given}
+    assert (every["batch_size"], every["accumulate"]) == expected
+    assert make_config({"data": "photos", **every}).data.micro_batches == expected[1]
+
+
+def test_a_batch_that_somebody_divided_is_left_alone():
+    facts = with_speeds(ON_GPU, {"accumulate": 2}, functools.partial(launch_bound, holds=64))
     assert "accumulate" not in make_plan(facts, {"accumulate": 2}).settings
-    assert "accumulate" not in make_plan(facts, {"batch_size": 128}).settings
-    assert "accumulate" not in make_plan(dataclasses.replace(facts, processes=2), {}).settings
+
+
+def test_networks_that_a_gpu_cannot_hold_at_all_are_not_chosen():
+    def measure(network, captions, batch=64):
+        if network.dim > 200:
+            return TimedNetwork(flops_of(network, {}), 0.0, 0)
+        return launch_bound(network, captions, batch)
+
+    facts = with_speeds(dataclasses.replace(ON_GPU, seconds=36_000.0), {}, measure)
+    assert [one.flops > 0 for one in facts.timed] == [True] * 4 + [False]
+    assert make_plan(facts, {}).settings["dim"] == 192
+    with pytest.raises(RunError, match="no memory left"):
+        with_speeds(ON_GPU, {}, lambda *_, **__: TimedNetwork(1.0, 0.0, 0))
 
 
 def test_a_gpu_is_timed_with_as_many_images_as_fit(monkeypatch):
@@ -648,24 +719,29 @@ def test_a_gpu_is_timed_with_as_many_images_as_fit(monkeypatch):
     speed = measure_speed(make_config({"data": "photos"}), accelerator, network, batch=256)
     assert speed.fits == 64
     assert speed.flops == pytest.approx(3 * 64 * flops_of(network, {}) * 2 / 0.5)
+    whole = measure_speed(make_config({"data": "photos"}), accelerator, network, batch=70)
+    assert whole.fits is None
     most = 0
-    with pytest.raises(RunError, match="not one image of 64 px fits"):
-        measure_speed(make_config({"data": "photos"}), accelerator, network, batch=256)
+    nothing = measure_speed(make_config({"data": "photos"}), accelerator, network, batch=256)
+    assert (nothing.flops, nothing.fits) == (0.0, 0)
 
 
-def test_a_chosen_network_is_timed_on_a_gpu():
-    gpu = dataclasses.replace(PHOTOS, **{**GPU, "speeds": (), "seconds": 3600.0})
-    timed = []
+@pytest.mark.parametrize(
+    "given", [{"dim": 100, "depth": 5, "image_size": 64}, {"dim": 32}], ids=str
+)
+def test_a_chosen_network_is_timed_on_a_gpu(given):
+    measure, seen = recorded(launch_bound)
+    with_speeds(dataclasses.replace(ON_GPU, seconds=3600.0), given, measure)
+    for network, _ in seen[1:]:
+        assert given.items() <= {**network._asdict(), "image_size": network.side}.items()
+        assert probe_network(network, None).num_features == given["dim"]
 
-    def measure(network, captions, batch=0):
-        timed.append(network)
-        return launch_bound(network, captions, batch)
 
-    with_speeds(gpu, {"dim": 100, "depth": 5, "image_size": 64}, measure)
-    assert {(one.dim, one.depth, one.side) for one in timed[1:]} == {(100, 5, 64)}
-    timed.clear()
-    with_speeds(gpu, {"weights": "auto"}, measure)
-    assert [(one.side, one.dim, one.depth) for one in timed] == [(224, 384, 12)]
+def test_weights_for_a_gpu_are_chosen_by_the_speed_of_one_of_their_networks():
+    measure, seen = recorded(launch_bound)
+    facts = with_speeds(ON_GPU, {"weights": "auto"}, measure)
+    assert [(one.side, one.dim, one.depth) for one, _ in seen[1:]] == [(224, 384, 12)]
+    assert facts.timed[0].flops > 10 * facts.flops
 
 
 def test_a_time_for_tiny_images_needs_no_network_of_photographs_timed(monkeypatch):
@@ -673,7 +749,7 @@ def test_a_time_for_tiny_images_needs_no_network_of_photographs_timed(monkeypatc
 
     def speed(_config, _accelerator, row, _captions):
         timed.append(row.patch)
-        return Speed(1e9, 64)
+        return TimedNetwork(flops_of(row, {}), 1e9)
 
     monkeypatch.setattr("vit.training.plan.measure_speed", speed)
     plan_training({"data": "digits", "time": "20s", "precision": "fp32"})
@@ -751,7 +827,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
     assert len(timed[0].decoder.blocks) == config.decoder.decoder_depth == 2
     assert timed[0].decoder.token_embed.num_embeddings == stats.vocab_size
     assert (config.model.pooling, config.model.num_classes) == ("none", 0)
-    assert all(math.isfinite(speed) and speed > 1e6 for speed in plan.facts.speeds)
+    assert all(math.isfinite(one.flops) and one.flops > 1e6 for one in plan.facts.timed)
 
 
 @pytest.mark.auto_precision

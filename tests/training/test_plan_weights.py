@@ -365,7 +365,7 @@ def test_few_labels_are_learned_no_longer_than_they_bear():
 
 @pytest.mark.parametrize(("flops", "epochs"), [(PHOTOS.flops, 50), (PHOTOS.flops / 1e4, 12)])
 def test_few_labels_without_a_time_are_learned_longer_where_that_is_quick(flops, epochs):
-    facts = dataclasses.replace(PHOTOS, images=300, seconds=None, flops=flops, speeds=())
+    facts = dataclasses.replace(PHOTOS, images=300, seconds=None, flops=flops, timed=())
     plan = rules.plan_after_pretraining(facts, {}, PRETRAINED)
     assert plan.settings["epochs"] == plan.passes == epochs
     plan = rules.plan_after_pretraining(facts, {"epoch_steps": 9}, PRETRAINED)

@@ -36,12 +36,12 @@ class GridTables:
         self, grid: Grid, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]
     ) -> Tensor:
         """What `make` returns for `grid`."""
+        if torch.compiler.is_compiling():  # first, since a grid may have no numbers there
+            return make().to(device, dtype)
         key = grid, device, dtype
         found = self.kept.get(key)
         if found is not None:
             return found
-        if torch.compiler.is_compiling():
-            return make().to(device, dtype)
         with torch.inference_mode(False):  # training may use it later
             made = make().to(device, dtype)
         if type(made) is Tensor:  # not where a network is traced, with tensors without numbers

@@ -85,7 +85,7 @@ def layer_of(name: str, depth: int) -> int:
 
 
 def make_optimizer(
-    model: nn.Module, config: TrainingConfig, *, depth: int, bf16: bool = False
+    model: nn.Module, config: TrainingConfig, *, depth: int, precision: str = "fp32"
 ) -> Optimizer:
     """The optimiser named in `config`, over the parameters of `model`.
 
@@ -95,7 +95,8 @@ def make_optimizer(
         model: The network.
         config: Settings.
         depth: Blocks of the network.
-        bf16: Whether the network computes in bf16; then Muon's iterations do, on CPUs too.
+        precision: In which the network computes: where it is bf16, Muon's iterations compute in it
+            on CPUs too.
 
     Raises:
         ConfigError: timm has no optimiser of that name, or it does not take these settings.
@@ -109,15 +110,14 @@ def make_optimizer(
     )
     options: dict[str, Any] = {} if config.betas is None else {"betas": config.betas}
     if config.optimizer == "adamw":
-        # all parameters in one kernel: a quarter of the loop's time on a CPU, and on a GPU of the
-        # launches; but there fp16's loss scaling would skip steps that nobody counts
-        on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-        fused = has_fused_adamw(model.parameters()) and (bf16 or not on_gpu)
+        # of all parameters in one kernel: on a CPU a quarter of the loop's time; not with fp16,
+        # whose loss scaling would then skip steps that nobody counts
+        fused = has_fused_adamw(model.parameters()) and precision != "fp16"
         return torch.optim.AdamW(groups, lr=config.lr, fused=fused or None, **options)
     if config.optimizer == "muon":
         fallback = 1.0 if config.fallback_lr is None else config.fallback_lr / config.lr
         split = _for_muon(groups, fallback=fallback)
-        if bf16:
+        if precision == "bf16":
             options["ns_dtype"] = torch.bfloat16
         return Muon(split, lr=config.lr, momentum=MUON_MOMENTUM, nesterov=True, **options)
     return _timm_optimizer(groups, config, options)

@@ -28,7 +28,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.free_space import free_bytes
 from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
@@ -44,6 +44,7 @@ from vit.training.plan_rules import (
     Facts,
     Network,
     Plan,
+    TimedNetwork,
     affordable_passes,
     counted_passes,
     flops_with_captions,
@@ -68,9 +69,7 @@ from vit.training.plan_weights import (
     plan_weights,
 )
 from vit.training.training_speed import (
-    PROBE_BATCH,
     Measure,
-    Speed,
     measure_speed,
     timing_networks,
 )
@@ -186,7 +185,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     if not pretrained and continues_pretraining(values):
         run = read_pretraining_run(values["weights"])
         network = architecture_settings(*run) if run else {}
-    facts = facts_of(config, splits, accelerator, {**values, **network} if run else values)
+    facts = facts_of(config, splits, accelerator, {**network, **values} if run else values)
     if pretrained:
         one_class = not (splits.multilabel or config.training.multilabel)
 
@@ -306,45 +305,62 @@ def facts_of(
 
 def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
     """`facts` with the speeds of the networks that the plan chooses from."""
-    ladder, on_cpu = ladder_for(facts.side), facts.device == "cpu"
+    if facts.device == "cuda":
+        return with_gpu_speeds(facts, given, measure)
     if chooses_weights(given):
-        network = PROBE if on_cpu else WEIGHTS_PROBE
-        return dataclasses.replace(facts, flops=measure(network, facts.captions).flops)
-    if on_cpu:
-        speeds = time_networks(facts, ladder[:MEASURED], {}, measure)
-        if facts.seconds is not None and facts.side <= TINY_SIDE:
-            flops = speeds[0].flops  # a second less of planning
-        else:  # what decides how long the training takes is the same for all images
-            flops = measure(PROBE, facts.captions).flops
-        return dataclasses.replace(facts, flops=flops, speeds=tuple(one.flops for one in speeds))
-    usual = usual_batch(facts.images, facts.device) // facts.processes
-    measure = partial(measure, batch=max(usual, PROBE_BATCH))
+        return dataclasses.replace(facts, flops=measure(PROBE, facts.captions).flops)
+    timed = time_networks(facts, ladder_for(facts.side)[:MEASURED], {}, measure)
+    if facts.seconds is not None and facts.side <= TINY_SIDE:
+        flops = timed[0].flops  # a second less of planning
+    else:  # what decides how long the training takes is the same for all images
+        flops = measure(PROBE, facts.captions).flops
+    return dataclasses.replace(facts, flops=flops, timed=timed)
+
+
+def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
+    """The same on GPUs: small batches and networks leave them waiting, and memory is limited.
+
+    Raises:
+        RunError: Not one image fits into the memory.
+    """
+    batch = given.get("batch_size") or usual_batch(facts.images, facts.device)
+    views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
+    share = max(batch // facts.processes // (given.get("accumulate") or 1), 1)
+    measure = partial(measure, batch=views * share)
     facts = dataclasses.replace(facts, flops=measure(PROBE, facts.captions).flops)
-    timed = dataclasses.replace(facts, seconds=planned_seconds(facts))
-    speeds = time_networks(timed, ladder, given, measure)
-    fits = tuple(one.fits for one in speeds)
-    return dataclasses.replace(facts, speeds=tuple(one.flops for one in speeds), fits=fits)
+    if not facts.flops:
+        raise RunError(
+            "the GPU has no memory left for a training: end what else uses it, or use --device cpu"
+        )
+    if chooses_weights(given):
+        return dataclasses.replace(facts, timed=(measure(WEIGHTS_PROBE, facts.captions),))
+    known = dataclasses.replace(facts, seconds=planned_seconds(facts))
+    timed = time_networks(known, ladder_for(facts.side), given, measure)
+    return dataclasses.replace(
+        facts,
+        timed=tuple(one._replace(fits=one.fits and max(one.fits // views, 1)) for one in timed),
+    )
 
 
 def time_networks(
     facts: Facts, ladder: Sequence[Network], given: Mapping[str, Any], measure: Measure
-) -> list[Speed]:
-    """Speeds of the networks of `ladder`, up to the first one that is out of reach."""
-    speeds: list[Speed] = []
-    before = 0.0
+) -> tuple[TimedNetwork, ...]:
+    """The networks of `ladder`, up to the first one that is out of reach."""
+    timed: list[TimedNetwork] = []
     for row in ladder:
         network = with_given(row, facts.side, given)
         cost = flops_with_captions(network, given, facts.captions)
-        if facts.seconds is not None and speeds:
+        if timed and not timed[-1].flops:
+            break
+        if facts.seconds is not None and timed:
             # a GPU is the faster the larger the network is, but sees no more images in a second
-            faster = FASTER if facts.device == "cpu" else cost / before
-            fast = faster * speeds[-1].flops
+            faster = cost / timed[-1].cost if facts.device == "cuda" else FASTER
+            fast = faster * timed[-1].flops
             passes = affordable_passes(cost, facts.images, facts.seconds, fast) / facts.pass_cost
             if passes < needed_passes(row, facts.images) * facts.passes_factor:
                 break
-        speeds.append(measure(network._replace(passes=0), facts.captions))
-        before = cost
-    return speeds
+        timed.append(measure(network._replace(passes=0), facts.captions)._replace(cost=cost))
+    return tuple(timed)
 
 
 def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
@@ -408,7 +424,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     lines = [
         f"{facts.images:,} training and {facts.validation:,} validation images, "
         f"{', '.join(labels)}, {kind}, short side {facts.side} px; {facts.device} trains at "
-        f"{facts.flops / 1e9:.0f} GFLOP/s"
+        f"{(plan.speed or facts.flops) / 1e9:.0f} GFLOP/s"
     ]
     task = plan.given.get("task", config.training.task)
     fixed = get_task(task).planned_settings

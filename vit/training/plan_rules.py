@@ -107,6 +107,17 @@ class CaptionStats(NamedTuple):
     """The most tokens that it may have."""
 
 
+class TimedNetwork(NamedTuple):
+    """The speed of a network on this machine."""
+
+    cost: float
+    """FLOPs of an image and its caption, forward."""
+    flops: float
+    """Floating-point operations a second of a training step; 0 where it does not fit in memory."""
+    fits: int | None = None
+    """Images at a time, of a process, that fit into its GPU, where not all of the batch did."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What the plan follows from."""
@@ -130,15 +141,12 @@ class Facts:
     """cpu, cuda or mps."""
     flops: float
     """Floating-point operations a second of a training step here."""
-    speeds: tuple[float, ...] = ()
-    """The same for the first networks of the ladder, as measured; `flops` where there is none.
+    timed: tuple[TimedNetwork, ...] = ()
+    """The first networks of the ladder, as measured; `flops` where there is none.
 
-    Networks differ: what lies between the matrix products costs time, and next to no FLOPs, and on
-    a GPU small networks wait for the processor that tells it what to do.
+    Networks differ: what lies between the matrix products costs time, and next to no FLOPs, and a
+    GPU waits for the processor that launches the operations of a small one.
     """
-    fits: tuple[int, ...] = ()
-    """Images that a process trained these networks on at a time: of the planned batch or, where
-    they did not fit into the memory of its GPU, as many as did."""
     memory: int
     """Bytes that a cache in memory may take; 0 where there can be none."""
     seconds: float | None = None
@@ -151,6 +159,12 @@ class Facts:
     """Factor on the passes from which on a network is worth its cost."""
     captions: CaptionStats | None = None
     """Of a task that learns captions."""
+
+    def nearest(self, cost: float) -> TimedNetwork:
+        """What was measured of the network that is nearest to one of `cost` FLOPs an image."""
+        if not self.timed:
+            return TimedNetwork(cost, self.flops)
+        return min(self.timed, key=lambda one: abs(math.log(one.cost / cost)))
 
     @property
     def labels(self) -> int:
@@ -184,7 +198,7 @@ class Plan:
     speed: float = 0.0
     """Floating-point operations a second of a training step of this network."""
     fits: int | None = None
-    """Images of it that fit into the memory of a device, where not all of a batch did."""
+    """As of `TimedNetwork`."""
     listing: "Listing | None" = field(default=None, repr=False)
     """What the data hold, for a training that follows."""
 
@@ -247,14 +261,13 @@ def decide_network(plan: Plan, seconds: float) -> None:
     for number, row in enumerate(ladder):
         candidate = with_given(row, facts.side, given)
         cost = flops_with_captions(candidate, given, facts.captions)
-        at = min(number, len(facts.speeds) - 1)
-        speed = facts.speeds[at] if facts.speeds else facts.flops
+        _, speed, fits = facts.nearest(cost)
         affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
         if number and affordable < needed_passes(row, facts.images) * facts.passes_factor:
             break
         if cost > plan.flops:  # else it differs in nothing that is still to be chosen
-            network, plan.passes, plan.flops, plan.speed = candidate, affordable, cost, speed
-            plan.fits = facts.fits[at] if facts.fits else None
+            network, plan.passes, plan.flops = candidate, affordable, cost
+            plan.speed, plan.fits = speed, fits
     side, patch, dim, depth = network[:4]
     often = f"{counted_passes(plan.passes)} over {facts.images:,} images fit"
     native = "the images' own size" if tiny else f"{often}, and images have {facts.side} px"
@@ -335,6 +348,7 @@ def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
     layers = row.stem_depth if patch == row.patch else max(3, patch.bit_length() - stride)
     chosen = {name: given.get(name, getattr(row, name)) for name in ("dim", "depth")}
     stem = {"stem_depth": layers, "stem_stride": stride}
+    stem["stem_width"] = min(row.stem_width, chosen["dim"])
     return row._replace(side=side, patch=patch, **stem, **chosen)
 
 
@@ -394,10 +408,12 @@ def decide_optimisation(plan: Plan) -> None:
     shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
     timed = plan.given.get("time") is not None  # which is then the length
     usual = usual_batch(facts.images, facts.device)
+    if plan.fits is not None and plan.given.get("accumulate") is None:
+        needed = usual / (plan.fits * facts.processes)
+        shares.append(2 ** max(math.ceil(math.log2(needed)), 0))
     batch = even_batch(facts.images, usual, facts.processes * math.prod(shares))
     batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
-    if plan.fits is not None and plan.fits * facts.processes < batch:
-        plan.decide("accumulate", None, "as -b auto: not all of a batch fits into the GPU")
+    decide_micro_batches(plan, batch)
     if plan.given.get("steps") is not None:
         plan.passes = plan.given["steps"] * batch / facts.images
     elif "epochs" in plan.given and plan.given.get("epoch_steps") is None and not timed:
@@ -416,6 +432,16 @@ def decide_optimisation(plan: Plan) -> None:
     if plan.given.get("depth", 2) > 1:
         rate = 0.1 if plan.passes > 60 else 0.05 if plan.passes > 40 else 0.0
         plan.decide("drop_path", rate, counted_passes(plan.passes))
+
+
+def decide_micro_batches(plan: Plan, batch: int) -> None:
+    """Divide a batch that a GPU does not hold at once."""
+    share, rest = divmod(batch, plan.facts.processes)
+    if plan.fits is None or plan.fits >= share or rest:
+        return
+    least = math.ceil(share / plan.fits)
+    parts = next(parts for parts in range(least, share + 1) if share % parts == 0)
+    plan.decide("accumulate", parts, f"{plan.fits} images fit into the memory of the GPU at a time")
 
 
 def decide_augmentation(plan: Plan) -> None:

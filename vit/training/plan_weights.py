@@ -291,7 +291,7 @@ class Rules:
     ) -> WeightsChoice:
         """What `method` takes with `weights` on images of `wanted` pixels, and whether it fits."""
         facts, size = self.facts, weights.size(wanted)
-        forward = weights.flops(size) / facts.flops
+        forward = weights.flops(size) / max(speed_of(facts, weights.flops(size)), 1.0)
         total = planned_seconds(facts)
         room = max(total - FIXED_SECONDS, 0.3 * total)
         seen = facts.images + facts.validation
@@ -316,7 +316,8 @@ def plan_weights(
     """Settings of a training from the weights of `choice`, each with its reason."""
     plan = Plan(facts, {name: value for name, value in given.items() if name != "weights"})
     weights, size, method = choice.weights, choice.image_size, choice.method
-    plan.passes, plan.flops, plan.speed = choice.passes, weights.flops(size), facts.flops
+    plan.passes, plan.flops = choice.passes, weights.flops(size)
+    plan.speed = speed_of(facts, plan.flops)
     plan.decide("weights", choice.source, weights_reason(choice))
     given_size = "image_size" in given
     up = f"images of {facts.side} px are resized up" if facts.side < size else ""
@@ -339,6 +340,11 @@ def plan_weights(
     if method != "probe":
         decide_cache(plan)
     return plan
+
+
+def speed_of(facts: Facts, cost: float) -> float:
+    """Floating-point operations a second of weights whose network needs `cost` for an image."""
+    return facts.nearest(cost).flops if facts.device == "cuda" else facts.flops
 
 
 def architecture_settings(model: ModelConfig, images: Preprocessing) -> dict[str, Any]:

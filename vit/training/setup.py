@@ -129,8 +129,8 @@ def make_training(
     if config.run.compile:
         raise_recompile_limit(2 * len(config.model.training_patch_sizes) + 4)
         network.compile()
-    bf16 = accelerator.mixed_precision == "bf16"
-    optimizer = make_optimizer(network, training, depth=config.model.depth, bf16=bf16)
+    precision = accelerator.mixed_precision
+    optimizer = make_optimizer(network, training, depth=config.model.depth, precision=precision)
     sync_batch_norm(network, accelerator.num_processes)
     # the network is on its device already, where accelerate would look for sharded parameters with
     # half a second of imports

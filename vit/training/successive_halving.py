@@ -73,7 +73,10 @@ class CostMeter:
         """The settings of a trial from `make_trials`, and the costs of its trainings."""
         config = make_config(trial["settings"])
         model = dataclasses.replace(config.model, num_classes=self.completed.model.num_classes)
-        data = dataclasses.replace(config.data, accumulate=self.completed.data.accumulate)
+        parts = self.completed.data.micro_batches
+        while config.data.batch_size % parts:  # of a batch that a trial changed
+            parts += 1
+        data = dataclasses.replace(config.data, accumulate=parts)
         config = dataclasses.replace(config, model=model, data=data)
         name, batch_size = network_name(trial["settings"]), config.data.batch_size
         if name not in self.measured:

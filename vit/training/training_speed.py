@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,6 @@ from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
 from vit.config.presets import preset
-from vit.errors import RunError
 from vit.model.build import build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
@@ -28,6 +27,7 @@ from vit.training.plan_rules import (
     TRAINING_FLOPS,
     CaptionStats,
     Network,
+    TimedNetwork,
     decoder_depth,
     flops_with_captions,
     heads_for,
@@ -44,17 +44,8 @@ WARM_STEPS = {"cuda": 3}
 HEADROOM = 0.3
 
 
-class Speed(NamedTuple):
-    """Of the training steps of a network."""
-
-    flops: float
-    """Floating-point operations a second, over all processes."""
-    fits: int
-    """Images of a process that a step was timed with."""
-
-
-Measure = Callable[..., Speed]
-"""Of a network, captions and `batch`: `measure_speed` without its first two arguments."""
+Measure = Callable[..., TimedNetwork]
+"""`measure_speed` with its settings and devices: of a network, captions, and perhaps a batch."""
 
 
 @contextlib.contextmanager
@@ -74,7 +65,7 @@ def measure_speed(
     row: Network,
     captions: CaptionStats | None = None,
     batch: int = PROBE_BATCH,
-) -> Speed:
+) -> TimedNetwork:
     """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU.
 
     Args:
@@ -83,9 +74,6 @@ def measure_speed(
         row: The network.
         captions: Of a network with a decoder, which then takes part.
         batch: Images of a step on each process.
-
-    Raises:
-        RunError: Not even one image fits.
     """
     found: tuple[int, float] | None
 
@@ -97,14 +85,12 @@ def measure_speed(
         found = largest_that_fits(sizes, trial, accelerator)
     else:
         found = batch, max_over_processes(accelerator, trial(batch))
+    cost = flops_with_captions(row, {}, captions)
     if found is None:
-        raise RunError(
-            f"not one image of {row.side} px fits into the free memory of the GPU: end what "
-            "else uses it, or choose a smaller --image-size and --dim"
-        )
+        return TimedNetwork(cost, 0.0, 0)
     fits, step = found
-    flops = TRAINING_FLOPS * fits * flops_with_captions(row, {}, captions)
-    return Speed(flops * int(accelerator.num_processes) / step, fits)
+    flops = TRAINING_FLOPS * fits * cost * int(accelerator.num_processes) / step
+    return TimedNetwork(cost, flops, fits if fits < batch else None)
 
 
 def step_seconds(
@@ -121,7 +107,7 @@ def step_seconds(
         images = torch.randn(batch, 3, row.side, row.side).to(device)
     training = dataclasses.replace(config.training, optimizer="muon", fallback_lr=None)
     precision = inference_precision(config.run.precision, device)
-    optimizer = make_optimizer(network, training, depth=row.depth, bf16=precision == "bf16")
+    optimizer = make_optimizer(network, training, depth=row.depth, precision=precision)
     labels = torch.arange(batch, device=device).remainder(PROBE_BATCH)
     if captions is not None:
         length = round(captions.tokens)

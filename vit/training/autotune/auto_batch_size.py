@@ -111,12 +111,13 @@ def largest_that_fits(
 
     Args:
         sizes: Sizes to try, in this order.
-        trial: Returns the memory that a size needs, or raises torch.OutOfMemoryError. It must not
-            wait for other processes, which may have run out of memory earlier.
+        trial: Returns a number for a size, such as the memory that it needs, or raises
+            torch.OutOfMemoryError. It must not wait for other processes, which may have run out of
+            memory earlier.
         accelerator: The devices.
 
     Returns:
-        The size and the largest memory that a process needs; None if none fits.
+        The size and the largest of the processes' numbers; None if none fits.
     """
     smaller = iter(sizes[1:])
 
