@@ -5,6 +5,7 @@ import shutil
 import pytest
 from PIL import Image
 
+from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
 from vit.export.export_options import Options
 from vit.export.sample_images import calibration_images
@@ -35,3 +36,18 @@ def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_pat
     assert all(note.startswith("left out of the calibration: ") for note in notes)
     with pytest.raises(DataError, match=f"{len(paths) - 2} of its images can be decoded, and"):
         chosen(len(paths))
+
+
+def test_undivided_images_are_calibrated_with_or_measured_on(tiny_data):
+    data = tiny_data / "val"
+    classes = tuple(sorted(one.name for one in data.iterdir()))
+    samples, _ = open_eval_split(str(data), split="val", classes=classes)
+    paths = [sample.path for sample in samples]
+    for wanted, expected in ((None, len(paths) // 2), (4, 4)):
+        options = Options(precision="int8", calibration=str(data), samples=wanted)
+        found = calibration_images(options, classes, samples)
+        assert len(found) == expected
+        assert {*found.paths} < {*paths}
+    options = Options(precision="int8", calibration=str(data), samples=len(paths))
+    with pytest.raises(DataError, match="can be calibrated with"):
+        calibration_images(options, classes, samples)

@@ -18,7 +18,7 @@ from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
 from vit.export.mismatch_diagnosis import permutation_cause
 from vit.export.reference_outputs import ModelOutputs, by_predictor, by_reference_code
-from vit.export.sample_images import SIZES, comparison_images, draw, evenly_spaced, scene
+from vit.export.sample_images import SIZES, comparison_images, draw, scene
 from vit.export.verification import LIMITS, REFERENCE, Comparison, compare, verify
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
@@ -292,11 +292,6 @@ class TestImages:
             with Image.open(one) as image, Image.open(other) as again:
                 assert image.size == size
                 assert image.tobytes() == again.tobytes()
-
-    def test_the_images_are_evenly_spaced_over_a_sorted_list(self):
-        assert evenly_spaced(3, 50) == [0, 1, 2]
-        assert evenly_spaced(100, 5) == [0, 20, 40, 60, 80]
-        assert len(set(evenly_spaced(341, 50))) == 50
 
 
 def test_files_without_a_usable_run_are_refused(tmp_path, tiny_run, monkeypatch):

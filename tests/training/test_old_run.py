@@ -7,8 +7,10 @@ old_run/ was made by the code of commit 439d724 from `write_images` and `SETTING
     made_on.json  the machine, on which the tensors must be equal to the bit
 """
 
+import dataclasses
 import json
 import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.config.parser import make_config
+from vit.config.parser import make_config, read_settings
+from vit.config.stored_config import stored_config
+from vit.errors import ConfigError
 from vit.training.train import train
 from vit.weights.safetensors_io import read_tensors
 
@@ -91,3 +95,24 @@ def test_a_run_of_an_earlier_version_resumes_to_the_same_tensors(
         assert kept
         for name, tensor in kept.items():
             torch.testing.assert_close(tensors[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def test_a_run_of_a_version_with_other_defaults_is_read_and_resumed(tiny_config, tmp_path):
+    """config.yaml has settings of all tasks; a version may change those that a run never read."""
+    folder = tmp_path / "run"
+    config = tiny_config(epochs=1, warmup_epochs=0)
+    train(config, folder, report=False)
+    file = folder / "config.yaml"
+    text = file.read_text()
+    others = {"local_views": 4, "mask_ratio": 0.6, "decoder_depth": 3, "balance_loss": 0.02}
+    for name, value in others.items():
+        text, count = re.subn(rf"^{name}: .*$", f"{name}: {value}", text, flags=re.MULTILINE)
+        assert count == 1
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="it only applies to captions"):
+        make_config(read_settings(file))  # which somebody may have chosen
+    assert stored_config(folder) == dataclasses.replace(config, model=stored_config(folder).model)
+    assert train(out=folder, resume=True, report=False).epoch == 1
+    # what the run did read is not the default
+    file.write_text(re.sub(r"^lr: .*$", "lr: 0.123", text, flags=re.MULTILINE))
+    assert stored_config(folder).training.lr == 0.123

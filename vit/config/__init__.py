@@ -71,7 +71,7 @@ class Config:
             self.decoder.check_with(self.model)
 
     def _check_routers(self) -> None:
-        for name in ("balance_loss", "router_z_loss"):
+        for name in ONLY_EXPERTS:
             chosen = getattr(self.training, name)
             if chosen != getattr(TrainingConfig, name) and self.model.feedforward != "moe":
                 raise ConfigError(
@@ -195,6 +195,7 @@ ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
     "decoder": (),
     "training": ("encoder_lr", "caption_samples"),
 }
+ONLY_EXPERTS = ("balance_loss", "router_z_loss")
 # settings that have no meaning without labels
 NOT_PRETRAINING: dict[str, dict[str, str]] = {
     "training": {

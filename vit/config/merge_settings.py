@@ -3,13 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, default_run_folder, read_settings
+from vit.config.stored_config import stored_settings
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
@@ -107,7 +108,7 @@ def collect_settings(
             stored = checked(read_fold_settings(folder / FOLDS_FILE))
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
-            stored = _checked_file(folder / "config.yaml")
+            stored = _checked_file(folder / "config.yaml", stored_settings)
             chosen.pop("time", None)  # the stored settings have the length that it led to
             return {**stored, **_for_resumed_run(chosen, stored)}, True
     if config is None:
@@ -144,9 +145,11 @@ def read_fold_settings(path: Path) -> dict[str, Any]:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
 
 
-def _checked_file(path: str | Path) -> dict[str, Any]:
+def _checked_file(
+    path: str | Path, read: Callable[[str | Path], dict[str, Any]] = read_settings
+) -> dict[str, Any]:
     try:
-        return checked(read_settings(path))
+        return checked(read(path))
     except ConfigError as error:
         where = printable(path)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None

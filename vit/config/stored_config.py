@@ -1,10 +1,14 @@
 """config.yaml of a run folder: the completed settings of its training."""
 
+import itertools
 import os
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from vit.config import Config
+from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
 from vit.config.parser import make_config, read_settings
+from vit.config.pretraining_config import SETTINGS_OF
 
 
 def run_folder_of(source: str | os.PathLike[str]) -> Path:
@@ -24,4 +28,24 @@ def stored_config(folder: Path) -> Config:
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    return make_config(read_settings(folder / "config.yaml"), complete=True)
+    return make_config(stored_settings(folder / "config.yaml"), complete=True)
+
+
+def stored_settings(path: str | Path) -> dict[str, Any]:
+    """Flat values of the config.yaml of a run, without those that the run did not read.
+
+    It has all settings; those of other tasks are the defaults of the version that wrote it, which
+    another version would take for settings that somebody chose, and refuse.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
+    """
+    values = read_settings(path)
+    task = values.get("task", TrainingConfig.task)
+    unread = {*itertools.chain(*SETTINGS_OF.values())} - {*SETTINGS_OF.get(task, ())}
+    if values.get("feedforward") != "moe":
+        unread |= {*ONLY_EXPERTS}
+    if isinstance(task, str) and not TrainingConfig(task=task).captions:
+        for section, names in ONLY_CAPTIONS.items():
+            unread |= {*(names or [each.name for each in fields(SECTIONS[section])])}
+    return {name: value for name, value in values.items() if name not in unread}

@@ -11,12 +11,15 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
 from vit.data.image_io import IntensityRange, intensity_quantiles, read_intensities
 from vit.errors import BadImage
 from vit.text import Notify, plural, printable
+
+T = TypeVar("T")
 
 MAX_MEASURED = 256
 """Images that are measured, evenly spaced over the training images."""
@@ -81,10 +84,10 @@ def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> Int
     )
 
 
-def evenly_spaced(paths: Sequence[str], most: int) -> list[str]:
-    """At most `most` of `paths`, evenly spaced."""
-    count = min(most, len(paths))
-    return [paths[number * len(paths) // count] for number in range(count)]
+def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` of `items`, at equal distances: lists of images are sorted by class."""
+    count = min(most, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
 
 
 def _quantiles(path: str) -> tuple[float, float, bool] | None:

@@ -153,6 +153,8 @@ def classifier_file(
     images = calibration_images(
         options, run.classes, samples, run.preprocessing.intensity_range, notify=notify
     )
+    calibrated = {*images.paths}
+    samples = tuple(sample for sample in samples if sample.path not in calibrated)
     proto = build_classifier(part, run, source, options, images)
     with staged_file(path, proto, external=external) as staged:
         session = OnnxSession(staged)

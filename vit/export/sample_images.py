@@ -16,6 +16,7 @@ from PIL import ExifTags, Image
 from vit.config.stored_config import stored_config
 from vit.data.dataset_types import Sample
 from vit.data.image_io import IntensityRange, check_header, read_image
+from vit.data.intensity_range import evenly_spaced
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split
@@ -79,6 +80,9 @@ def calibration_images(
 ) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
 
+    Of data that are not divided, with nothing else to measure the accuracy on, half of the images
+    at most, which are then not measured on.
+
     Args:
         options: Options with the data and the number of images.
         classes: Class names of the model.
@@ -97,7 +101,11 @@ def calibration_images(
         paths = [sample.path for sample in found]
     except DataError:  # no train folder: a folder of images of any kind
         paths = list_images([options.calibration])
-    paths = [path for path in paths if path not in excluded and is_readable(path)]
+    readable = [path for path in paths if is_readable(path)]
+    paths = [path for path in readable if path not in excluded]
+    if not paths and options.validation is None:
+        count = min(options.samples or SAMPLES, len(readable) // 2)
+        paths = evenly_spaced(readable, count)
     if not paths or (options.samples or 0) > len(paths):
         raise DataError(
             f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
@@ -182,7 +190,7 @@ def comparison_images(
         with tempfile.TemporaryDirectory(prefix="vit-verify-") as drawn:
             yield draw(Path(drawn))
         return
-    chosen = [samples[index] for index in evenly_spaced(len(samples), MAX_COMPARED)]
+    chosen = evenly_spaced(samples, MAX_COMPARED)
     notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(data)}")
     yield [sample.path for sample in chosen]
 
@@ -197,12 +205,6 @@ def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...],
     spec = DatasetSpec(data.data, data.images, split="val")
     task = get_task(run.task_name)
     return load_samples(task, folder, spec, run.classes, lambda _note: None), data.data
-
-
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices, at equal distances: lists are sorted by class."""
-    taken = min(count, most)
-    return [number * count // taken for number in range(taken)]
 
 
 def draw(folder: Path) -> list[str]:
