@@ -221,3 +221,17 @@ def test_help_needs_no_torch(command):
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert "(default: None)" not in run.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_full_device_is_one_line(tiny_run, tiny_data, to_file):
+    command = [sys.executable, "-m", "vit", "predict", str(tiny_run), str(tiny_data / "val")]
+    command += ["--format", "csv", *(["--out", "/dev/full"] if to_file else [])]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=None if to_file else full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("vit predict: the output could not be written: ")
+    assert "Traceback" not in done.stderr

@@ -142,7 +142,10 @@ def test_a_calibration_names_a_share_that_its_images_prove(multilabel):
     assert fitted is not None
     assert fitted.provable is not None
     (line,) = (line for line in describe_calibration(fitted) if "no score from which" in line)
-    assert line.endswith(f"or --target-precision {fitted.provable:g}, which they prove")
+    named = f"--target-precision {fitted.provable:g}, which they prove"
+    # half of the answers right is nothing to aim at
+    lower = named if fitted.provable >= 0.8 else "a lower --target-precision"
+    assert line.endswith(f"than these 200 images, or {lower}")
     again = fit_calibration(
         logits, targets if multilabel else labels, target_precision=fitted.provable
     )

@@ -71,6 +71,24 @@ def test_an_existing_run_is_refused_before_a_plan_measures_anything(
         train(str(tiny_data), undisturbed, time="1m")
 
 
+def test_a_run_whose_checkpoints_were_deleted_is_left_alone(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    shutil.rmtree(folder / "checkpoints")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(RunError, match=r"its checkpoints were deleted.* --weights .* vit report"):
+        train(out=folder, resume=True)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_plan(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.training.train.resolve_plan", lambda *_: pytest.fail("planned"))
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and writable(path, mode))
+    with pytest.raises(RunError, match=r"run cannot be written: .* is read-only"):
+        train(str(tiny_data), tmp_path / "new" / "run", time="1m")
+
+
 def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}

@@ -1,5 +1,6 @@
 """`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
+import errno
 import gc
 import importlib
 import os
@@ -38,6 +39,7 @@ COMMANDS = {
 }
 
 EXIT_INTERRUPTED = 130
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,8 +71,8 @@ def console(*first: str) -> None:
     try:
         code = main(words)
         sys.stdout.flush()
-    except BrokenPipeError:
-        code = _discard_stdout()
+    except OSError as error:
+        code = _end_output("vit", error)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if "triton" not in sys.modules:  # which would report every object that is left
@@ -78,10 +80,20 @@ def console(*first: str) -> None:
     sys.exit(code)
 
 
-def _discard_stdout() -> int:
-    """Redirect stdout after a broken pipe, so that Python's final flush does not fail."""
+def _end_output(name: str, error: OSError) -> int:
+    """Return the exit code where the output has lost its reader, or is full.
+
+    Standard output is redirected, so that Python's final flush does not fail.
+
+    Raises:
+        OSError: It is another one.
+    """
+    if not isinstance(error, BrokenPipeError):
+        if error.errno not in DISK_FULL:
+            raise error
+        print(f"{name}: the output could not be written: {error.strerror}", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return 0 if isinstance(error, BrokenPipeError) else VitError.exit_code
 
 
 def run_command(name: str, words: list[str]) -> int:
@@ -99,8 +111,8 @@ def run_command(name: str, words: list[str]) -> int:
             where = "" if rank == "0" else f" (process {rank})"
             print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return _discard_stdout()
+    except OSError as error:
+        return _end_output(f"vit {name}", error)
     except KeyboardInterrupt:
         print(f"vit {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

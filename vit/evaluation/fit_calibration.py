@@ -36,6 +36,8 @@ FALSE_ALARMS = 0.01
 """Share of ordinary images that are unlike those of training."""
 MIN_DISTANCES = 99
 """Images, or groups, from which on a distance can be stated that this share exceeds."""
+USEFUL_PRECISION = 0.8
+"""A precision that the images do prove is named from here on."""
 
 
 class FittedCalibration(NamedTuple):
@@ -205,7 +207,7 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
         there, units = plural(calibration.groups, "group"), "groups with each"
         new = " in a new group"
     lower = "a lower --target-precision"
-    if fitted.provable is not None:
+    if fitted.provable is not None and fitted.provable >= USEFUL_PRECISION:
         lower = f"--target-precision {fitted.provable:g}, which they prove"
     for name, threshold in parts.items():
         of = f" of {name}" if thresholds else ""

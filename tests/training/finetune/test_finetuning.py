@@ -274,6 +274,10 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert f"note: {number} of {len(now)} validation images were not {SEEN} {first}: " in printed
     # few images: nothing is calibrated
     assert f"needs 50 validation images, and there are {len(now)}" in printed
+    shutil.copytree(data, tmp_path / "copy")
+    copied = {"data": str(tmp_path / "copy"), "weights": str(first), "method": "probe"}
+    fine("of a copy", **copied, folds=2, fold=1)
+    assert f"note: {number} of {len(now)} validation images were" in capfd.readouterr().err
 
 
 def test_lists_of_the_run_of_the_weights_that_are_not_given_again_are_named(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,9 +76,19 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not has_stored_config(folder):
         raise RunError(f"{where} has files that no training wrote: give another folder")
-    has_run = (folder / WEIGHTS).is_file() or any((folder / CHECKPOINTS).glob("*.safetensors"))
+    resumable = any((folder / CHECKPOINTS).glob("*.safetensors"))
+    has_run = resumable or (folder / WEIGHTS).is_file()
     if has_run and not (resume or overwrite):
         raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
+    if has_run and resume and not resumable:  # one is written before the first step
+        raise RunError(
+            f"{where} has weights, but its checkpoints were deleted, so nothing can go on from "
+            f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
+            f"weights, vit report {quoted(folder)} writes its report, and --overwrite starts anew"
+        )
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RunError(f"run folder {where} cannot be written: {printable(place)} is read-only")
     return has_run and resume
 
 

@@ -198,16 +198,20 @@ def seen_images_note(
 ) -> str | None:
     """A note where the run `weights` may have learned labels of validation images of `splits`.
 
-    Its training images are all labelled ones of the same folder but those that it held out, and
-    those of classes that are not among the `known` ones.
+    Its training images are all labelled ones of the same folder, or of one with all the names that
+    it held out (a copy), but those, and those of classes that are not among the `known` ones.
     """
     found = run_of(weights) if splits.made else None
     if found is None or found[1].training.pretrains:
         return None
     split = read_split(found[0])
-    if split is None or split.root != splits.root.resolve():
+    if split is None:
         return None
-    held_out = {*split.val}
+    held_out, root = {*split.val}, splits.root
+    if split.root != root.resolve():
+        names = {relative(one.path, root) for one in (*splits.train, *splits.val)}
+        if not held_out or not held_out <= names:
+            return None
     new = {n for n, name in enumerate(splits.classes) if known is not None and name not in known}
     other = sum(
         relative(one.path, splits.root) not in held_out and one.label not in new
