@@ -63,7 +63,9 @@ def prepare_data(
     config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete_for_data(config, splits, given, notify)
     if source is not None:
-        config = complete_for_added_classes(config, source, splits.classes, given, notify)
+        config = complete_for_added_classes(
+            config, source, splits.classes, len(splits.train), given, notify
+        )
     scan = scan_images(splits, config, accelerator)
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:

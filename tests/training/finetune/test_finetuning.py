@@ -16,6 +16,7 @@ from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
+from vit.training.finetune import finetuning
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.saved_model import load_run
@@ -184,15 +185,17 @@ def four_colours(colour_data, tmp_path) -> Path:
 
 
 def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
-    four_colours, backbone, tmp_path, capfd
+    four_colours, backbone, tmp_path, capfd, monkeypatch
 ):
+    images = sum(1 for _ in four_colours.glob("train/*/*.png"))
+    monkeypatch.setattr(finetuning, "ADDED_CLASS_STEPS", 2 * (images // 12) + 1)
     given = {"data": str(four_colours), "weights": str(backbone), "batch_size": 12}
     given |= {"device": "cpu", "workers": 0, "precision": "fp32"}
     given["feature_cache"] = str(tmp_path / "features")
     folder = train(given, tmp_path / "new").folder
     told = capfd.readouterr().err
-    assert "1 new class (blue): epochs=2 after the probe, with the optimizer" in told
-    assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
+    assert "1 new class (blue): epochs=3 after the probe, with the optimizer" in told
+    assert [event["epoch"] for event in events(folder)] == [0, 1, 2, 3]
     mine, theirs = (read_settings(run / "config.yaml") for run in (folder, backbone))
     assert [mine[name] for name in ("lr", "min_crop", "smoothing")] == [3e-3, 0.08, 0.1]
     assert mine["layer_decay"] == theirs["layer_decay"] == 1.0

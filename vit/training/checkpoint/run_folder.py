@@ -88,7 +88,8 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
         )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(place, os.W_OK | os.X_OK):
-        raise RunError(f"run folder {where} cannot be written: {printable(place)} is read-only")
+        which = "it" if place == folder else printable(place)
+        raise RunError(f"run folder {where} cannot be written: {which} is read-only")
     return has_run and resume
 
 

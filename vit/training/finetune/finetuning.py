@@ -7,6 +7,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,8 +45,9 @@ CAPTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"smoothing": 0.1},
     "linear": {"lr": 1e-3, "weight_decay": 0.05, "smoothing": 0.1},
 }
-ADDED_CLASS_EPOCHS = 2
-"""Epochs after the probe where classes are added (measured: docs/fine-tuning.md)."""
+ADDED_CLASS_EPOCHS, ADDED_CLASS_STEPS = 2, 250
+"""Epochs, and steps, after the probe where classes are added, at least (measured:
+docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
 REVIEW_LISTS = ("labels", "corrections", "exclude")
 """Settings of the data that name a list of a review."""
@@ -122,6 +124,7 @@ def complete_for_added_classes(
     config: Config,
     source: Pretrained,
     classes: Sequence[str],
+    images: int,
     given: Sequence[str],
     notify: Notify,
 ) -> Config:
@@ -135,6 +138,7 @@ def complete_for_added_classes(
         config: Settings completed for the weights and the data.
         source: The weights.
         classes: Class names of the data.
+        images: Number of training images.
         given: Names of the settings that the user chose.
         notify: Receives log lines.
     """
@@ -155,7 +159,8 @@ def complete_for_added_classes(
     if "optimizer" in given:  # with another one, its learning rate means something else
         found = {name: found[name] for name in found if name not in OPTIMIZER_SETTINGS}
     if config.training.steps is None and config.training.time is None:
-        found["epochs"] = ADDED_CLASS_EPOCHS
+        steps = max(images // config.data.batch_size, 1)
+        found["epochs"] = max(ADDED_CLASS_EPOCHS, math.ceil(ADDED_CLASS_STEPS / steps))
     kept = {name: chosen[name] for name in given if name in found}
     config = make_config({**chosen, **found, **kept}, complete=True)
     notify(
