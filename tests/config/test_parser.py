@@ -11,6 +11,7 @@ from vit.config.parser import (
     all_settings,
     flatten,
     make_config,
+    nearest,
     parse_decoder_config,
     parse_model_config,
     read_settings,
@@ -186,3 +187,9 @@ def test_a_missing_file_of_settings_has_the_nearest_name(tmp_path):
     (tmp_path / "conf.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*conf\.yaml"):
         read_settings(tmp_path / "cnof.yaml")
+
+
+def test_the_nearest_word_is_found_in_any_case_of_letters():
+    assert nearest("HAT", ["dress", "Hat"]) == "; did you mean Hat?"
+    assert nearest("dres", ["Dress", "hat"]) == "; did you mean Dress?"
+    assert nearest("HAT", ["dress", "shoes"]) == ""

@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     lines = [f"{'images':<18} {found['calibration']['images']}"]
     for name, title in ROWS.items():
         before, after = found["before"][name], found["after"][name]
-        lines.append(f"{title:<18} {before:.4f} before, {after:.4f} after, on held-out images")
+        decides = "; scores are scaled where this one falls" if name == "nll" else ""
+        lines.append(
+            f"{title:<18} {before:.4f} before, {after:.4f} after, on held-out images{decides}"
+        )
     lines.append(f"{'stored in':<18} {printable(os.path.join(args.run, 'config.json'))}")
     print("\n".join(lines), file=standard_output(), flush=True)
     for row in found["failed"]:

@@ -96,9 +96,10 @@ def names_by_alias() -> dict[str, str]:
 
 
 def nearest(word: str, words: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the most similar of `words`, or ""."""
-    near = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean X?` for the most similar of `words`, in any case of letters, or ""."""
+    known = {other.casefold(): other for other in words}
+    near = difflib.get_close_matches(word.casefold(), list(known), n=1)
+    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
