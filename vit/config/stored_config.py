@@ -41,11 +41,11 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
         ConfigError: The file is missing or damaged.
     """
     values = read_settings(path)
-    task = values.get("task", TrainingConfig.task)
+    task = str(values.get("task", TrainingConfig.task))
     unread = {*itertools.chain(*SETTINGS_OF.values())} - {*SETTINGS_OF.get(task, ())}
     if values.get("feedforward") != "moe":
         unread |= {*ONLY_EXPERTS}
-    if isinstance(task, str) and not TrainingConfig(task=task).captions:
+    if not TrainingConfig(task=task).captions:
         for section, names in ONLY_CAPTIONS.items():
             unread |= {*(names or [each.name for each in fields(SECTIONS[section])])}
     return {name: value for name, value in values.items() if name not in unread}
