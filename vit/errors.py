@@ -1,6 +1,11 @@
 """Exceptions for errors the user can fix: one line with the value, the reason and the remedy."""
 
+import errno
+
 from vit.text import printable
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of an OSError where a disk or its quota is full."""
 
 
 class VitError(Exception):

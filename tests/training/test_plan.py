@@ -699,6 +699,8 @@ def test_networks_that_a_gpu_cannot_hold_at_all_are_not_chosen():
     facts = with_speeds(dataclasses.replace(ON_GPU, seconds=36_000.0), {}, measure)
     assert [one.flops > 0 for one in facts.timed] == [True] * 4 + [False]
     assert make_plan(facts, {}).settings["dim"] == 192
+    with pytest.raises(RunError, match="not one image of this network fits"):
+        with_speeds(ON_GPU, {"dim": 4096}, measure)
     with pytest.raises(RunError, match="no memory left"):
         with_speeds(ON_GPU, {}, lambda *_, **__: TimedNetwork(1.0, 0.0, 0))
 

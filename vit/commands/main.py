@@ -1,6 +1,5 @@
 """`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
-import errno
 import gc
 import importlib
 import os
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.cpu_cores import limit_active_waiting
-from vit.errors import VitError
+from vit.errors import DISK_FULL, VitError
 from vit.memory_allocator import keep_freed_memory
 from vit.text import printable
 
@@ -39,7 +38,6 @@ COMMANDS = {
 }
 
 EXIT_INTERRUPTED = 130
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -321,7 +321,7 @@ def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) ->
     """The same on GPUs: small batches and networks leave them waiting, and memory is limited.
 
     Raises:
-        RunError: Not one image fits into the memory.
+        RunError: Not one image fits into the memory, also of a chosen network.
     """
     batch = given.get("batch_size") or usual_batch(facts.images, facts.device)
     views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
@@ -336,6 +336,11 @@ def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) ->
         return dataclasses.replace(facts, timed=(measure(WEIGHTS_PROBE, facts.captions),))
     known = dataclasses.replace(facts, seconds=planned_seconds(facts))
     timed = time_networks(known, ladder_for(facts.side), given, measure)
+    if not timed[0].flops:
+        raise RunError(
+            "not one image of this network fits into the free memory of the GPU: choose a smaller "
+            "--dim, --depth or --image-size, or end what else uses it"
+        )
     return dataclasses.replace(
         facts,
         timed=tuple(one._replace(fits=one.fits and max(one.fits // views, 1)) for one in timed),

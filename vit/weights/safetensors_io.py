@@ -5,7 +5,6 @@ either the old or the complete new file exists at any time. Nothing is pickled.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -18,11 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.errors import RunError, WeightsError
+from vit.errors import DISK_FULL, RunError, WeightsError
 from vit.text import printable
 
 DIGEST = "sha256"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAFETENSORS_FULL = ("os error 28", "code: 28")  # its versions word it differently
 
 
