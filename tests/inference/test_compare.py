@@ -122,6 +122,40 @@ def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_dat
         compare(*runs, str(data), **EXACT)
 
 
+def test_images_of_a_class_that_one_of_them_does_not_have_are_left_out(
+    tiny_run, tiny_data, tmp_path, capsys
+):
+    run = load_run(tiny_run)
+    data, new = tmp_path / "data", tmp_path / "new"
+    shutil.copytree(tiny_data, data)
+    first, *others = run.classes
+    (data / "val" / first).rename(data / "val" / "hat")
+    new.mkdir()
+    save_model(
+        new,
+        run.model,
+        config=Config(model=run.config),
+        classes=["hat", *others],
+        preprocessing=run.preprocessing,
+    )
+    assert main(["compare", str(tiny_run), str(new), str(data), *WORDS]) == 0
+    said = capsys.readouterr()
+    assert "with 18 images" in said.out
+    assert said.err.count("9 images left out, of classes that only some models have: hat") == 1
+    assert "no images of class" not in said.err
+    found = compare(tiny_run, new, str(data), **EXACT).to_dict()
+    assert found["count"] == 18
+    right = {path for path in right_images(tiny_run, data) if Path(path).parent.name != "hat"}
+    assert found["a"]["top1"] == found["b"]["top1"] == len(right) / 18
+    for name in others:
+        shutil.rmtree(data / "val" / name)
+    with pytest.raises(DataError, match=r"only images of classes that one .* \(hat\)"):
+        compare(tiny_run, new, str(data), **EXACT)
+    (data / "val" / "hat").rename(data / "val" / "shoe")
+    with pytest.raises(DataError, match="classes that the model does not have: shoe"):
+        compare(tiny_run, new, str(data), **EXACT)
+
+
 def test_networks_of_one_and_of_several_classes_an_image_are_not_compared(
     tiny_run, several_run, tiny_data
 ):

@@ -4,6 +4,7 @@ Of one class an image by right answers, of several by mean average precision.
 """
 
 import os
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def compare(
     """Compare run B with run A on one split of `data`, image by image.
 
     Classes are matched by name. Images that a training held out of the data are used if both did;
-    the others are left out.
+    the others are left out, and those of classes that only one of them has.
 
     Args:
         run_a, run_b: Run folders, other sources of weights with a head, or exported files.
@@ -189,7 +190,8 @@ def compare_runs(
         result = vit.compare_runs(["runs/a", "runs/b", "runs/c"], "photos").result
         print(result.sentence(), result.adjusted[0, 2])
 
-    Images that a training held out of the data are used if all did; the others are left out.
+    Images that a training held out of the data are used if all did; the others are left out, and
+    those of classes that only some have.
 
     Args:
         runs: 2 to 26 run folders, other sources of weights with a head, or exported files.
@@ -221,6 +223,11 @@ def _answer(
     predictors = [open_evaluated(run, **settings, notify=notify) for run in runs]
     check_comparable(runs, predictors)
     several = predictors[0].thresholds is not None
+    class_sets = [
+        {unicodedata.normalize("NFC", name) for name in predictor.classes}
+        for predictor in predictors
+    ]
+    unshared = set.union(*class_sets) - set.intersection(*class_sets)
     tables: list[dict[str, Sample]] = []
     specs: list[DatasetSpec] = []
     said: set[str] = set()
@@ -232,7 +239,9 @@ def _answer(
 
     for run, predictor in zip(runs, predictors, strict=True):
         source = source_of(run, predictor)
-        samples = load_samples(predictor.task, source, spec, predictor.classes, notify_once)
+        samples = load_samples(
+            predictor.task, source, spec, predictor.classes, notify_once, unshared
+        )
         folder = run_folder_of(source) if isinstance(source, str | os.PathLike) else None
         specs.append(evaluated_spec(predictor.task, folder, spec, predictor.classes))
         tables.append({s.path: s for s in samples if several or s.label != NO_LABEL})

@@ -418,10 +418,12 @@ def load_samples(
     spec: DatasetSpec,
     classes: tuple[str, ...],
     notify: Notify,
+    unshared_classes: Collection[str] = (),
 ) -> tuple[Sample, ...]:
     """The images of a split for the evaluation of a network of `task` with `classes`.
 
     If the training of `model` held out images of the same data, only those; all where it is None.
+    Of `unshared_classes`, in NFC, none.
 
     Raises:
         ConfigError: The labels, or a setting of the data, do not suit the network.
@@ -437,6 +439,7 @@ def load_samples(
         split=str(spec.split),
         classes=task.label_names(spec, classes),
         held_out=held_out,
+        unshared_classes=unshared_classes,
     )
     for note in notes:
         notify(note)

@@ -326,6 +326,7 @@ def open_eval_split(
     split: str,
     classes: Sequence[str],
     held_out: Collection[str] | HeldOut = (),
+    unshared_classes: Collection[str] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split for evaluation; labels are indices into `classes`.
 
@@ -336,6 +337,8 @@ def open_eval_split(
         held_out: Images that training held out, as `relative` names, or a function that returns
             them. Used if the dataset has no validation split other than `test`, and contains any
             of them.
+        unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
+            are left out, with a note.
 
     Returns:
         Samples, and notes for the user.
@@ -374,10 +377,36 @@ def open_eval_split(
     elif name != split:
         notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
     location = index.locations[name]
-    records, more = _relabel(records, tuple(classes), index, location, owner="the model")
+    if unshared_classes:
+        records, note = _without_classes(records, unshared_classes, location)
+        notes += note
+    shared = tuple(one for one in classes if _normalised(one) not in unshared_classes)
+    records, more = _relabel(records, shared, index, location, owner="the model")
     if not records:
         raise DataError(f"{location}: no images; {LAYOUT}")
     return _samples(records, tuple(classes), index, spec), tuple(notes + more)
+
+
+def _without_classes(
+    records: Sequence[ImageRecord], classes: Collection[str], location: str
+) -> tuple[list[ImageRecord], list[str]]:
+    """The records of other classes, and a note if there are some of `classes`.
+
+    Raises:
+        DataError: There are no others.
+    """
+    others = [one for one in records if not {*map(_normalised, one.labels)} & {*classes}]
+    if len(others) == len(records):
+        return others, []
+    names = dict.fromkeys(name for one in records for name in one.labels)
+    listed = join_names(name for name in names if _normalised(name) in classes)
+    if not others:
+        raise DataError(
+            f"{location}: only images of classes that one of the models does not have ({listed}); "
+            "give images of classes that all have"
+        )
+    images = plural(len(records) - len(others), "image")
+    return others, [f"{images} left out, of classes that only some models have: {listed}"]
 
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
@@ -412,11 +441,11 @@ def match_class_names(
         DataError: A name has no match.
     """
     known = set(classes)
-    normalised = {unicodedata.normalize("NFC", name): name for name in classes}
+    normalised = {_normalised(name): name for name in classes}
     targets: dict[str, str] = {}
     notes, unknown = [], []
     for name in names:
-        target = name if name in known else normalised.get(unicodedata.normalize("NFC", name))
+        target = name if name in known else normalised.get(_normalised(name))
         if target is None:
             unknown.append(name)
             continue
@@ -431,6 +460,10 @@ def match_class_names(
             f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
         )
     return targets, notes
+
+
+def _normalised(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
 
 
 def _missing_class_notes(images: ImagesByClass, location: str) -> list[str]:
