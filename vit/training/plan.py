@@ -36,6 +36,7 @@ from vit.text import format_duration, plural
 from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
+from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -295,6 +296,7 @@ def facts_of(
         memory=free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0,
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
+        sharded=is_sharded(accelerator),
         pass_cost=task.pass_cost,
         passes_factor=factor,
         captions=caption_stats(splits.train, config) if config.training.captions else None,

@@ -153,6 +153,8 @@ class Facts:
     """Time for the whole training; None where nobody gave one."""
     processes: int = 1
     """Among which a batch is divided."""
+    sharded: bool = False
+    """Whether each process holds a part of the network (FSDP)."""
     pass_cost: float = 1.0
     """Cost of a pass over the images, as a multiple of that with labels."""
     passes_factor: float = 1.0
@@ -419,7 +421,10 @@ def decide_optimisation(plan: Plan) -> None:
     elif "epochs" in plan.given and plan.given.get("epoch_steps") is None and not timed:
         plan.passes = plan.given["epochs"]
     if not plan.given.get("encoder_lr"):
-        optimizer = plan.decide("optimizer", "muon", "fewer steps to the same accuracy than AdamW")
+        best, why = "muon", "fewer steps to the same accuracy than AdamW"
+        if facts.sharded:
+            best, why = "adamw", "Muon needs whole matrices, and FSDP divides them"
+        optimizer = plan.decide("optimizer", best, why)
         if optimizer == "muon":
             factor = math.sqrt(max(batch, 64) / 64)
             lr = plan.decide("lr", round(1.85e-3 * factor, 5), "of matrices in blocks")

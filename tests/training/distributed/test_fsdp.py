@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command
 from vit.config import Config
 from vit.config.parser import write_settings
+from vit.config.stored_config import stored_config
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.final_report import read_events
 from vit.training.train import train
@@ -76,6 +77,21 @@ def assert_same(config, tmp_path) -> None:
         assert ours.keys() == theirs.keys()
         for name in {"loss", "grad_norm", "val_loss", "train_loss", "val_map"} & ours.keys():
             assert theirs[name] == pytest.approx(ours[name], rel=10 * ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_planned_run_may_be_sharded(colour_data, tmp_path):
+    """The plan computes with whole networks, and chooses an optimiser that needs no whole matrix."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    sizes = ["--image-size", "16", "--patch-size", "8", "--dim", "32", "--depth", "2"]
+    line = ["train", str(colour_data), *sizes, "--num-heads", "2", "--epochs", "1"]
+    variables = {**FSDP, "ACCELERATE_MIXED_PRECISION": "no"}
+    words = [*line, "--out", str(out), "--device", "cpu"]
+    with Job(command, words, log=log, processes=2, variables=variables) as job:
+        codes, said = job.wait(), job.said()
+    assert codes == [0, 0], said
+    assert "in pieces (FSDP)" in said
+    assert stored_config(out).training.optimizer == "adamw"
 
 
 @pytest.mark.slow

@@ -65,7 +65,9 @@ def shard_on_cpus(accelerator: Accelerator, *, requested: bool) -> None:
 
     torch shards there as well, so a run for GPUs can be tested without them.
     """
-    if requested and accelerator.distributed_type == DistributedType.MULTI_CPU:
+    # the state of processes is shared: after a plan it already has the type set here
+    several_cpus = accelerator.device.type == "cpu" and accelerator.num_processes > 1
+    if requested and several_cpus:
         plugin = FullyShardedDataParallelPlugin()
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
