@@ -81,13 +81,12 @@ def assert_same(config, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_planned_run_may_be_sharded(colour_data, tmp_path):
-    """The plan computes with whole networks, and chooses an optimiser that needs no whole matrix."""
+    """The plan measures whole networks, and chooses an optimiser that needs no whole matrix."""
     out, log = tmp_path / "run", tmp_path / "log"
     sizes = ["--image-size", "16", "--patch-size", "8", "--dim", "32", "--depth", "2"]
     line = ["train", str(colour_data), *sizes, "--num-heads", "2", "--epochs", "1"]
-    variables = {**FSDP, "ACCELERATE_MIXED_PRECISION": "no"}
-    words = [*line, "--out", str(out), "--device", "cpu"]
-    with Job(command, words, log=log, processes=2, variables=variables) as job:
+    words = [*line, "--out", str(out), "--device", "cpu", "--precision", "fp32"]
+    with Job(command, words, log=log, processes=2, variables=FSDP) as job:
         codes, said = job.wait(), job.said()
     assert codes == [0, 0], said
     assert "in pieces (FSDP)" in said
