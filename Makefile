@@ -7,7 +7,7 @@ test:               ## the default tests, on all cores; what depends on it, on b
 	python -m pytest -n auto --auto-precision bf16 -m "auto_precision and not slow"
 
 slow:               ## the tests that take longer, on all cores
-	python -m pytest -n auto --auto-precision fp32 -m slow
+	python -m pytest -n auto --auto-precision fp32 -m slow -o faulthandler_timeout=900
 
 lint:               ## lint, format and types
 	ruff check .

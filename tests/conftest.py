@@ -116,6 +116,20 @@ def processor_marked(request: pytest.FixtureRequest, processor_asked: Path) -> I
         )
 
 
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A speed of this machine, which each plan measures for seconds."""
+    from vit.training.plan_rules import TimedNetwork
+
+    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: TimedNetwork(1.0, 80e9))
+
+
+@pytest.fixture
+def flops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of a network without its memory, for which a step is traced."""
+    monkeypatch.setattr("vit.evaluation.model_summary.step_memory", lambda *_: (0, 0))
+
+
 CLASSES = ("apple", "class10", "class2")
 IMAGES = 9  # of each class
 Change = Callable[[nn.Linear], None]

@@ -356,6 +356,7 @@ def declared_names():
     return ast.literal_eval(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_documented_training_loop_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

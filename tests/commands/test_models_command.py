@@ -33,6 +33,7 @@ def test_the_computed_parameters_equal_those_of_the_built_network(name):
         "vit_large_patch32_384",
     ],
 )
+@pytest.mark.usefixtures("flops_alone")
 def test_the_computed_flops_equal_those_of_the_model_summary(name):
     sizes = {**PRESETS[name], "depth": 2, "num_classes": 10}
     cost = cost_of(ModelConfig(**sizes), batch_size=1)

@@ -309,14 +309,8 @@ print("left")
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "usual",
-        pytest.param("torch fails", marks=pytest.mark.slow),
-        pytest.param("fork", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["usual", "torch fails", "fork"])
 def test_a_script_can_end_in_the_middle_of_an_epoch(samples, how):
     paths = [sample.path for sample in samples]
     left = subprocess.run(

@@ -92,6 +92,7 @@ def test_parts_add_up(config):
         assert "other" not in [part.name for part in parts]
 
 
+@pytest.mark.usefixtures("flops_alone")
 @pytest.mark.parametrize(
     ("name", "published"),
     [("vit_tiny_patch16_224", 1.3), ("vit_small_patch16_224", 4.6), ("vit_base_patch16_224", 17.6)],

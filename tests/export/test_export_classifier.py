@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.model.test_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network
+from tests.model.test_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network, shallow
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
@@ -81,7 +81,7 @@ def assert_agrees(path, run, atol=1e-5):
 
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_every_network_gives_the_probabilities_of_torch(options, tmp_path):
-    run = saved(tmp_path / "run", options)
+    run = saved(tmp_path / "run", shallow(options))
     found = export_onnx(run, tmp_path / "a.onnx")
     assert found.difference < 1e-5
     assert [(path.name, size) for path, size in found.files] == [
@@ -325,8 +325,10 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
     ("name", "asked", "allowed"),
     [
         pytest.param("half.onnx", {"precision": "fp16"}, 0.02, marks=pytest.mark.slow),
-        ("bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1),
-        ("net.xml", {}, 1e-5),
+        pytest.param(
+            "bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1, marks=pytest.mark.slow
+        ),
+        pytest.param("net.xml", {}, 1e-5, marks=pytest.mark.slow),
         ("net.pt2", {}, 1e-5),
     ],
 )

@@ -177,6 +177,7 @@ def test_relative_bias_supports_copies_checkpoints_and_the_meta_device(network):
         assert shapeless(torch.empty(2, 3, size, 32, device="meta")).shape == (2, 3)
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph():
     network = build_classifier(ModelConfig(**{**SMALL, "depth": 1}, registers=1))
     nn.init.normal_(network.head.weight)

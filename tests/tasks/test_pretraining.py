@@ -28,7 +28,6 @@ from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.plan_rules import TimedNetwork
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.convert import convert
@@ -80,6 +79,7 @@ def test_a_cut_run_continues_to_the_same_bytes(pretrained, config_of, tmp_path, 
         }
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("method", ["mae", pytest.param("lejepa", marks=pytest.mark.slow)])
 def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_path, method):
     settings = {"epochs": 1, "batch_size": 6, "precision": "fp32", "device": "cpu", "workers": 0}
@@ -95,11 +95,11 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
     assert not (done.folder / "pretraining.safetensors").exists()
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("many", [True, False])
 def test_the_number_of_labels_chooses_how_training_goes_on(
     pretrained, colour_classes, tmp_path, monkeypatch, capsys, many
 ):
-    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: TimedNetwork(1.0, 80e9))
     monkeypatch.setattr("vit.training.plan_weights.MANY_LABELS", 10 if many else 100)
     words = [str(colour_classes), "--weights", str(pretrained["mae"]), "--epochs", "8"]
     words += ["--precision", "fp32", "--device", "cpu"]
@@ -126,6 +126,7 @@ def test_the_number_of_labels_chooses_how_training_goes_on(
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_a_small_batch_of_few_labels_divides_by_copies_and_parts(
     pretrained, colour_classes, tmp_path, capsys
 ):
@@ -136,6 +137,7 @@ def test_a_small_batch_of_few_labels_divides_by_copies_and_parts(
     assert stored_config(tmp_path / "run").data.batch_size == 12
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_what_a_run_of_pretraining_leaves_to_plan(pretrained, colour_classes):
     weights = str(pretrained["mae"])
     for settings in ({"method": "linear"}, {"task": "multilabel"}, {"task": "simclr"}):

@@ -189,6 +189,7 @@ def test_an_evaluation_equals_the_validation_of_the_best_epoch(run, grey_images,
         assert (found["count"], found["failed"]) == (16, [])
 
 
+@pytest.mark.slow
 def test_an_exported_file_returns_the_same_numbers(run, predictions, tmp_path):
     paths, expected = predictions
     path = tmp_path / "grey.onnx"

@@ -11,7 +11,6 @@ from PIL import Image
 
 from vit.config import Config
 from vit.config.parser import make_config
-from vit.training.plan_rules import TimedNetwork
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
 TRAIN, VAL = 12, 7  # images of each class
@@ -61,13 +60,7 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
     return build
 
 
-@pytest.fixture
-def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A speed of this machine, which each plan measures for seconds."""
-    monkeypatch.setattr("vit.training.plan.measure_speed", lambda *_: TimedNetwork(1.0, 80e9))
-
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def data_with_a_bad_image(colour_data: Path, tmp_path: Path) -> Path:
     """The colours, one image of which is damaged in the middle: its header is right."""
     copy = tmp_path / "bad data"

@@ -29,7 +29,7 @@ def weights(folder):
     return load_file(find_checkpoints(folder / "checkpoints")[0])
 
 
-@pytest.mark.parametrize("batch_size", [8, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.slow), 2])
 def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_image, batch_size):
     """With two images a step, the bad one leaves one process without any."""
     plain = {"dropout": 0, "drop_path": 0, "mixup": 0, "cutmix": 0, "precision": "fp64"}

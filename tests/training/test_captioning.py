@@ -115,6 +115,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(caption_config, tmp_path,
     assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(caption_config, tmp_path):
     config = caption_config(**QUIET, precision="fp64", epochs=4, task="classify,caption")
     tensors = []

@@ -29,7 +29,7 @@ from vit.weights.saved_model import load_run, store_calibration
 SETTINGS = {"folds": 3, "epochs": 1, "warmup_epochs": 0}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(tiny_config, colour_data):
     return lambda **more: tiny_config(data=str(colour_data / "train"), **{**SETTINGS, **more})
 
@@ -104,6 +104,7 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
 
 
 @pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
 def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_path, monkeypatch):
     data = tmp_path / "data"
     shutil.copytree(colour_data / "train", data)
@@ -118,9 +119,9 @@ def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_pa
             raise KeyboardInterrupt
         return real(config, folder, **options)
 
-    monkeypatch.setattr(cross_validation, "train", stopping)
-    assert main([*words, "--out", str(out)]) == 130
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(cross_validation, "train", stopping)
+        assert main([*words, "--out", str(out)]) == 130
     monkeypatch.setattr("vit.training.plan.plan_training", None)  # it is not made again
     assert main(["train", "--resume", "--out", str(out)]) == 0
     first, second = (
@@ -227,12 +228,19 @@ def suspects(folder):
         return [row["image"] for row in csv.DictReader(file)]
 
 
+@pytest.fixture(scope="module")
+def finished_folds(config, tmp_path_factory):
+    """A cross-validation in folds/ that began with the weights of first/; not to be written to."""
+    place = tmp_path_factory.mktemp("cross_validation")
+    train(config(folds=None, epochs=2), place / "first")
+    vit.cross_validate(config(weights=str(place / "first"), epochs=2), place / "folds")
+    return place
+
+
 @pytest.fixture
-def fold_runs(config, tmp_path):
-    """A cross-validation in tmp_path/folds that began with the weights of tmp_path/first."""
-    train(config(folds=None, epochs=2), tmp_path / "first")
-    settings = config(weights=str(tmp_path / "first"), epochs=2)
-    vit.cross_validate(settings, tmp_path / "folds")
+def fold_runs(finished_folds, tmp_path):
+    """The runs of a copy of it in tmp_path/folds."""
+    shutil.copytree(finished_folds / "folds", tmp_path / "folds")
     return [tmp_path / f"folds/fold-{fold}" for fold in (1, 2, 3)]
 
 
@@ -316,7 +324,7 @@ def together(states):
 
 @pytest.mark.auto_precision
 def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
-    fold_runs, config, tmp_path, monkeypatch
+    fold_runs, finished_folds, config, tmp_path, monkeypatch
 ):
     out, lines = tmp_path / "folds", []
     weights = out / "soup/model.safetensors"
@@ -334,7 +342,7 @@ def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
     Path(broken).write_bytes(content)
     assert load_run(out / "soup").calibration.images == 35
     # a refused command changes nothing, and a training deletes it
-    settings = config(weights=str(tmp_path / "first"), epochs=2)
+    settings = config(weights=str(finished_folds / "first"), epochs=2)
     with pytest.raises(WeightsError, match="nothing is not there"):
         train_folds(config(weights="nothing"), out, measure=measured, overwrite=True)
     assert weights.is_file()
@@ -346,7 +354,7 @@ def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
         train_folds(settings, out, measure=stopping, overwrite=True)
     assert not (out / "soup").exists()
     # a run that somebody called so is left alone
-    shutil.copytree(tmp_path / "first", out / "soup")
+    shutil.copytree(finished_folds / "first", out / "soup")
     save_fold_soup(out, 3, lines.append)
     assert lines == [
         f"note: no network of all folds: {out}/soup has other files; move them away, and --resume"

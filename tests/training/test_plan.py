@@ -354,6 +354,7 @@ def test_without_a_time_the_plan_has_one_under_an_hour_for_five_thousand_photogr
     assert planned(facts, epochs=4).training.time is None
 
 
+@pytest.mark.usefixtures("flops_alone")
 def test_flops_of_the_rules_are_those_of_the_network():
     from vit.evaluation.model_summary import cost_of
 
@@ -549,7 +550,8 @@ def test_a_plan_of_chosen_weights_is_refused(photos, capsys):
     assert "leave out --model" in capsys.readouterr().err
 
 
-def test_planning_keeps_every_setting_that_was_chosen(photos):
+def test_planning_keeps_every_setting_that_was_chosen(photos, monkeypatch):
+    monkeypatch.setattr("vit.training.training_speed.PROBE_STEPS", 1)
     chosen = {"data": str(photos), "epochs": 2, "hflip": 0.0, "seed": 3, "norm": "rmsnorm"}
     chosen["precision"] = "fp32"
     config, plan = plan_training(chosen)
@@ -561,7 +563,8 @@ def test_planning_keeps_every_setting_that_was_chosen(photos):
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_all_folds_have_one_plan_and_a_fold_that_is_none_is_refused(photos):
+def test_all_folds_have_one_plan_and_a_fold_that_is_none_is_refused(photos, monkeypatch):
+    monkeypatch.setattr("vit.training.plan.free_bytes", lambda *_, **__: 2**30)
     chosen = {"data": str(photos), "folds": 3, "precision": "fp32"}
     plans = [plan_training({**chosen, "fold": fold}) for fold in (1, 2, 3)]
     assert plans[0][1].facts == plans[1][1].facts == plans[2][1].facts
@@ -820,6 +823,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
         return timed[-1]
 
     monkeypatch.setattr("vit.training.training_speed.probe_network", recorded)
+    monkeypatch.setattr("vit.training.training_speed.PROBE_STEPS", 1)
     chosen = {"data": str(captions), "task": "caption", "time": "20s", "precision": "fp32"}
     config, plan = plan_training(chosen)
     assert {type(network) for network in timed} == {Captioner}

@@ -48,6 +48,7 @@ def chosen(facts, given=(), on_disk=(), **options) -> rules.WeightsChoice:
     return choose_weights(facts, dict(given), on_disk=mine, on_hub=lambda: EVERYTHING, **options)
 
 
+@pytest.mark.usefixtures("flops_alone")
 @pytest.mark.parametrize("weights", FOR_STEPS, ids=lambda weights: weights.name)
 def test_the_list_is_permissive_and_true(weights: ListedWeights):
     entry = timm_registry.find_entry(weights.name)

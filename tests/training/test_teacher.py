@@ -185,6 +185,7 @@ def test_a_killed_student_resumes_to_the_same_bytes_without_its_teacher(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_images_without_a_label_get_the_teachers_best_class(student, colour_data, tmp_path):
     rows = [f"train/{name}/{n}.png,{name}" for name in COLOURS for n in range(4)]
     (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")

@@ -173,7 +173,7 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     assert after(later.training.steps - 1) < 0.1 * fitted.training.lr
 
 
-@pytest.mark.parametrize("slower", [0.9, 3.0])
+@pytest.mark.parametrize("slower", [pytest.param(0.9, marks=pytest.mark.slow), 3.0])
 def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
     clock, tiny_config, tmp_path, monkeypatch, capfd, slower
 ):

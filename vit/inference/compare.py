@@ -223,11 +223,11 @@ def _answer(
     predictors = [open_evaluated(run, **settings, notify=notify) for run in runs]
     check_comparable(runs, predictors)
     several = predictors[0].thresholds is not None
-    class_sets = [
+    class_sets: list[set[str]] = [
         {unicodedata.normalize("NFC", name) for name in predictor.classes}
         for predictor in predictors
     ]
-    unshared = set.union(*class_sets) - set.intersection(*class_sets)
+    unshared = set[str]().union(*class_sets) - class_sets[0].intersection(*class_sets)
     tables: list[dict[str, Sample]] = []
     specs: list[DatasetSpec] = []
     said: set[str] = set()

@@ -207,8 +207,11 @@ def forward_losses(
         Losses, (1,), or with routers' balance and z losses, (3,).
     """
     config, rank = run.config, run.accelerator.process_index
-    torch.manual_seed(random_seed(config.training.seed, "model", run.step, micro_batch, rank))
     device = run.accelerator.device
+    seed = random_seed(config.training.seed, "model", run.step, micro_batch, rank)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":  # not torch.manual_seed, which is slow where devices are not in use
+        torch.get_device_module(device).manual_seed(seed)
     images = run.normalise(batch.images.to(device, non_blocking=True))
     loss = run.task.loss(run, batch, images, epoch)
     if config.model.feedforward != "moe":

@@ -374,6 +374,7 @@ def tune(words: dict, folder: Path) -> None:
     train(make_config(words), folder, given=[*words])
 
 
+@pytest.mark.slow
 def test_two_processes_start_from_the_same_head(fine, backbone, colour_data, tmp_path):
     alone = fine("alone", drop_path=0.0)
     usual = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}

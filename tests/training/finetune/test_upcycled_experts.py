@@ -79,6 +79,7 @@ def tune(words: dict, folder: Path) -> None:
     train(make_config(words), folder, given=[*words])
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(fine, dense, colour_data, tmp_path):
     still = {"drop_path": 0.0, "method": "full"}
     alone = fine("alone", **still)

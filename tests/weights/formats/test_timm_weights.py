@@ -154,8 +154,8 @@ def load(state: dict[str, Tensor], **settings) -> VisionTransformer:
         "vit_small_patch16_224",
         pytest.param("vit_base_patch16_224", marks=pytest.mark.slow),
         pytest.param("vit_large_patch16_224", marks=pytest.mark.slow),
-        "vit_base_patch32_224",
-        "vit_small_patch16_384",
+        pytest.param("vit_base_patch32_224", marks=pytest.mark.slow),
+        pytest.param("vit_small_patch16_384", marks=pytest.mark.slow),
     ],
 )
 def test_equals_timm(name, randomise):

@@ -24,7 +24,7 @@ def randomised_state(model: nn.Module, randomise) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32"])
+@pytest.mark.parametrize("name", [pytest.param("vit_b_16", marks=pytest.mark.slow), "vit_b_32"])
 def test_full_size_equals_torchvision(name, randomise):
     with torch.device("meta"):
         theirs = getattr(vision_transformer, name)()

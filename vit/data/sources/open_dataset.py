@@ -378,8 +378,8 @@ def open_eval_split(
         notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
     location = index.locations[name]
     if unshared_classes:
-        records, note = _without_classes(records, unshared_classes, location)
-        notes += note
+        records, left_out = _without_classes(records, unshared_classes, location)
+        notes += left_out
     shared = tuple(one for one in classes if _normalised(one) not in unshared_classes)
     records, more = _relabel(records, shared, index, location, owner="the model")
     if not records:
