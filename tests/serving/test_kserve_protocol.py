@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from PIL import Image
 
 from tests.serving.conftest import running
 from tools.code_blocks import read_blocks
+from vit.serving.kserve_protocol import parse_request
+from vit.serving.request_body import RequestError
+from vit.serving.server_config import ServerConfig
 
 
 def infer(client, body: bytes, model="tiny", **headers):
@@ -108,7 +112,7 @@ def test_pixels_give_the_answer_of_their_file(client, files, predicted):
         (request("images", "UINT8", [1, 2, 2, 4], data=[0]), "height, width, 3"),
         (request("images", "UINT8", [1, 2, -2, 3], data=[0]), "above 0"),
         (request("images", "UINT8", [1, 1, 1, 3], data=[1, 2, 300]), "0 to 255"),
-        (request("images", "UINT8", [1, 1, 1, 3], data=[[1], [2, 3]]), "list of numbers"),
+        (request("images", "UINT8", [1, 1, 1, 3], data=[[1], [2, 3]]), "whole numbers"),
         (request("images", "UINT8", [1, 1, 1, 3]), "data is missing"),
         (request("images", "UINT8", [1, 10**5, 10**5, 3], data=[0]), "more than the limit"),
         (request("encoded", "BYTES", [65], data=["eA=="]), "at most 64 images"),
@@ -132,6 +136,25 @@ def test_lengths_that_do_not_fit_are_refused(client):
         assert "do not fit" in answer.json["error"]
     answer = infer(client, head, Inference_Header_Content_Length="99999")
     assert answer.status == 400
+
+
+def test_a_string_among_numbers_takes_no_memory_for_each_of_them():
+    body = request("images", "UINT8", [1, 10, 10, 3], data=["x" * 100_000, *[0] * 299])
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="whole numbers from 0 to 255"):
+            parse_request(body, None, None, ServerConfig())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5e6
+
+
+def test_strings_are_split_up_to_the_limit_of_images():
+    strings = struct.pack("<I", 0) * 65
+    head = request("encoded", "BYTES", [1], parameters={"binary_data_size": len(strings)})
+    with pytest.raises(RequestError, match="at most 64 images"):
+        parse_request(head + strings, str(len(head)), None, ServerConfig())
 
 
 @pytest.mark.parametrize("page", ["export.md", "serve.md"])

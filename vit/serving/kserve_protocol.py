@@ -216,7 +216,7 @@ def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) ->
         raise RequestError(400, "bytes follow the JSON, and no input has binary_data_size")
     if name == PIXELS:
         return _parse_pixels(record, shape, None if size is None else binary, config)
-    data = _split_strings(binary) if size is not None else _json_strings(record.get("data"))
+    data = _split_strings(binary, config) if size is not None else _json_strings(record.get("data"))
     if len(data) != shape[0]:
         raise RequestError(400, f"{name}: {len(data)} images, and the shape says {shape[0]}")
     limit = SizeLimit("image", config.max_image_mb)
@@ -240,11 +240,13 @@ def _parse_pixels(
     data = record.get("data")
     if not isinstance(data, list):
         raise RequestError(400, f"{PIXELS}: data is missing")
-    try:
-        array = np.array(data)
-    except ValueError:
-        raise RequestError(400, f"{PIXELS}: data is not a list of numbers") from None
-    if array.dtype.kind not in "iu" or array.size != total or array.min() < 0 or array.max() > 255:
+    array = np.array(data, dtype=object)  # a type of numpy's choice may be one of huge strings
+    if (
+        array.size != total
+        or set(map(type, array.flat)) != {int}
+        or array.min() < 0
+        or array.max() > 255
+    ):
         raise RequestError(
             400, f"{PIXELS}: data are {total} whole numbers from 0 to 255 by their shape"
         )
@@ -261,15 +263,17 @@ def _json_strings(data: Any) -> list[bytes]:
         raise RequestError(400, f"{ENCODED}: data is not base64") from None
 
 
-def _split_strings(binary: bytes) -> list[bytes]:
+def _split_strings(binary: bytes, config: ServerConfig) -> list[bytes]:
     """Strings that begin with their length in four bytes."""
-    found, place = [], 0
+    found: list[bytes] = []
+    place = 0
     while place < len(binary):
         (length,) = struct.unpack_from("<I", binary.ljust(place + 4, b"\xff"), place)
         place += 4
         if length > len(binary) - place:
             raise RequestError(400, f"{ENCODED}: the lengths of its images do not fit its bytes")
         found.append(binary[place : place + length])
+        check_count(len(found), config)
         place += length
     return found
 
