@@ -1,5 +1,6 @@
 """Limits of time and size on real connections, reload, and the end of a server."""
 
+import asyncio
 import gc
 import http.client
 import json
@@ -27,7 +28,9 @@ from vit.inference.backends import model_files
 from vit.paths import sha256_of_files
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
+from vit.serving.model_registry import ModelRegistry
 from vit.serving.server_config import ServerConfig
+from vit.serving.server_metrics import ServerMetrics
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\n"
@@ -223,6 +226,32 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
     assert done.startswith("run is reloaded: 3 classes, torch in fp32 on cpu, up to ")
     assert done.endswith(f", sha256 {second[:12]}")
     assert failed.startswith("run is not reloaded, the model loaded before goes on: ")
+
+
+def test_the_hub_is_asked_at_the_start_and_at_a_reload_only(exported, tmp_path, monkeypatch):
+    looks, own = [], shutil.copy(exported, tmp_path / "own.onnx")
+
+    def look(source, engine, *, offline):
+        if source == str(own):  # servers of other tests look too
+            looks.append((offline, threading.current_thread().name.rpartition("_")[0]))
+        return model_files(source, engine, offline=offline)
+
+    async def main():
+        watching = asyncio.ensure_future(registry.watch(ServerMetrics()))
+        while len(looks) < 3:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+        await registry.reload(ServerMetrics())
+
+    monkeypatch.setattr(model_registry, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(model_registry, "model_files", look)
+    registry = ModelRegistry([str(own)], max_pixels=10**6, settings={}, notify=print)
+    asyncio.run(main())
+    registry.close()
+    (first, _), *watched, last = looks
+    assert first is None
+    assert set(watched) == {(True, "load-model")}
+    assert last == (None, "load-model")
 
 
 @pytest.mark.parametrize(

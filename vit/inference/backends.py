@@ -115,13 +115,13 @@ def library_version(engine: str) -> str:
         return f"{library} not installed"
 
 
-def model_files(model: str, engine: str) -> list[Path]:
-    """Files of the model, for its digest."""
+def model_files(model: str, engine: str, *, offline: bool | None = None) -> list[Path]:
+    """Files of the model, for its digest; `offline` as for `locate_weights`."""
     if engine != "torch":
         return exported_files(model)
     from vit.weights.resolve_source import locate_weights
 
-    found = locate_weights(model)
+    found = locate_weights(model, offline=offline)
     shards = found.folder.glob("*-of-*") if found.weights.suffix == ".json" else ()
     names = ("tokenizer.json", "distance.safetensors")
     others = (found.config, found.processor, *(found.folder / name for name in names))

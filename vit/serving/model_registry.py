@@ -7,6 +7,7 @@ one, and takes its name when it is ready; one that cannot be loaded changes noth
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from vit.data.image_io import Fingerprint, file_fingerprint
@@ -99,7 +100,7 @@ class ModelRegistry:
         loop = asyncio.get_running_loop()
         async with self._reloading:
             for name in names or list(self.sources):
-                fingerprint = self._fingerprint(name)
+                fingerprint = await loop.run_in_executor(self._loader, self._fingerprint, name)
                 try:
                     model = await loop.run_in_executor(self._loader, self._open, name)
                     await loop.run_in_executor(self.compute, self._measure, model)
@@ -118,14 +119,17 @@ class ModelRegistry:
                 self.fingerprints[name] = fingerprint
 
     async def watch(self, metrics: ServerMetrics) -> None:
-        """Reload models whose files have changed, once they are the same at two looks."""
+        """Reload models whose files have changed, once they are the same at two looks.
+
+        Models of the hub are looked for in its cache only.
+        """
         loop = asyncio.get_running_loop()
+        look = partial(self._fingerprint, offline=True)
         before = dict(self.fingerprints)
         while True:
             await asyncio.sleep(POLL_SECONDS)
             now = {
-                name: await loop.run_in_executor(self._loader, self._fingerprint, name)
-                for name in self.sources
+                name: await loop.run_in_executor(self._loader, look, name) for name in self.sources
             }
             changed = [
                 name
@@ -147,12 +151,12 @@ class ModelRegistry:
     def _measure(self, model: ServedModel) -> None:
         measure_batch_sizes(model, largest_batch(model), self.all_cores)
 
-    def _fingerprint(self, name: str) -> tuple[Fingerprint, ...]:
+    def _fingerprint(self, name: str, *, offline: bool | None = None) -> tuple[Fingerprint, ...]:
         """Fingerprints of a model's files; empty while they cannot be found."""
         source = self.sources[name]
         exported = source.lower().endswith((".onnx", ".xml"))
         try:
-            files = model_files(source, "onnx" if exported else "torch")
+            files = model_files(source, "onnx" if exported else "torch", offline=offline)
         except (VitError, OSError, ValueError):
             return ()
         return tuple(file_fingerprint(str(file)) for file in files)
