@@ -1,9 +1,12 @@
 """Weights of torchvision's VisionTransformer are read from their shapes alone."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
-from torchvision.models import ViT_B_16_Weights, vision_transformer
+from torchvision import models
+from torchvision.models import ViT_B_16_Weights, ViT_H_14_Weights, vision_transformer
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
 from tests.weights.parity import parity_error
@@ -32,7 +35,6 @@ def test_full_size_equals_torchvision(name, randomise):
     assert parity_error(found, theirs) < 1e-4
     assert found.classes == tuple(ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"])
     assert found.classes[0] == "tench"
-    assert found.preprocessing is None
     assert found.license is None
     assert [note for note in found.notes if "ImageNet" in note]
 
@@ -56,6 +58,26 @@ def test_sizes_follow_from_shapes(name):
     assert (config.patch_size, config.image_size) == (patch, 7 * patch)
     assert config.feedforward_dim == inner
     assert config.norm_eps == 1e-6
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_images_are_prepared_as_for_torchvisions_own_weights(name):
+    dim, heads, inner, patch = WIDTHS[name]
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (600, 701, 3), dtype=np.uint8))
+    own = getattr(models, f"ViT_{name.upper()}_Weights")
+    # SWAG_LINEAR has the same shapes as V1 where both exist
+    chosen = [one for one in own if own is ViT_H_14_Weights or "LINEAR" not in one.name]
+    assert chosen
+    for weights in chosen:
+        size = weights.meta["min_size"][0]
+        with torch.device("meta"):
+            theirs = VisionTransformer(size, patch, 1, heads, dim, inner)
+        blank = {key: torch.zeros(()).expand(t.shape) for key, t in theirs.state_dict().items()}
+        found = read_torchvision(blank, "vit.pth")
+        ours = found.preprocessing.normalise(found.preprocessing(image)[None])[0]
+        torch.testing.assert_close(ours, weights.transforms()(image), rtol=0, atol=1e-5)
+        assert any("assumed" in note and f"middle {size} px" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("kind", ["own", "linear", "sequential", "none"])

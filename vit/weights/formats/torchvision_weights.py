@@ -1,7 +1,8 @@
 """Reads torchvision's VisionTransformer: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14.
 
 A file has tensors only. Settings follow from their shapes, except the number of heads, which is
-that of torchvision's own network of the same width.
+that of torchvision's own network of the same width. Images are prepared as for torchvision's own
+weights of these sizes.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 from vit.weights.formats.pretrained import Pretrained
@@ -45,6 +47,10 @@ TABLE: Table = tuple(
 HEADS = {768: 12, 1024: 16, 1280: 16}
 SOURCE = "torchvision's VisionTransformer"
 IMAGENET = 1000
+RESIZED = {(768, 16): 256, (768, 32): 256, (1024, 16): 242, (1024, 32): 256}
+"""Pixels before the crop to 224, by width and patch, of the weights IMAGENET1K_V1. All others, those
+of SWAG, have no margin and are resized bicubically; ViT_*_Weights.transforms() has both."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
@@ -71,15 +77,17 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
     classes, notes = _classes(config.num_classes)
+    prepared, on_images = _preprocessing(config)
     return Pretrained(
         state=ours,
         config=config,
         classes=classes,
+        preprocessing=prepared,
         origin=f"torchvision VisionTransformer {config.dim}/{config.patch_size}",
         notes=(
             f"{config.num_heads} heads, as torchvision's own networks of width {config.dim}",
             *notes,
-            "a file of torchvision does not say how images are prepared",
+            on_images,
         ),
     )
 
@@ -124,6 +132,25 @@ def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
         num_heads=HEADS[dim],
         hidden_dim=len(hidden),
         norm_eps=1e-6,
+    )
+
+
+def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:
+    """Preprocessing of torchvision's own weights of this size, and a note that it is assumed."""
+    unknown, side = "a file of torchvision does not say how images are prepared", config.image_size
+    if config.channels != 3:
+        return None, unknown
+    full = RESIZED.get((config.dim, config.patch_size), side) if side == 224 else side
+    found = Preprocessing(
+        image_size=(side, side),
+        crop_share=side / full,
+        interpolation="bicubic" if full == side else "bilinear",
+        mean=MEAN,
+        std=STD,
+    )
+    return found, (
+        f"{unknown}; assumed, as for its own weights: shorter side resized to {full} px by "
+        f"{found.interpolation}, the middle {side} px, ImageNet's mean and std"
     )
 
 
