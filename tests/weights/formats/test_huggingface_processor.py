@@ -157,6 +157,7 @@ SAVED = {
     "vit": ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}),
     "vit in21k": ("ViTImageProcessor", {"size": 32, "resample": 3, "do_normalize": False}),
     "deit": ("DeiTImageProcessor", {"size": {"height": 40, "width": 40}, "crop_size": 32}),
+    "beit": ("BeitImageProcessor", {"size": {"height": 32, "width": 32}}),
     "dinov2": (
         "BitImageProcessor",
         {"size": {"shortest_edge": 37}, "crop_size": {"height": 32, "width": 32}},

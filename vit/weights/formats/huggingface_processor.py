@@ -1,8 +1,8 @@
 """Converts preprocessor_config.json of transformers to our Preprocessing and back.
 
-    ViT, SigLIP, DINOv3    resize to (height, width)
-    DeiT                   the same, and a centre crop
-    CLIP, BiT (DINOv2)     shortest edge, and a centre crop
+    ViT, SigLIP, DINOv3, BEiT (Data2Vec)    resize to (height, width)
+    DeiT                                    the same, and a centre crop
+    CLIP, BiT (DINOv2)                      shortest edge, and a centre crop
 
 Resizing is the same, but transformers' centre crop rounds half pixels down and ours to even, and
 with torchvision installed another implementation resizes: single bytes differ by one, rarely more.
@@ -47,6 +47,7 @@ SHORTEST = {"shortest_edge": 224}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "ViT": _defaults(SQUARE, 2, (HALF, HALF)),
     "DeiT": _defaults({"height": 256, "width": 256}, 3, (HALF, HALF), 224),
+    "Beit": _defaults(SQUARE, 3, (HALF, HALF)),
     "Bit": _defaults(SHORTEST, 3, OPENAI, 224),
     "CLIP": _defaults(SHORTEST, 3, OPENAI, 224),
     "Siglip": _defaults(SQUARE, 3, (HALF, HALF)),
