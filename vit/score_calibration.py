@@ -79,6 +79,10 @@ class ScoreCalibration:
         thresholds = (self.threshold, *self.class_thresholds.values())
         return any(threshold is not None for threshold in thresholds)
 
+    def without_selection(self) -> "ScoreCalibration":
+        """The same scaling of logits, without threshold and prediction sets."""
+        return ScoreCalibration(**{name: getattr(self, name) for name in SCALING})
+
     def reject_reason(
         self, confidence: float, distance: float | None = None, answer: str | None = None
     ) -> str | None:

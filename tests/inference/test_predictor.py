@@ -241,6 +241,24 @@ def test_the_own_patch_size_changes_nothing(tiny_run, input_images):
     assert Predictor(tiny_run, patch_size=8)(input_images) == Predictor(tiny_run)(input_images)
 
 
+@pytest.mark.parametrize("change", [{"merge_tokens": 1}, {"patch_size": 4}])
+def test_a_changed_network_does_not_keep_the_promises_of_its_calibration(
+    distance_run, input_images, change
+):
+    notes = []
+    changed = Predictor(distance_run, notify=notes.append, **change)
+    for promise in ({"reject": True}, {"sets": 0.9}):
+        with pytest.raises(ConfigError, match="no calibration with a threshold and sets"):
+            changed(input_images, **promise)
+    assert [note for note in notes if f"{[*change][0]} changes the network" in note]
+    assert changed.runner.distance is None
+    temperature = load_run(distance_run).calibration.temperature
+    assert changed.calibration.temperature == temperature
+    same = Predictor(distance_run, patch_size=8, merge_tokens=0, notify=notes.append)
+    assert len(notes) == 1
+    assert same(input_images, reject=True) == Predictor(distance_run)(input_images, reject=True)
+
+
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
@@ -311,7 +329,7 @@ def test_scores_of_a_calibrated_run_are_those_of_scaled_logits(
     plain = Predictor(calibrated_run, precision="fp32", batch_size=8, no_calibration=True)
     assert plain(input_images) == raw
     turned = Predictor(calibrated_run, precision="fp32", batch_size=8, patch_size=4)
-    assert turned.calibration == load_run(calibrated_run).calibration
+    assert turned.calibration == load_run(calibrated_run).calibration.without_selection()
 
 
 def test_a_multilabel_run_decides_the_same_with_and_without_calibration(

@@ -147,9 +147,16 @@ class Predictor:
             )
         else:
             loaded = load_model(run, notify=notify, headless=embeddings)
-        loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
         if no_calibration:
             loaded = loaded.without_calibration()
+        measured = loaded.calibration
+        loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
+        if measured is not None and measured.set_levels and loaded.calibration != measured:
+            changed = "merge_tokens" if merge_tokens is not None else "patch_size"
+            notify(
+                f"note: {changed} changes the network that was calibrated, so it has no reject and "
+                "no sets; leave it out for them"
+            )
         self.classes = tuple(loaded.classes)
         self.preprocessing = loaded.preprocessing
         if intensity_range is not None:

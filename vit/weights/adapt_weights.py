@@ -157,7 +157,8 @@ def change_patches(
 ) -> LoadedRun:
     """`run` with the same weights at another patch size or with token merging.
 
-    Without either, `run` itself is returned. A decoder is kept unchanged.
+    If nothing changes, `run` itself is returned. A decoder is kept unchanged. Of a calibration the
+    scaling of the logits is kept; threshold, sets and distance are proven for the network before.
 
     Args:
         run: A loaded network.
@@ -175,10 +176,10 @@ def change_patches(
         for name, value in requested.items()
         if value is not None
     }
-    if not changed:
-        return run
     _check_patch_size(config, changed.get("patch_size", config.patch_size))
     target = changed_config(config, changed)
+    if target == config:
+        return run
     encoder, words = split_decoder(run.model.state_dict())
     pretrained = Pretrained(
         state=encoder,
@@ -190,7 +191,13 @@ def change_patches(
     state, _ = adapt_weights(pretrained, target)
     model = meta_model(target, run.decoder)
     model.load_state_dict({**state, **words}, assign=True)
-    return dataclasses.replace(run, model=model.eval(), config=target)
+    return dataclasses.replace(
+        run,
+        model=model.eval(),
+        config=target,
+        calibration=run.calibration and run.calibration.without_selection(),
+        distance=None,
+    )
 
 
 def _check_patch_size(config: ModelConfig, size: int) -> None:
