@@ -5,13 +5,19 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 
+from vit.config import ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
+from vit.export.export_classifier import ClassifierWithTokens
 from vit.export.export_formats import export_model
 from vit.export.export_onnx import export_onnx
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.inference.predictor import Predictor
+from vit.model.build import build_classifier
+from vit.model.feature_distance import FeatureDistance, encode_with_features
 from vit.tasks.task import calibrated_activation
 from vit.weights.saved_model import CALIBRATION, load_run, update_run
 
@@ -107,6 +113,25 @@ def test_the_file_rejects_the_images_that_the_run_rejects(distance_run, file, im
 def test_a_file_with_tokens_rejects_the_same_images(distance_run, images, tmp_path):
     export_onnx(distance_run, tmp_path / "m.onnx", tokens=True, notify=None)
     assert_same_rejections(distance_run, tmp_path / "m.onnx", images)
+
+
+def test_a_distance_adds_no_attention_of_the_pooling():
+    config = ModelConfig(
+        image_size=16, patch_size=8, dim=32, depth=2, num_heads=2, num_classes=3,
+        pooling="attention",
+    )  # fmt: skip
+    model = build_classifier(config).eval()
+    images = torch.randint(0, 256, (3, 16, 16, 3), dtype=torch.uint8)
+    prepared = Preprocessing(image_size=(16, 16))
+    with torch.inference_mode():
+        floats = prepared.normalise(images.permute(0, 3, 1, 2))
+        distance = FeatureDistance.fit(encode_with_features(model, floats)[2])
+        parts = [
+            ClassifierWithTokens(model, prepared, nn.Softmax(-1), one) for one in (None, distance)
+        ]
+        (*plain,), (*found, _) = (part(images) for part in parts)
+    assert plain[3].shape[1] == 2
+    torch.testing.assert_close(found, plain)
 
 
 def assert_same_rejections(run, file, images):

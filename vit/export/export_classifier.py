@@ -90,7 +90,9 @@ class ClassifierWithTokens(Classifier):
         """
         model, recorder = self.model, AttentionRecorder()
         tokens, context, distances = self.encode(images, recorder)
-        maps = [weights.mean(dim=1) for weights in recorder.maps]
+        # distances pool the tokens too, and attention pooling then has the last map
+        blocks = len(model.blocks) * model.repeats
+        maps = [weights.mean(dim=1) for weights in recorder.maps[:blocks]]
         embedding = model.pool(tokens, context)
         prefix = model.num_prefix_tokens
         rows = [
