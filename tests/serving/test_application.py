@@ -214,6 +214,14 @@ def test_answers_forbid_sniffing_frames_and_caches(client, files):
         assert "access-control-allow-origin" not in answer.headers
 
 
+def test_an_unexpected_error_is_answered_as_json_and_logged(client, monkeypatch, capfd):
+    monkeypatch.setattr(client.server.application.metrics, "text", lambda: 1 / 0)
+    answer = client.get("/metrics")
+    assert (answer.status, answer.headers["content-type"]) == (500, "application/json")
+    assert answer.json == {"error": "the server failed; its log has the reason"}
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 def test_a_page_of_another_site_cannot_ask_under_its_own_name(client):
     assert client.get("/models", Host="evil.example").status == 421
     assert client.get("/models", Host="localhost:1234").status == 200

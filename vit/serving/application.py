@@ -282,6 +282,9 @@ class Application:
                 headers = {}
             except VitError as error:
                 status, reason, headers = 400, str(error), {}
+            except Exception:  # Starlette would answer in plain text
+                traceback.print_exc(file=sys.stderr)
+                status, reason, headers = 500, "the server failed; its log has the reason", {}
             self.metrics.refused.labels(str(status)).inc()
             return Refusal(status, reason, headers, getattr(request.state, "body", None))
 
@@ -361,9 +364,6 @@ class AccessControl:
                 await self.app(scope, receive, send_with_headers)
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            if not status:
-                error = Refusal(500, "the server failed; its log has the reason")
-                await error(scope, receive, send_with_headers)
         finally:
             route = scope.get(ROUTE, "other")
             self.metrics.requests.labels(route, str(status)).inc()

@@ -228,10 +228,12 @@ def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) ->
 def _parse_pixels(
     record: dict[str, Any], shape: Sequence[int], binary: bytes | None, config: ServerConfig
 ) -> list[Upload]:
-    total, pixels = math.prod(shape), shape[1] * shape[2]
-    if pixels > config.max_pixels:
+    total, (height, width) = math.prod(shape), shape[1:3]
+    if height * width > config.max_pixels:  # numbers of any length, which may not be printable
         raise RequestError(
-            413, f"{pixels:,} pixels are more than the limit of {config.max_pixels:,}"
+            413,
+            f"{PIXELS}: the shape has more pixels an image than the limit of "
+            f"{config.max_pixels:,}",
         )
     if binary is not None:
         if len(binary) != total:
