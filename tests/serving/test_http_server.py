@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import uvicorn
 
 import vit
 from tests.serving.conftest import multipart, running
@@ -254,6 +255,15 @@ def test_the_hub_is_asked_at_the_start_and_at_a_reload_only(exported, tmp_path, 
     assert last == (None, "load-model")
 
 
+def test_a_part_of_a_second_to_stop_is_not_none(exported, monkeypatch):
+    given, config = {}, uvicorn.Config
+    monkeypatch.setattr(
+        uvicorn, "Config", lambda *args, **named: given.update(named) or config(*args, **named)
+    )
+    with running([exported], stop_timeout=0.5):
+        assert given["timeout_graceful_shutdown"] == 1
+
+
 @pytest.mark.parametrize(
     ("after", "change"),
     [
@@ -326,6 +336,7 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         ({"port": 70_000}, "0 to 65535"),
         ({"token": " x"}, "without spaces"),
         ({"max_image_mb": 99.0}, "max_request_mb=64"),
+        ({"max_pixels": 100_000_001}, "100,000,000 pixels are never decoded; lower it"),
         ({"max_queue": 0}, "more than 0"),
         ({"max_queue": 9}, "max_images=64: .* max_queue=9 .*; lower the first or raise the second"),
     ]:

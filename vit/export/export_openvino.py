@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import RunError, VitError, WeightsError
+from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.export.export_onnx import (
     Exported,
     PathLike,
@@ -61,6 +61,10 @@ def export_openvino(
         VitError: As `export_onnx`, or OpenVINO is not installed.
     """
     settings, path = Options(**options), Path(out)
+    if settings.external_data:
+        raise ConfigError(
+            f"external_data=True: OpenVINO always has its weights in NAME{WEIGHTS}; leave it out"
+        )
     weights = path.with_suffix(WEIGHTS)
     check_output_path(path, overwrite=overwrite, suffix=SUFFIX)
     check_output_path(weights, overwrite=overwrite, suffix=WEIGHTS)

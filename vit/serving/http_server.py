@@ -13,6 +13,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
@@ -238,7 +239,7 @@ async def _serve(
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(config.stop_timeout),
+            timeout_graceful_shutdown=math.ceil(config.stop_timeout),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             backlog=ACCEPTS,
         )

@@ -52,6 +52,14 @@ class ServerConfig:
             limit = one.name.startswith("max_") or one.name.endswith("_timeout")
             if limit and not value > 0:
                 raise ConfigError(f"{one.name}={value!r}: must be more than 0")
+        if self.max_pixels > ServerConfig.max_pixels:  # else without the libraries of images
+            from vit.data.image_io import MAX_PIXELS
+
+            if self.max_pixels > MAX_PIXELS:
+                raise ConfigError(
+                    f"max_pixels={self.max_pixels}: larger files than {MAX_PIXELS:,} pixels are "
+                    "never decoded; lower it"
+                )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be from 0 to 65535")
         if self.token is not None and not (
