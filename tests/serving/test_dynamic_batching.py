@@ -4,10 +4,13 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from vit.exported import onnx_classifier
 from vit.serving import dynamic_batching
 from vit.serving.dynamic_batching import BatchScheduler, ComputeFailed, PixelGate, ServerFailed
+from vit.serving.served_model import ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
 
@@ -53,6 +56,9 @@ class Network:
     def group(self, _pixels):
         return 0
 
+    def sizes_for(self, _pixels):
+        return self.batch_sizes
+
     def probe(self, _number):
         return "probe"
 
@@ -86,6 +92,29 @@ def predict(network, images, compute_timeout=20.0):
         return [one if isinstance(one, Exception) else one[0] for one in found], scheduler
 
     return *asyncio.run(main()), failures
+
+
+def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
+    exported, monkeypatch
+):
+    monkeypatch.setattr(onnx_classifier, "BATCH_PIXELS", 3 * 20 * 30)
+    model = ServedModel("fruit", str(exported), 10**6, None, {"batch_size": 8})
+    run, batches = model.adapter.run, []
+
+    def record(names, images, rows):
+        batches.append((images[0].shape[:2], len(images), rows))
+        return run(names, images, rows)
+
+    monkeypatch.setattr(model.adapter, "run", record)
+    small, large, huge = (np.zeros((height, 30, 3), np.uint8) for height in (2, 20, 90))
+    for model.batch_sizes in ((1, 2, 8), (8,)):
+        found, scheduler, _ = predict(model, [*[small] * 5, *[large] * 4, *[huge] * 2])
+        assert {type(one) for one in found} == {dict}
+        scheduler.close()
+    assert [one for one in batches if one[0] == (2, 30)] == [((2, 30), 5, 8)] * 2
+    of_large = [one[1:] for one in batches if one[0] == (20, 30)]
+    assert of_large == [(2, 2), (2, 2), (3, 3), (1, 3)]
+    assert [one[1:] for one in batches if one[0] == (90, 30)] == [(1, 1)] * 4
 
 
 def test_an_image_on_which_the_network_fails_fails_alone(capsys):

@@ -282,11 +282,15 @@ class ExportedClassifier:
             else:
                 by_shape[image.shape].append(index)
         for (height, width, _), indices in by_shape.items():
-            size = max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
+            size = self.most_images(height, width)
             for first in range(0, len(indices), size):
                 batch = indices[first : first + size]
                 rows |= zip(batch, self.run_batch([window[i] for i in batch], names), strict=True)
         return [rows[index] for index in range(len(window))]
+
+    def most_images(self, height: int, width: int) -> int:
+        """Most images of this size in one forward pass."""
+        return max(1, min(self.batch_size, BATCH_PIXELS // (height * width)))
 
     @property
     def output_names(self) -> tuple[str, ...]:

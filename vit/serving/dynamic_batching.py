@@ -204,7 +204,8 @@ class BatchScheduler:
             key, waiting = next(iter(self._groups.items()))
             del self._groups[key]
             model, batch = key[0], list[WaitingImage]()
-            while waiting and len(batch) < model.batch_sizes[-1]:
+            largest = model.sizes_for(waiting[0].pixels)[-1]
+            while waiting and len(batch) < largest:
                 one = waiting.popleft()
                 if not one.output.done():  # else the client has gone
                     batch.append(one)
@@ -218,9 +219,10 @@ class BatchScheduler:
 
     async def _run(self, model: ServedModel, batch: list[WaitingImage]) -> None:
         loop = asyncio.get_running_loop()
-        rows = next(size for size in model.batch_sizes if size >= len(batch))
+        sizes = model.sizes_for(batch[0].pixels)
+        rows = next(size for size in sizes if size >= len(batch))
         names, pixels = [one.name for one in batch], [one.pixels for one in batch]
-        only = self.idle == self.compute_threads - 1 and rows == model.batch_sizes[0]
+        only = self.idle == self.compute_threads - 1 and rows == sizes[0]
         executor = self.all_cores if only and model.exact_on_all_cores else None
         began = loop.time()
         try:
@@ -307,7 +309,7 @@ class BatchScheduler:
         return outputs
 
     async def _compute_one(self, model: ServedModel, name: str, pixels: Any) -> Any:
-        run, rows = model.adapter.run, model.batch_sizes[0]
+        run, rows = model.adapter.run, model.sizes_for(pixels)[0]
         (output,) = await self._compute(run, [name], [pixels], rows)
         return output
 

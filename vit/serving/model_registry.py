@@ -164,7 +164,9 @@ class ModelRegistry:
 
 def largest_batch(model: ServedModel) -> int:
     """Size of the batches of `vit predict`; captions are computed one by one."""
-    return 1 if model.captions else model.predictor.batch_size
+    if model.captions:
+        return 1
+    return model.adapter.most_images(model.adapter.probe(0)) or model.predictor.batch_size
 
 
 def class_changes(old: ServedModel, new: ServedModel) -> str:

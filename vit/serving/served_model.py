@@ -80,6 +80,9 @@ class ModelAdapter(Protocol):
     def group(self, pixels: Any) -> Hashable:
         """Images of one group may share a batch."""
 
+    def most_images(self, pixels: Any) -> int | None:
+        """Most images of this size in a batch; None where only the network limits it."""
+
     def probe(self, number: int) -> Any:
         """Random pixels, the same ones for the same number."""
 
@@ -127,6 +130,9 @@ class TorchAdapter:
 
     def group(self, pixels: Any) -> Hashable:
         return tuple(pixels.shape)
+
+    def most_images(self, _pixels: Any) -> int | None:
+        return None
 
     def probe(self, number: int) -> Any:
         import torch
@@ -197,6 +203,9 @@ class ExportedAdapter:
     def group(self, pixels: Any) -> Hashable:
         return tuple(pixels.shape)
 
+    def most_images(self, _pixels: Any) -> int | None:
+        return None
+
     def probe(self, number: int) -> Any:
         shape = (*self.preprocessing.image_size, 3)
         return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
@@ -210,6 +219,9 @@ class ExportedClassifierAdapter(ExportedAdapter):
     def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
         super().__init__(predictor, max_pixels, np.asarray)
         self.predictor = predictor
+
+    def most_images(self, pixels: Any) -> int | None:
+        return self.predictor.most_images(*pixels.shape[:2])
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
         named = list(zip(names, images, strict=True))
@@ -308,6 +320,11 @@ class ServedModel:
     @property
     def predictor(self) -> ImagePredictor:
         return self.adapter.predictor
+
+    def sizes_for(self, pixels: Any) -> tuple[int, ...]:
+        """`batch_sizes` of images of this size: fewer of large photographs, as in vit predict."""
+        most = self.adapter.most_images(pixels) or self.batch_sizes[-1]
+        return tuple(size for size in self.batch_sizes if size <= most) or (most,)
 
     @property
     def captions(self) -> bool:
