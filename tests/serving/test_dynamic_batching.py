@@ -9,7 +9,13 @@ import pytest
 
 from vit.exported import onnx_classifier
 from vit.serving import dynamic_batching
-from vit.serving.dynamic_batching import BatchScheduler, ComputeFailed, PixelGate, ServerFailed
+from vit.serving.dynamic_batching import (
+    BatchScheduler,
+    ComputeFailed,
+    PixelGate,
+    QueueFull,
+    ServerFailed,
+)
 from vit.serving.served_model import ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
@@ -115,6 +121,22 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
     of_large = [one[1:] for one in batches if one[0] == (20, 30)]
     assert of_large == [(2, 2), (2, 2), (3, 3), (1, 3)]
     assert [one[1:] for one in batches if one[0] == (90, 30)] == [(1, 1)] * 4
+
+
+def test_work_on_an_accepted_image_is_done_when_the_queue_is_full():
+    async def main():
+        scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, None, 2, 20.0, ServerMetrics())
+        scheduler.accepted = 2
+        with pytest.raises(QueueFull):
+            scheduler.check_room()
+        assert await scheduler.call(str.upper, "map") == "MAP"
+        assert scheduler.accepted == 2
+        scheduler.fail("a GPU")
+        with pytest.raises(ServerFailed):
+            await scheduler.call(str.upper, "map")
+        scheduler.close()
+
+    asyncio.run(main())
 
 
 def test_an_image_on_which_the_network_fails_fails_alone(capsys):

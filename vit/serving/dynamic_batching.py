@@ -148,11 +148,15 @@ class BatchScheduler:
             QueueFull: It has none.
             ServerFailed: No image is computed any more.
         """
-        if self.failure:
-            raise ServerFailed(self.failure)
+        self.check_failure()
         if self.accepted + images > self.max_queue:
             seconds = self.accepted * self.seconds_per_image / self.compute_threads
             raise QueueFull(min(max(math.ceil(seconds), 1), 60), "max_queue")
+
+    def check_failure(self) -> None:
+        """Raise ServerFailed if no image is computed any more."""
+        if self.failure:
+            raise ServerFailed(self.failure)
 
     async def predict(
         self, model: ServedModel, names: Sequence[str], uploads: list[Upload]
@@ -182,8 +186,7 @@ class BatchScheduler:
             decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
             del upload
             pixels = await decoding
-            if self.failure:
-                raise ServerFailed(self.failure)
+            self.check_failure()
             output: asyncio.Future[Any] = loop.create_future()
             key = model, model.adapter.group(pixels)
             self._groups.setdefault(key, deque()).append(WaitingImage(name, pixels, output))
@@ -325,12 +328,14 @@ class BatchScheduler:
             self.on_failure()
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread that computes; it waits for its turn like a batch.
+        """Call a function on an output in a thread that computes, after the batches that wait.
+
+        It is not refused when the queue is full, since its image was accepted.
 
         Raises:
-            QueueFull: There is no room.
+            ServerFailed: Nothing is computed any more.
         """
-        self.check_room()
+        self.check_failure()
         self.accepted += 1
         try:
             return await self._compute(function, *arguments)
