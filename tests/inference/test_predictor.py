@@ -250,7 +250,7 @@ def test_a_changed_network_does_not_keep_the_promises_of_its_calibration(
     for promise in ({"reject": True}, {"sets": 0.9}):
         with pytest.raises(ConfigError, match="no calibration with a threshold and sets"):
             changed(input_images, **promise)
-    assert [note for note in notes if f"{[*change][0]} changes the network" in note]
+    assert [note for note in notes if f"{next(iter(change))} changes the network" in note]
     assert changed.runner.distance is None
     temperature = load_run(distance_run).calibration.temperature
     assert changed.calibration.temperature == temperature

@@ -232,8 +232,7 @@ def _parse_pixels(
     if height * width > config.max_pixels:  # numbers of any length, which may not be printable
         raise RequestError(
             413,
-            f"{PIXELS}: the shape has more pixels an image than the limit of "
-            f"{config.max_pixels:,}",
+            f"{PIXELS}: the shape has more pixels an image than the limit of {config.max_pixels:,}",
         )
     if binary is not None:
         if len(binary) != total:

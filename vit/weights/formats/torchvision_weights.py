@@ -48,8 +48,8 @@ HEADS = {768: 12, 1024: 16, 1280: 16}
 SOURCE = "torchvision's VisionTransformer"
 IMAGENET = 1000
 RESIZED = {(768, 16): 256, (768, 32): 256, (1024, 16): 242, (1024, 32): 256}
-"""Pixels before the crop to 224, by width and patch, of the weights IMAGENET1K_V1. All others, those
-of SWAG, have no margin and are resized bicubically; ViT_*_Weights.transforms() has both."""
+"""Pixels before the crop to 224, by width and patch, of the weights IMAGENET1K_V1. All others, of
+SWAG, have no margin and are resized bicubically; ViT_*_Weights.transforms() has both."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
