@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torchvision.models import VisionTransformer as TorchvisionViT
@@ -18,6 +19,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import vit
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.inference.predictor import Predictor
+from vit.weights.convert import convert
 from vit.weights.load_model import describe_source, load_model, open_pretrained
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1}
@@ -94,6 +96,45 @@ def test_a_folder_of_hugging_face(randomise, tmp_path):
     theirs.save_pretrained(tmp_path)
     assert_equal_outputs(vit.from_pretrained(tmp_path), theirs)
     assert open_pretrained(tmp_path).classes == tuple(NAMES)
+
+
+@pytest.fixture(params=["Dinov2", "Dinov2WithRegisters"])
+def larger(request, randomise, tmp_path):
+    """A classifier of transformers with positions for 64 pixels, whose images have 32."""
+    settings = {
+        "image_size": 64, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "id2label": dict(enumerate(NAMES)),
+    }  # fmt: skip
+    config = getattr(transformers, f"{request.param}Config")(**settings)
+    model = getattr(transformers, f"{request.param}ForImageClassification")(config).eval()
+    model.load_state_dict(randomise(model.state_dict()))
+    model.save_pretrained(tmp_path / "hf")
+    sizes = {"size": {"shortest_edge": 37}, "crop_size": {"height": 32, "width": 32}}
+    transformers.BitImageProcessor(**sizes).save_pretrained(tmp_path / "hf")
+    return model, tmp_path / "hf"
+
+
+def test_positions_are_those_of_transformers_at_the_size_of_the_images(larger):
+    theirs, folder = larger
+    lines = []
+    loaded = load_model(folder, notify=lines.append)
+    assert loaded.config.image_size == 32
+    assert_equal_outputs(loaded.model, theirs)
+    assert "note: resized, to be of 32 pixels: pos_embed 8x8 -> 4x4" in lines
+
+
+def test_they_are_converted_at_this_size(larger, tmp_path):
+    theirs, folder = larger
+    convert(folder, "huggingface", tmp_path / "new")
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "new")
+    assert model.config.image_size == 32
+    assert_equal_outputs(lambda x: model.eval()(x).logits, theirs)
+    theirs.classifier.weight.data *= 3
+    theirs.classifier.weight.data[:, 48:] = 0  # no network of timm pools both
+    theirs.save_pretrained(folder)
+    convert(folder, "timm", tmp_path / "timm")
+    model = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    assert_equal_outputs(model.eval(), theirs)
 
 
 def test_a_file_of_torchvision(randomise, tmp_path):

@@ -71,9 +71,9 @@ class LearnedPositions(nn.Module):
         rows, cols = self.grid
         return nn.Parameter(torch.zeros(1, self.prefix + rows * cols, self.dim))
 
-    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
+    def resized_table(self, table: Tensor, grid: Grid, *, antialias: bool = True) -> Tensor:
         """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
-        return resize_positions(table, self.grid, grid, prefix=self.prefix)
+        return resize_positions(table, self.grid, grid, prefix=self.prefix, antialias=antialias)
 
     def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
@@ -107,7 +107,8 @@ class SinusoidalPositions(LearnedPositions):
     def table(self) -> Tensor:
         return self.encoded(self.grid)
 
-    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
+    def resized_table(self, table: Tensor, grid: Grid, *, antialias: bool = True) -> Tensor:
+        del antialias
         return self.tables.get(grid, table.device, table.dtype, lambda: self.encoded(grid))
 
     def encoded(self, grid: Grid) -> Tensor:
@@ -115,13 +116,16 @@ class SinusoidalPositions(LearnedPositions):
         return F.pad(self.encode(grid, self.dim), (0, 0, self.prefix, 0)).unsqueeze(0)
 
 
-def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Tensor:
+def resize_positions(
+    table: Tensor, old: Grid, new: Grid, *, prefix: int, antialias: bool = True
+) -> Tensor:
     """Interpolate a learned table to another grid, so that trained weights fit other image sizes.
 
     Args:
         table: Learned positions of the old grid, (1, prefix + patches, dim).
         old, new: Rows and columns of both grids, in patches.
         prefix: Rows of the table in front of the patches, which stay as they are.
+        antialias: Whether to low-pass; most networks of transformers do not.
 
     Returns:
         Positions of the new grid, (1, prefix + rows * cols, dim).
@@ -130,7 +134,7 @@ def resize_positions(table: Tensor, old: Grid, new: Grid, *, prefix: int) -> Ten
     """
     patches = rearrange(table[:, prefix:], "1 (rows cols) dim -> 1 dim rows cols", rows=old[0])
     exact = patches.to(torch.promote_types(patches.dtype, torch.float))
-    stretched = F.interpolate(exact, size=new, mode="bicubic", antialias=True)
+    stretched = F.interpolate(exact, size=new, mode="bicubic", antialias=antialias)
     tokens = rearrange(stretched, "1 dim rows cols -> 1 (rows cols) dim").to(table.dtype)
     return torch.cat([table[:, :prefix], tokens], dim=1)
 

@@ -152,6 +152,26 @@ def changed_config(config: ModelConfig, changed: Mapping[str, Any]) -> ModelConf
     return dataclasses.replace(config, **{**implied_settings(config, changed), **changed})
 
 
+def fit_preprocessing(pretrained: Pretrained) -> Pretrained:
+    """`pretrained` with learned positions of the size to which its images are resized.
+
+    transformers' DINOv2 has positions for 518 pixels, and preprocesses images to 224. Resized once,
+    the network is that of its library, and can be written as one of this size.
+    """
+    config, preprocessing = pretrained.config, pretrained.preprocessing
+    if preprocessing is None or config.position != "learned":
+        return pretrained
+    height, width = preprocessing.image_size
+    if height == config.image_size or height != width or height % config.patch_size:
+        return pretrained
+    fitted = changed_config(config, {"image_size": height})
+    state, report = adapt_weights(pretrained, fitted)
+    note = f"resized, to be of {height} pixels: {', '.join(report.resized)}"
+    return dataclasses.replace(
+        pretrained, state=state, config=fitted, notes=(*pretrained.notes, note)
+    )
+
+
 def change_patches(
     run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
 ) -> LoadedRun:
@@ -325,7 +345,9 @@ def _adapt_positions(state: State, pretrained: Pretrained, config: ModelConfig) 
     if not isinstance(positions, LearnedPositions):
         return []
     # as the network does for images of another size: interpolate, or recompute
-    state[POSITION_TABLE] = positions.resized_table(state[POSITION_TABLE], config.grid)
+    state[POSITION_TABLE] = positions.resized_table(
+        state[POSITION_TABLE], config.grid, antialias=pretrained.antialias
+    )
     return [f"{POSITION_TABLE} {sizes}"]
 
 

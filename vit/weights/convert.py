@@ -24,6 +24,7 @@ from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.text import Notify, printable
+from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
@@ -96,7 +97,7 @@ def convert(
         WeightsError: `source` cannot be opened, or the target library cannot express it.
         RunError: `out` exists or cannot be written.
     """
-    found = open_pretrained(source)
+    found = fit_preprocessing(open_pretrained(source))
     config = found.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)

@@ -21,7 +21,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import Notify, join_names, printable
-from vit.weights.adapt_weights import adapt_weights, changed_config
+from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preprocessing
 from vit.weights.file_format import read_json
 from vit.weights.formats import timm_registry
 from vit.weights.formats.huggingface_weights import read_huggingface
@@ -264,7 +264,7 @@ def load_model(
                 "classes"
             )
         return run
-    pretrained = _read_weights(found)
+    pretrained = fit_preprocessing(_read_weights(found))
     if not pretrained.config.num_classes and not headless:
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "

@@ -296,9 +296,11 @@ def read_huggingface(
             found, ours = read_custom_model(config, state)
             check_fit(ours, meta_model(found))
             notes: Notes = ()
+            antialias = True
         else:
             settings = read_vision_config(config)
             found, ours, notes = _network(settings, _architecture(config), state)
+            antialias = settings.model_type == "dinov2_with_registers"
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
@@ -308,6 +310,7 @@ def read_huggingface(
         config=found,
         classes=classes,
         preprocessing=preprocessing,
+        antialias=antialias,
         origin=f"transformers {_architecture(config)}",
         thresholds=(0.5,) * found.num_classes if config.get("problem_type") == MULTILABEL else None,
         notes=(*notes, *class_notes, *processor_notes),

@@ -38,6 +38,8 @@ class Pretrained:
         origin: Short description, such as "timm vit_small_patch16_224".
         linear_offsets: Whether relative position biases are resized linearly, as our networks do
             for images of another size; otherwise geometrically, as in BEiT.
+        antialias: Whether learned positions are resized with antialiasing, as our networks do for
+            images of another size; otherwise without, as in transformers.
         decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
         calibration: Calibration of the scores, as in LoadedRun.
@@ -53,6 +55,7 @@ class Pretrained:
     preprocessing: Preprocessing | None = None
     license: str | None = None
     linear_offsets: bool = False
+    antialias: bool = True
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None
     calibration: ScoreCalibration | None = None
