@@ -8,6 +8,7 @@ import torch
 
 from vit.errors import WeightsError
 from vit.stop_signals import Interrupted
+from vit.tasks.captioning import Captioning
 from vit.tasks.classification import Classification
 from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
 from vit.training.final_report import read_events
@@ -104,6 +105,16 @@ def test_a_candidate_that_lowers_the_score_is_skipped(tmp_path):
 def test_an_equal_soup_does_not_replace_the_best_epoch(tmp_path):
     found, weight = made_of(tmp_path, [0.9, 0.8], {1.5: 0.9})
     assert (found["epochs"], found["better"], weight) == ([1, 2], False, 1.0)
+
+
+def test_a_soup_of_captions_of_few_images_is_ranked_by_loss_as_the_epochs_are(tmp_path):
+    best = BestEpochs(tmp_path, 2, Captioning().rank)
+    for epoch in (1, 2):
+        best.save(epoch, {"w": torch.tensor([float(epoch)])})
+        best.add({"epoch": epoch, "val_images": 21, "val_cider": 0.1, "val_loss": float(epoch)})
+    worse = Validation(21, {"val_cider": 0.9, "val_loss": 1.5}, 0)
+    found, weights = average_best_epochs(best, lambda _: worse)
+    assert (found["epochs"], found["better"], float(weights["w"])) == ([1], False, 1.0)
 
 
 def test_equal_epochs_are_added_in_their_order(tmp_path):

@@ -121,7 +121,7 @@ def average_best_epochs(
         measured = evaluate(weights)
         if measured is None:
             return None
-        scores = measured.scores
+        scores = {**measured.scores, "val_images": measured.count}  # as in an epoch's event
         if best.rank(scores) >= best.rank(event):
             members, chosen, event = tried, weights, scores
     better = len(members) > 1 and best.rank(event) > best.rank(best.first)
