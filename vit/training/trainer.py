@@ -157,9 +157,10 @@ class Trainer:
 
     def measure_start(self) -> None:
         """Validate the network before its first step, as epoch 0."""
+        self.save_first()
         progress = self.logger.open_progress(-1, 0)
-        measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
         progress.close()
+        measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
         self.stop_on_signal(agreed_signal(self.run.accelerator, self.run.interruption.number))
         assert measured is not None
         self.epoch = -1
@@ -198,6 +199,7 @@ class Trainer:
             done = run.step - self.epoch * self.steps
             with self.saving_at_bad_images():
                 progress = self.run_epoch(self.training.epoch(self.epoch, done))
+                self.save_first()
                 measured = validate(run, self.evaluation, len(self.splits.val), self.averaged)
             self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
             assert measured is not None
@@ -406,6 +408,11 @@ class Trainer:
         if run.accelerator.is_main_process:
             self.checkpoints.save_model(weights)
         return event if event["better"] else None
+
+    def save_first(self) -> None:
+        """Write a checkpoint if the run has none, so that one is there before its first weights."""
+        if not self.checkpoints.has_checkpoint:
+            self.save()
 
     def save(self, *, kept: bool = False) -> None:
         """Write a checkpoint, and the weights of the epoch that ended if they are `kept`."""

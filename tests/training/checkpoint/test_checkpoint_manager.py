@@ -2,9 +2,12 @@
 
 import pytest
 
+from tests.training.children import differences
+from vit.errors import RunError
 from vit.training.checkpoint import checkpoint_manager
 from vit.training.train import train
 from vit.training.trainer import Trainer
+from vit.weights.saved_model import SerializedModel
 
 
 def due_after(monkeypatch, trainer, minutes: float) -> bool:
@@ -55,3 +58,21 @@ def test_a_run_killed_after_its_first_checkpoint_resumes_exactly(
     resumed = train(config, tmp_path / "killed", resume=True).folder
     name = "model.safetensors"
     assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_run_killed_while_its_first_weights_are_written_resumes_exactly(
+    tiny_config, tmp_path, monkeypatch
+):
+    """Without a checkpoint such weights would look like those of a run that lost it."""
+    config = tiny_config(epochs=2, warmup_epochs=0)
+    whole = train(config, tmp_path / "whole").folder
+
+    def full(*_):
+        raise RunError("the disk is full")
+
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="is full"):
+        patched.setattr(SerializedModel, "write", full)
+        train(config, tmp_path / "killed")
+    (tmp_path / "killed/model.safetensors").touch()
+    resumed = train(config, tmp_path / "killed", resume=True).folder
+    assert differences(resumed, whole) == []

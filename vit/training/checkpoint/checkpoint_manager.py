@@ -103,6 +103,7 @@ class CheckpointManager:
         self.metrics = metrics
         self.previous_best: Sequence[Event] = ()  # of the previous checkpoint
         self.damaged: Collection[Path] = ()  # checkpoints that cannot be read
+        self.has_checkpoint = False  # whether the run has a checkpoint, pending or on the disk
         self.writer = Writer()
         self.saved = time.monotonic()
         self.interval = min(FIRST_MINUTES, run.config.run.checkpoint_minutes)
@@ -129,6 +130,7 @@ class CheckpointManager:
         """
         self.best.restore(state.best)
         self.previous_best, self.damaged = state.best, state.damaged
+        self.has_checkpoint = True
         if self.best.events and not (self.folder / WEIGHTS).is_file():
             raise RunError(
                 f"{printable(self.folder / WEIGHTS)} is missing, and epoch "
@@ -150,7 +152,7 @@ class CheckpointManager:
         Raises:
             RunError: The previous checkpoint could not be written.
         """
-        run = self.run
+        run, self.has_checkpoint = self.run, True
         self.saved, self.interval = time.monotonic(), run.config.run.checkpoint_minutes
         if self.metrics is None and not is_sharded(run.accelerator):
             return

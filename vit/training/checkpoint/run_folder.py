@@ -80,7 +80,7 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     has_run = resumable or (folder / WEIGHTS).is_file()
     if has_run and not (resume or overwrite):
         raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
-    if has_run and resume and not resumable:  # one is written before the first step
+    if has_run and resume and not resumable:  # one is written before the weights
         raise RunError(
             f"{where} has weights, but its checkpoints were deleted, so nothing can go on from "
             f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
