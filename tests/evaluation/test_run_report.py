@@ -5,7 +5,7 @@ import torch
 
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import write_classification_report
-from vit.evaluation.run_report import changed_settings
+from vit.evaluation.run_report import changed_settings, training_cost
 
 
 @pytest.fixture
@@ -67,6 +67,14 @@ def test_the_load_of_experts_is_that_of_the_best_epoch(write, parse):
     assert "\n3\n25.0%\n50.0%\n0.0%\n87.5%\n1.0%\n" in text
     assert "\nblock\n1\n2\n3\n4\n3\n50.0%\n37.5%\n12.5%\n0.0%" in text
     assert "How the experts are used" not in parse(write(folder="dense")).prose
+
+
+def test_an_epoch_without_a_step_has_no_speed(tmp_path):
+    probe = {"images_per_second": 0.0, "data_wait": 0.0, "seconds": 1.0}
+    epoch = {"images_per_second": 50.0, "data_wait": 0.5, "seconds": 8.0}
+    cost = training_cost(tmp_path, [probe, epoch])
+    assert (cost["images_per_second"], cost["data_wait"], cost["seconds"]) == (50.0, 0.5, 9.0)
+    assert training_cost(tmp_path, [probe])["images_per_second"] == 0.0
 
 
 def test_a_soup_is_named(write, parse):

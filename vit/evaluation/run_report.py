@@ -101,12 +101,15 @@ def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | No
 
     Returns:
         `images_per_second` (the median), `data_wait` (the mean; None in older runs), `seconds`, and
-        `weights_bytes` (None without weights).
+        `weights_bytes` (None without weights). Epochs without a step, such as that of a probe,
+        have no speed.
     """
-    waits = [event["data_wait"] for event in epochs if "data_wait" in event]
+    trained = [event for event in epochs if event["images_per_second"]]
+    waits = [event["data_wait"] for event in trained if "data_wait" in event]
+    rates = [event["images_per_second"] for event in trained]
     weights = folder / "model.safetensors"
     return {
-        "images_per_second": statistics.median(event["images_per_second"] for event in epochs),
+        "images_per_second": statistics.median(rates) if rates else 0.0,
         "data_wait": statistics.fmean(waits) if waits else None,
         "seconds": sum(event["seconds"] for event in epochs),
         "weights_bytes": weights.stat().st_size if weights.is_file() else None,

@@ -1,9 +1,11 @@
 """The estimated time remaining of a run, from its first steps."""
 
+import time
+
 import pytest
 
 from tests.training.test_time_budget import GROWING, Clock
-from vit.training.logging.training_progress import TimeRemaining, steps_left
+from vit.training.logging.training_progress import Progress, TimeRemaining, steps_left
 from vit.training.lr_schedule import image_side
 
 
@@ -13,6 +15,18 @@ def lines(pace: TimeRemaining, clock: Clock, seconds: list[float]) -> list[str |
         clock.now += each
         said.append(pace.step())
     return said
+
+
+def test_the_speed_of_an_epoch_excludes_what_follows_it(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    progress = Progress("epoch 1/1", 100, visible=False)
+    clock.now += 10.0
+    progress.advance(100, 1.0, waited=1.0)
+    progress.close()
+    clock.now += 10.0  # the validation
+    progress.close()
+    assert (progress.seconds, progress.rate, progress.data_wait) == (10.0, 10.0, 0.1)
 
 
 def test_the_time_remaining_is_logged_once_after_the_first_steps():

@@ -71,13 +71,15 @@ class Progress:
         self.total = total
         self.done, self.loss_sum, self.waited = 0, 0.0, 0.0
         self.started = self.logged = time.perf_counter()
+        self.ended: float | None = None
         on_terminal = visible and sys.stderr.isatty()
         self.bar = tqdm(desc=title, total=total, unit="img", disable=not on_terminal, leave=False)
         self.plain = visible and not on_terminal
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.started
+        """Time since the start, until `close`."""
+        return (self.ended or time.perf_counter()) - self.started
 
     @property
     def loss(self) -> float:
@@ -114,6 +116,8 @@ class Progress:
         self.total = self.bar.total = images
 
     def close(self) -> None:
+        """End the epoch: its rate and times no longer change."""
+        self.ended = self.ended or time.perf_counter()
         self.bar.close()
 
 
