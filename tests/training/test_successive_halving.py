@@ -7,8 +7,10 @@ import pytest
 from tests.training.searches import COSTS, result
 from vit.config.parser import make_config
 from vit.errors import ConfigError
+from vit.training import successive_halving
 from vit.training.successive_halving import (
     MIN_STEPS,
+    CostMeter,
     count_trials,
     first_rung_seconds,
     leaderboard,
@@ -44,6 +46,30 @@ def test_more_time_means_more_trials():
     assert count_trials(5, (config, COSTS), images=1000, startup=1.0, seconds=1.0, requested=5) == 5
     with pytest.raises(ConfigError, match="leave only 2 different trials"):
         count_trials(2, (config, COSTS), images=1000, startup=1.0, seconds=1.0, requested=None)
+
+
+def test_trials_are_measured_with_what_the_data_decided(monkeypatch):
+    decided = {"task": "multilabel", "num_classes": 7, "intensity_range": (0.0, 4095.0)}
+    completed = make_config({"batch_size": 8, "accumulate": 2, **decided})
+    measured = []
+    monkeypatch.setattr(
+        successive_halving, "costs_of", lambda config, *_: measured.append(config) or COSTS
+    )
+    sizes = {
+        "depth": 2,
+        "dim": 32,
+        "num_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+        "batch_size": 8,
+    }
+    CostMeter(completed, None, None, 1.0)({"settings": sizes})
+    assert measured
+    for config in measured:
+        assert config.training.task == "multilabel"
+        assert config.model.num_classes == 7
+        assert config.data.intensity_range == (0.0, 4095.0)
+        assert config.data.accumulate == 2
 
 
 def test_all_trials_of_a_rung_have_the_same_time():

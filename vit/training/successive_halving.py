@@ -71,13 +71,21 @@ class CostMeter:
 
     def __call__(self, trial: Mapping[str, Any]) -> tuple[Config, Costs]:
         """The settings of a trial from `make_trials`, and the costs of its trainings."""
-        config = make_config(trial["settings"])
-        model = dataclasses.replace(config.model, num_classes=self.completed.model.num_classes)
-        parts = self.completed.data.micro_batches
+        config, completed = make_config(trial["settings"]), self.completed
+        parts = completed.data.micro_batches
         while config.data.batch_size % parts:  # of a batch that a trial changed
             parts += 1
-        data = dataclasses.replace(config.data, accumulate=parts)
-        config = dataclasses.replace(config, model=model, data=data)
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, num_classes=completed.model.num_classes),
+            data=dataclasses.replace(
+                config.data, accumulate=parts, intensity_range=completed.data.intensity_range
+            ),
+            training=dataclasses.replace(config.training, task=completed.training.task),
+            finetune=dataclasses.replace(
+                config.finetune, probe_first=completed.finetune.probe_first
+            ),
+        )
         name, batch_size = network_name(trial["settings"]), config.data.batch_size
         if name not in self.measured:
             if not self.measured:  # imports and compilation, which count for no network
