@@ -25,9 +25,11 @@ from vit.export.export_onnx import export_onnx
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.stop_signals import Interrupted
+from vit.tasks.classification import Classification
 from vit.training import teacher as teachers
 from vit.training.data_setup import open_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.final_report import report
 from vit.training.plan import plan_training
 from vit.training.teacher import NetworkTeacher, with_teacher
 from vit.training.train import train
@@ -231,6 +233,11 @@ def test_images_without_a_label_get_the_teachers_best_class(student, colour_data
     train(config, tmp_path / "cut", resume=True, report=False)
     weights = [tmp_path / run / "model.safetensors" for run in ("whole", "cut")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    seen = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Classification, "write_report", lambda _, run: seen.append(run.splits))
+        report(tmp_path / "whole")
+    assert [sample.label for sample in seen[0].train] == [sample.label for sample in found.train]
 
 
 def test_stored_answers_that_are_damaged_or_of_other_images_are_refused(student, tmp_path):

@@ -40,6 +40,7 @@ from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
 from vit.training.logging.training_progress import notify
+from vit.training.teacher import with_teacher
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState
 from vit.weights.saved_model import LoadedRun, load_run
@@ -305,6 +306,8 @@ def report(
         except DataError as error:
             hint = "" if data is not None else "; if they moved: vit report RUN DATA"
             raise DataError(f"{error}{hint}") from None
+        if splits.unlabelled:  # their classes are those of the teacher
+            splits = with_teacher(found, splits, accelerator, notify, folder)
         task = get_task(config.training.task).with_data(found, splits)
         if tuple(task.output_names(splits)) != tuple(loaded.classes):
             raise DataError(
