@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from vit.errors import ConfigError, RunError
 from vit.evaluation.flop_counter import FlopCounter
 from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
+from vit.training import plan as planning
 from vit.training import training_speed
 from vit.training.autotune import auto_batch_size
 from vit.training.plan import (
@@ -154,6 +156,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "their own validation images": ({"divided": False, "images": 90_000}, {"val_share": 0.2}),
     "no shared memory": ({"memory": 0}, {"cache": "none"}),
 }
+
+
+def test_the_plan_counts_on_the_least_shared_memory_of_all_processes(monkeypatch):
+    """Otherwise processes on two machines may choose other settings."""
+    others = [5 * 2**30, 2 * 2**30]
+    monkeypatch.setattr(planning, "free_bytes", lambda *_, **__: 3 * 2**30)
+    monkeypatch.setattr(
+        planning, "max_over_processes", lambda _, mine: float(max(mine, *(-n for n in others)))
+    )
+    monkeypatch.setattr(planning, "SHARED_MEMORY", Path("/"))
+    assert planning.free_shared_memory(SimpleNamespace()) == 2 * 2**30
 
 
 @pytest.mark.parametrize("case", CASES)
