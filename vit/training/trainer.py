@@ -196,9 +196,8 @@ class Trainer:
             most=room,
         )
         while self.epoch < run.config.training.epochs and not self.stopped_early():
-            done = run.step - self.epoch * self.steps
             with self.saving_at_bad_images():
-                progress = self.run_epoch(self.training.epoch(self.epoch, done))
+                progress = self.run_epoch()
                 self.save_first()
                 measured = validate(run, self.evaluation, len(self.splits.val), self.averaged)
             self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
@@ -281,7 +280,7 @@ class Trainer:
                 f"note: {self.total_steps:,} steps instead of {before:,} fill the time"
             )
 
-    def run_epoch(self, batches: Iterator[Batch]) -> Progress:
+    def run_epoch(self) -> Progress:
         """Make the remaining steps of the epoch."""
 
         def end() -> int:
@@ -291,9 +290,11 @@ class Trainer:
             self.after_step(seen)
             self.keep_to_time_in_last_epoch(progress)
 
-        run = self.run
-        images = (end() - run.step) * run.config.data.batch_size
-        progress = self.logger.open_progress(self.epoch, images)
+        run, done = self.run, self.run.step - self.epoch * self.steps
+        batches: Iterator[Batch] = iter(())
+        if left := end() - run.step:  # else, as in a probe, no loader process need start
+            batches = self.training.epoch(self.epoch, done)
+        progress = self.logger.open_progress(self.epoch, left * run.config.data.batch_size)
         self.settled = (time.monotonic(), run.step)
         train_one_epoch(
             run,

@@ -12,6 +12,7 @@ from PIL import Image
 from tests.training.children import complete
 from tests.training.runs import cut_and_continued, events, last_weights
 from vit.config.parser import make_config, read_settings
+from vit.data.dataloader import TrainingLoader
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -216,6 +217,14 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     assert "Old and new classes" in (folder / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_probe_starts_no_loader_of_training_batches(fine, monkeypatch):
+    def unused(*_):
+        raise AssertionError("a probe makes no step")
+
+    monkeypatch.setattr(TrainingLoader, "epoch", unused)
+    assert [event["epoch"] for event in events(fine(method="probe"))] == [1]
+
+
 def test_forgotten_classes_are_named(fine, capfd):
     fine(method="probe")
     assert "will be forgotten, without images here: azure; to keep them" in capfd.readouterr().err
@@ -231,6 +240,8 @@ def test_other_sizes_are_adapted_to(fine, capfd):
     ("chosen", "message"),
     [
         ({"method": "probe", "lr": 0.1}, "lr=0.1: method=probe has no use for it"),
+        ({"method": "probe", "steps": 9}, "steps=9: method=probe has no use for it"),
+        ({"method": "probe", "schedule": "wsd"}, "schedule='wsd': method=probe has no use for it"),
         ({"method": "probe", "mixup": 0.2}, "mixup=0.2: method=probe has no use for it"),
         ({"data": "nowhere"}, "nowhere"),
         ({"model": "vit_small_patch16_224"}, "has dim=384, but the weights .* have 16"),

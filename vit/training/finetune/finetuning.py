@@ -59,7 +59,9 @@ RECIPE = (
 not `fallback_lr`, with which the head that the probe has fitted changed too much (measured)."""
 # A probe is a single fit to images without augmentation.
 UNUSED_BY_PROBE = (
-    *("epochs", "time", "lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
+    *("epochs", "steps", "epoch_steps", "time", "growth_epochs"),
+    *("schedule", "cooldown_epochs", "cooldown_shares", "cooldown_steps"),
+    *("lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
     *("weight_decay", "betas"),
     *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
     *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
