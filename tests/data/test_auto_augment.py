@@ -190,6 +190,10 @@ def test_three_augment_uses_only_torch_s_generator(pil_image):
         ({"random_crop": "simple", "min_crop": 0.5}, "min_crop=0.5: does not apply"),
         ({"random_crop": "simple", "crop_ratio": 2}, "crop_ratio=2.0: does not apply"),
         ({"cutmix_share": 0.3, "mixup": 0.2}, "cutmix_share=0.3: only applies"),
+        ({"mix_probability": 0.5}, "mix_probability=0.5: only applies"),
+        ({"randaugment_layers": 3}, "randaugment_layers=3: only applies"),
+        ({"auto_augment": "three", "randaugment_magnitude": 5}, "randaugment_magnitude=5: only"),
+        ({"min_crop": 1, "crop_ratio": 2}, "crop_ratio=2.0: min_crop=1 switches"),
         ({"auto_augment": "augmax"}, "did you mean augmix"),
     ],
 )

@@ -189,7 +189,12 @@ def test_the_encoder_opens_in_timm(pretrained):
         ("lejepa", {"folds": 3, "val_share": 0.2}, "folds=3: task=lejepa has no score"),
         ("simclr", {"contrastive_temperature": 0.0}, "contrastive_temperature=0.0: must be above"),
         ("mae", {"mask_ratio": 1.0}, "mask_ratio=1.0: must be a share between"),
-        ("lejepa", {"local_crop": (0.3, 0.1)}, "local_crop=.*the first not the larger"),
+        (
+            "lejepa",
+            {"local_views": 2, "local_crop": (0.3, 0.1)},
+            "local_crop=.*the first not the larger",
+        ),
+        ("simclr", {"local_crop": (0.1, 0.4), "local_views": 0}, "local_crop=.*local_views=0"),
     ],
 )
 def test_settings_without_meaning_are_refused(config_of, method, settings, message):

@@ -97,6 +97,17 @@ def test_a_run_of_an_earlier_version_resumes_to_the_same_tensors(
             torch.testing.assert_close(tensors[name], tensor, rtol=tolerance, atol=tolerance)
 
 
+def test_a_run_of_a_version_that_accepted_settings_without_effect_is_read(tmp_path):
+    file = tmp_path / "config.yaml"
+    unread = {"mix_probability": 0.5, "randaugment_layers": 3, "crop_ratio": 2.0, "min_crop": 1.0}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in unread.items()))
+    assert stored_config(tmp_path) == make_config({"min_crop": 1.0})
+    with file.open("a") as lines:
+        lines.write("mixup: 0.2\nauto_augment: randaugment\n")
+    read = stored_config(tmp_path).augment
+    assert (read.mix_probability, read.randaugment_layers, read.crop_ratio) == (0.5, 3, 4 / 3)
+
+
 def test_a_run_of_a_version_with_other_defaults_is_read_and_resumed(tiny_config, tmp_path):
     """config.yaml has settings of all tasks; a version may change those that a run never read."""
     folder = tmp_path / "run"

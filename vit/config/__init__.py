@@ -59,6 +59,7 @@ class Config:
         self._check_pretraining()
         self._check_balance()
         self._check_repeats()
+        self._check_crop_ratio()
         self._check_probe()
         self._check_teacher()
         if isinstance(self.model, PartialModelConfig):
@@ -137,6 +138,14 @@ class Config:
             raise ConfigError(
                 f"repeats={repeats} fills batch_size={batch_size} with one image, and MixUp and "
                 "CutMix mix different ones; use fewer repeats"
+            )
+
+    def _check_crop_ratio(self) -> None:
+        ratio, views = self.augment.crop_ratio, self.pretraining.local_views
+        if ratio != AugmentConfig.crop_ratio and self.augment.min_crop == 1 and not views:
+            raise ConfigError(
+                f"crop_ratio={ratio}: min_crop=1 switches random crops off; leave it out, or use a "
+                "smaller --min-crop"
             )
 
     def _check_probe(self) -> None:

@@ -117,6 +117,10 @@ class DataConfig(Section):
         return self.accumulate or 1
 
 
+RANDAUGMENT = ("randaugment_layers", "randaugment_magnitude")
+"""Settings of this policy alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Section):
     """Augmentation of training images."""
@@ -169,6 +173,12 @@ class AugmentConfig(Section):
             self.refuse("randaugment_magnitude", "must be at most 30")
         if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
             self.refuse("cutmix_share", "only applies when mixup and cutmix are both on: add both")
+        if self.mix_probability != AugmentConfig.mix_probability and not self.mixup + self.cutmix:
+            self.refuse("mix_probability", "only applies when mixup or cutmix is on: add one")
+        if self.auto_augment != "randaugment":
+            for name in RANDAUGMENT:
+                if getattr(self, name) != getattr(AugmentConfig, name):
+                    self.refuse(name, "only applies to auto_augment=randaugment: add it")
         if self.random_crop == "simple":
             for name in ("min_crop", "crop_ratio"):
                 if getattr(self, name) != getattr(AugmentConfig, name):

@@ -66,8 +66,9 @@ class PretrainingConfig(Section):
             self.refuse("sigreg_weight", "must be a share from 0 to 1")
         if self.global_views + self.local_views < 2:
             self.refuse("local_views", "one view predicts nothing; use two views or more in all")
-        if self.local_views == 0 and self.local_size is not None:
-            self.refuse("local_size", "local_views=0: there is none; leave it out")
+        for name in ("local_size", "local_crop"):
+            if self.local_views == 0 and getattr(self, name) != getattr(PretrainingConfig, name):
+                self.refuse(name, "local_views=0: there is none; leave it out")
         least, most = self.local_crop
         if not 0 < least <= most <= 1:
             self.refuse("local_crop", "must be two shares of the area, the first not the larger")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
+from vit.config.data_config import RANDAUGMENT
 from vit.config.parser import make_config, read_settings
 from vit.config.pretraining_config import SETTINGS_OF
 
@@ -48,4 +49,11 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
     if not TrainingConfig(task=task).captions:
         for section, names in ONLY_CAPTIONS.items():
             unread |= {*(names or [each.name for each in fields(SECTIONS[section])])}
-    return {name: value for name, value in values.items() if name not in unread}
+    read = {name: value for name, value in values.items() if name not in unread}
+    if not (read.get("mixup") or read.get("cutmix")):
+        unread.add("mix_probability")
+    if read.get("auto_augment") != "randaugment":
+        unread |= {*RANDAUGMENT}
+    if not read.get("local_views"):
+        unread |= {"local_crop"} | ({"crop_ratio"} if read.get("min_crop") == 1 else set())
+    return {name: value for name, value in read.items() if name not in unread}

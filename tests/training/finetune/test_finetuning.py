@@ -240,6 +240,7 @@ def test_other_sizes_are_adapted_to(fine, capfd):
     ("chosen", "message"),
     [
         ({"method": "probe", "lr": 0.1}, "lr=0.1: method=probe has no use for it"),
+        ({"method": "linear", "layer_decay": 0.5}, "layer_decay=0.5: method=linear has no use"),
         ({"method": "probe", "steps": 9}, "steps=9: method=probe has no use for it"),
         ({"method": "probe", "schedule": "wsd"}, "schedule='wsd': method=probe has no use for it"),
         ({"method": "probe", "mixup": 0.2}, "mixup=0.2: method=probe has no use for it"),

@@ -68,10 +68,10 @@ UNUSED_BY_PROBE = (
     *("router_jitter", "balance_loss", "router_z_loss", "balance"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
 )
-# Settings without effect under a method; with linear, routers are frozen.
+# Settings without effect under a method; with linear, the blocks and their routers are frozen.
 UNUSED_SETTINGS = {
     "probe": UNUSED_BY_PROBE,
-    "linear": ("balance_loss", "router_z_loss", "encoder_lr"),
+    "linear": ("balance_loss", "router_z_loss", "encoder_lr", "layer_decay"),
 }
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
