@@ -39,6 +39,18 @@ def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
     assert (found["data"], found["epochs"], stored) == ("photos", 20, True)
 
 
+@pytest.mark.parametrize(
+    ("stored", "kept"), [("steps: 1234\n", "its 1,234 steps"), ("", "its length")]
+)
+def test_the_time_of_a_resumed_run_is_noted_as_unused(file, tmp_path, stored, kept):
+    (tmp_path / "config.yaml").write_text(file.read_text() + stored)
+    notes = []
+    again = {"out": tmp_path, "resume": True, "notify": notes.append}
+    found, _ = call_settings("photos", {"time": "2h"}, **again)
+    assert "time" not in found
+    assert notes == [f"note: time=2h is not used: the run keeps {kept}"]
+
+
 def test_a_config_is_left_alone():
     config = make_config({"data": "photos"})
     assert call_settings(config, {}) == (config, False)

@@ -91,7 +91,7 @@ def collect_settings(
         config: YAML file of settings.
         out: Folder of the run to resume; `runs/<name of the data>` by default.
         resume: Whether the settings stored in the run folder apply; `config` replaces them.
-        notify: Called with a note if a setting of the file was scaled.
+        notify: Called with a note if a setting of the file was scaled, or a chosen one is not used.
 
     Returns:
         The checked settings, and whether a file or a run was read.
@@ -109,7 +109,10 @@ def collect_settings(
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
             stored = _checked_file(folder / "config.yaml", stored_settings)
-            chosen.pop("time", None)  # the stored settings have the length that it led to
+            if (time := chosen.pop("time", None)) is not None:  # it led to the stored length
+                steps = stored.get("steps")
+                length = "its length" if steps is None else f"its {steps:,} steps"
+                notify(f"note: time={time} is not used: the run keeps {length}")
             return {**stored, **_for_resumed_run(chosen, stored)}, True
     if config is None:
         return chosen, False
