@@ -26,6 +26,7 @@ from vit.evaluation.feature_quality import (
 )
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
+from vit.tasks import pretraining
 from vit.tasks.task import get_task
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train
@@ -153,6 +154,23 @@ def test_class_folders_give_a_knn_accuracy_and_nothing_else(config_of, colour_cl
     done = train(config, tmp_path / "run", report=False)
     assert 0 <= events(done.folder)[0]["val_knn"] <= 1
     assert done.classes == ()
+
+
+def test_only_images_whose_features_are_compared_are_encoded(config_of, tmp_path, monkeypatch):
+    encoded = []
+    forward = pretraining.forward
+
+    def counted(run, images):
+        encoded.append(len(images))
+        return forward(run, images)
+
+    monkeypatch.setattr(pretraining, "forward", counted)
+    monkeypatch.setattr(pretraining, "MOST_FEATURES", 4)
+    config = config_of("mae", epochs=1, warmup_epochs=0.0)
+    folder = train(config, tmp_path / "run", report=False).folder
+    images = events(folder)[0]["val_images"]
+    assert images > 4
+    assert sum(encoded) == len(pretraining.compared(range(images)))
 
 
 def test_predictions_are_refused_and_embeddings_are_written(pretrained, tiny_pretraining_data):

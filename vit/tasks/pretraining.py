@@ -217,14 +217,12 @@ class FeatureTally:
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch."""
-        features = forward(run, images)
+        chosen = batch.indices % self.stride == 0
+        features = forward(run, images[chosen.to(images.device)]).float().cpu()
         losses, *rows = self.task.validation_loss(run, batch, images)
         self.sums += torch.stack([losses.double().sum().cpu(), torch.tensor(len(losses)).double()])
-        chosen = batch.indices % self.stride == 0
-        columns = (features.float().cpu(), *(row.float().cpu() for row in rows))
-        self.kept.append(
-            (batch.indices[chosen], batch.labels[chosen], *(one[chosen] for one in columns))
-        )
+        kept = (row.float().cpu()[chosen] for row in rows)
+        self.kept.append((batch.indices[chosen], batch.labels[chosen], features, *kept))
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, effective rank, spread, and k-NN accuracy if the images have classes."""
