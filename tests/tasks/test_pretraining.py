@@ -1,5 +1,6 @@
 """Pretraining: a run without labels, exact after a cut, and fine-tuned after."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -29,6 +30,7 @@ from vit.stop_signals import Interrupted
 from vit.tasks import pretraining
 from vit.tasks.task import get_task
 from vit.training.checkpoint.checkpoint import find_checkpoints
+from vit.training.checkpoint.run_folder import require_same_settings, write_config
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.convert import convert
@@ -78,6 +80,18 @@ def test_a_cut_run_continues_to_the_same_bytes(pretrained, config_of, tmp_path, 
         assert {n: v for n, v in ours.items() if n not in times} == {
             n: v for n, v in theirs.items() if n not in times
         }
+
+
+@pytest.mark.parametrize(
+    ("method", "refused"), [("simclr", True), ("lejepa", True), ("mae", False)]
+)
+def test_a_run_whose_loss_compares_images_keeps_its_micro_batches(
+    config_of, tmp_path, method, refused
+):
+    write_config(tmp_path, config_of(method, accumulate=1))
+    one_line = pytest.raises(ConfigError, match=r"accumulate=2 differs from 1 in .*resumes with")
+    with one_line if refused else contextlib.nullcontext():
+        require_same_settings(config_of(method, accumulate=2), tmp_path)
 
 
 @pytest.mark.usefixtures("known_speed")

@@ -26,6 +26,7 @@ from vit.tasks.task import TrainingRun
 class JointEmbeddingPretraining(Pretraining):
     """Base class of the methods that compare views."""
 
+    compares_images = True
     least_spread = 0.1
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:

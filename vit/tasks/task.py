@@ -338,6 +338,8 @@ class Task(ABC):
     """Name of `score`."""
     measures_distance: ClassVar[bool] = False
     """Whether the distance of images from those of training is measured for its calibration."""
+    compares_images: ClassVar[bool] = False
+    """Whether the loss of an image depends on the others of its micro-batch."""
     trained_head: ClassVar[str] = "the head"
     """What is trained on a frozen encoder, for the log."""
 

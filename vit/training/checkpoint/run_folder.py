@@ -19,6 +19,7 @@ from vit.data.sources.held_out_split import SPLIT_FILE
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.file_lock import lock_file
+from vit.tasks.task import get_task
 from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
@@ -41,7 +42,8 @@ WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
 
-# settings that may change on resume, since they do not change what is computed
+# settings that may change on resume, since they do not change what is computed; accumulate only
+# where no loss compares the images of a micro-batch
 RESUMABLE_CHANGES = {
     *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
     "cache_folder",
@@ -172,9 +174,9 @@ def require_same_settings(config: Config, folder: Path) -> None:
     """
     where = printable(folder)
     ours, theirs = flatten(config), flatten(stored_config(folder))
-    changed = [
-        name for name in ours if ours[name] != theirs[name] and name not in RESUMABLE_CHANGES
-    ]
+    fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
+    allowed = RESUMABLE_CHANGES - fixed
+    changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
     if changed:
         name = "num_classes" if "num_classes" in changed else changed[0]
         if name == "num_classes" or (name == "epochs" and theirs["steps"] is not None):
