@@ -27,6 +27,7 @@ from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
+from vit.evaluation.runs_table import ranking_metric
 from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
@@ -78,6 +79,7 @@ def test_a_captioner_learns_to_say_what_it_sees(caption_config, tmp_path):
     result = train_here(config, tmp_path / "run")
     last = events(tmp_path / "run")[-1]
     assert last["val_exact"] == 1.0
+    assert last["val_captioned"] == last["val_images"]
     assert last["val_loss_shuffled"] > 2 * last["val_loss"]
     assert result.scores["exact"] == 1.0
     assert result.val_top1 is None
@@ -528,6 +530,10 @@ def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():
     assert rank({**low, "val_loss": 0.9}) > rank(low)
     few = {**low, "val_images": 20}
     assert rank({**few, "val_loss": 0.9, "val_cider": 0.1}) > rank(few)
+    few = {**low, "val_images": 5000, "val_captioned": 20}  # --caption-samples 20
+    assert rank({**few, "val_loss": 0.9, "val_cider": 0.1}) > rank(few)
+    assert ranking_metric(few) == "val_loss"
+    assert ranking_metric({**few, "val_captioned": 100}) == "val_cider"
     both = {**low, "val_top1": 0.5}
     rank = CaptioningWithClasses().rank
     assert rank({**both, "val_loss": 0.9, "val_cider": 0.1}) > rank(both)

@@ -42,7 +42,7 @@ OWN_FOLDERS = {"checkpoints", "best", "tracking"}
 """Folders inside a run folder, which are no runs."""
 FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
 MIN_CIDER_IMAGES = 100
-"""Validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
+"""Captioned validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
 SCORE_NAMES = {
     "val_top1": "top-1",
     "val_balanced_accuracy": "balanced accuracy",
@@ -480,7 +480,8 @@ def ranking_metric(event: Event) -> str:
     if "chosen_by" in event:
         return str(event["chosen_by"])
     if "val_cider" in event:
-        few = event.get("val_images", MIN_CIDER_IMAGES) < MIN_CIDER_IMAGES
+        images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
+        few = images < MIN_CIDER_IMAGES
         return "val_loss" if few or "val_top1" in event else "val_cider"
     return "val_top1" if "val_top1" in event else "val_loss"
 

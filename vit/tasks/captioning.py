@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from vit.evaluation.caption_report import CaptionOutcomes
 
 MIN_CIDER_IMAGES = 100
-"""Validation images below which CIDEr is too noisy to rank epochs."""
+"""Captioned validation images below which CIDEr is too noisy to rank epochs."""
 EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
 IGNORING_SHARE = 1 / 3
@@ -187,7 +187,8 @@ class Captioning(Task):
 
     def rank(self, event: Event) -> tuple[float, float]:
         """CIDEr, then negative loss; with few images for CIDEr, only the loss."""
-        few = event.get("val_images", MIN_CIDER_IMAGES) < MIN_CIDER_IMAGES
+        images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
+        few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
         return self.rank_by_loss(event) if few else super().rank(event)
 
     @staticmethod
@@ -456,7 +457,7 @@ class CaptionTally:
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
-        """Mean losses per token, and caption metrics against all references."""
+        """Mean losses per token, caption metrics against all references, and of how many images."""
         right, words, wrong, others, class_loss, correct, *each, count = totals
         found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
         if self.task.classifies:
@@ -474,6 +475,7 @@ class CaptionTally:
             return caption_scores([text for _, text in captions], references)
 
         measured = run.on_main(score)
+        found["val_captioned"] = len(captions)
         return {**found, **{f"val_{name}": measured[name] for name in SCORES}}
 
 
