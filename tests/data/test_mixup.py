@@ -143,3 +143,16 @@ def test_the_share_of_cutmix_equals_timm_s_switch_probability(share):
     other = AugmentConfig(mixup=0.8, cutmix=1.0, cutmix_share=share, mix_probability=0.5)
     plan = sample_mix_plan(other, seed=0, epoch=0, step=0, batch_size=2000)
     assert np.mean(plan.lam == 1) == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for(batch):
+    expected = mix(*batch, plan_of(BOTH))
+    images, targets = (part.cuda() for part in batch[:2])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = mix(images, targets, batch[2], plan_of(BOTH))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)

@@ -91,6 +91,21 @@ def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
     assert blind.grad.abs().max() < 1e-12  # an image of all classes prefers none
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["loss", "logit-adjust"])
+def test_a_gpu_is_not_waited_for(batch, kind):
+    logits, _, targets = batch
+    balance = ClassBalance(kind, COUNTS)
+    expected = balance.loss(logits, targets, smoothing=0.1)  # also makes the constants
+    on_device = logits.cuda(), targets.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = balance.loss(*on_device, smoothing=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.cpu(), expected)
+
+
 def test_the_sampler_leaves_the_loss_alone(batch):
     logits, labels, targets = batch
     expected = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")

@@ -85,13 +85,14 @@ def mix(
     lam = np.where(cut, share, np.where(paired, plan.lam[pair], 1.0))
 
     blend = np.where(cut, 1.0, lam)  # CutMix replaces pixels, and blends none
-    other = images[torch.from_numpy(partner).to(images.device)]
+    order = _on_device(torch.from_numpy(partner), images.device)
+    other = images[order]
     weight = rearrange(_column(blend, images), "batch -> batch 1 1 1")
     mixed = images * weight + other * (1 - weight)
     if cut.any():
         mixed = torch.where(_inside(boxes, height, width, images.device), other, mixed)
     weight = rearrange(_column(lam, targets), "batch -> batch 1")
-    order = torch.from_numpy(partner).to(targets.device)
+    order = order.to(targets.device)
     return mixed, targets * weight + targets[order] * (1 - weight)
 
 
@@ -122,7 +123,7 @@ def _boxes(lam: np.ndarray, centre: np.ndarray, height: int, width: int) -> np.n
 
 def _inside(boxes: np.ndarray, height: int, width: int, device: torch.device) -> Tensor:
     """True inside each image's box, (batch, 1, height, width)."""
-    edges = torch.from_numpy(boxes).to(device)
+    edges = _on_device(torch.from_numpy(boxes), device)
     top, bottom, left, right = rearrange(edges, "batch edges -> edges batch 1")
     row, col = torch.arange(height, device=device), torch.arange(width, device=device)
     rows = rearrange((row >= top) & (row < bottom), "batch height -> batch 1 height 1")
@@ -132,4 +133,12 @@ def _inside(boxes: np.ndarray, height: int, width: int, device: torch.device) ->
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    return _on_device(torch.tensor(values, dtype=like.dtype), like.device)
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; a GPU copies them while the host goes on to queue the network.
+
+    Only CUDA has copied memory that may be freed when such a copy returns.
+    """
+    return values.to(device, non_blocking=device.type == "cuda")

@@ -103,7 +103,7 @@ def weighted_cross_entropy(
         smoothing: Share of the target spread over all classes, after weighing.
     """
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    shares = targets * weights.to(targets)
+    shares = targets * weights.to(targets, non_blocking=targets.is_cuda)
     whole = shares.sum(dim=1)
     losses = F.cross_entropy(
         logits, shares / whole.unsqueeze(1), label_smoothing=smoothing, reduction="none"
@@ -125,5 +125,7 @@ def logit_adjusted_cross_entropy(
         smoothing: Share of the target that is spread.
     """
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    spread = (1 - smoothing) * targets + smoothing * prior.to(targets)
-    return smoothed_cross_entropy(logits + prior.log().to(logits), spread, smoothing=0.0)
+    on_device = prior.to(targets, non_blocking=targets.is_cuda)
+    shift = prior.log().to(logits, non_blocking=logits.is_cuda)
+    spread = (1 - smoothing) * targets + smoothing * on_device
+    return smoothed_cross_entropy(logits + shift, spread, smoothing=0.0)

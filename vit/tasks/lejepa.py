@@ -50,7 +50,7 @@ class LeJEPA(JointEmbeddingPretraining):
         """The weighted sum of prediction and SIGReg, ()."""
         config, settings = run.config, run.config.pretraining
         wrong = prediction_losses(views, settings.global_views)
-        directions = random_directions(config, run.step).to(views)
+        directions = random_directions(config, run.step).to(views, non_blocking=views.is_cuda)
         statistic = sigreg(views, directions, total=run.sum_over_processes)
         weight = settings.sigreg_weight
         return (1 - weight) * wrong.sum() + weight * statistic * views.shape[1]

@@ -119,7 +119,10 @@ class MaskedAutoencoding(Pretraining):
         """Loss of each image, (batch,)."""
         patch_size = run.config.model.patch_size
         shown = blank_if_empty(images)
-        noise = noise.to(images.device) if len(noise) else images.new_zeros(1, noise.shape[1])
+        if len(noise):
+            noise = noise.to(images.device, non_blocking=images.is_cuda)
+        else:
+            noise = images.new_zeros(1, noise.shape[1])
         with frozen_statistics(run, empty=not len(images)):
             found: Reconstruction = run.model(shown, noise)
         normalise = run.config.pretraining.normalise_pixels
