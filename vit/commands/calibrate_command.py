@@ -13,7 +13,7 @@ from vit.commands.command_options import (
     probability,
 )
 from vit.commands.command_output import image_bar, notify, write_json
-from vit.output.output_file import check_output, standard_output
+from vit.output.output_file import check_distinct, check_output, standard_output
 from vit.text import plural, printable
 
 ROWS = {
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
+    check_distinct({"--json": args.json}, [args.data])
 
     from vit.inference.calibrate import calibrate
 

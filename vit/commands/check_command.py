@@ -15,7 +15,7 @@ from vit.commands.command_output import Progress, notify, write_json
 from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
 from vit.errors import ConfigError
-from vit.output.output_file import check_output, open_output, standard_output
+from vit.output.output_file import check_distinct, check_output, open_output, standard_output
 from vit.text import plural, printable
 
 MAX_ERROR_LINES = 10
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
     check_output(args.write_list, overwrite=args.overwrite)
+    outputs = {"--json": args.json, "--html": args.html, "--write-list": args.write_list}
+    check_distinct(outputs, (args.data, args.labels, args.weights, args.rows))
     if args.write_list is not None and is_workbook(args.write_list):
         check_size(0, 3, what="--write-list")
 

@@ -14,7 +14,7 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import ConfigError
-from vit.output.output_file import check_output, open_output, standard_output
+from vit.output.output_file import check_distinct, check_output, open_output, standard_output
 from vit.paths import is_saved_model
 from vit.text import align_columns, printable
 
@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
+    outputs = {"--json": args.json, "--html": args.html}
+    check_distinct(outputs, (args.run_a, args.run_b, *args.more, args.data))
     if is_saved_model(args.data):
         raise ConfigError(
             f"{printable(args.data)} is a run folder: the images come last, "

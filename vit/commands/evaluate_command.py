@@ -20,7 +20,7 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import image_bar, notify, write_json
 from vit.errors import ConfigError
-from vit.output.output_file import check_output, open_output, standard_output
+from vit.output.output_file import check_distinct, check_output, open_output, standard_output
 from vit.quick_imports import quick_imports
 from vit.text import plural, printable
 
@@ -93,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.out, args.html):
         check_output(path, overwrite=True)
+    outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
+    check_distinct(outputs, (args.model, args.data))
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
     if args.all_scores and args.out is None:

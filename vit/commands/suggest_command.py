@@ -5,7 +5,7 @@ import argparse
 from vit.commands.command_options import add_json_option, add_list_options, count, positive_int
 from vit.commands.command_output import Progress, notify, write_json
 from vit.data.workbook import check_size, is_workbook
-from vit.output.output_file import check_output, open_output
+from vit.output.output_file import check_distinct, check_output, open_output
 from vit.text import printable, quoted
 
 MAX_FAILED = 20
@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.out, overwrite=args.overwrite)
     for path in (args.json, args.html):
         check_output(path, overwrite=True)
+    outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
+    check_distinct(outputs, (args.data, args.weights, args.labels, args.exclude))
     if args.out is not None and is_workbook(args.out):
         check_size(args.n, 3, what="--out")
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +30,29 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
     if os.path.exists(path) and not overwrite:
         raise VitError(f"{name} exists; choose another name, or add --overwrite")
     _check_parent(name, target.parent, os.W_OK)
+
+
+def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | None] = ()) -> None:
+    """Refuse outputs that are one file, or a file that is read.
+
+    Args:
+        outputs: Path of each output by its flag; one that is None or a device is not checked.
+        inputs: Paths that are read, of which the files are kept.
+
+    Raises:
+        VitError: The message names the flags.
+    """
+    kept = {os.path.realpath(path) for path in inputs if path is not None and os.path.isfile(path)}
+    flags: dict[str, str] = {}
+    for flag, path in outputs.items():
+        if path is None or is_device(path):
+            continue
+        target = os.path.realpath(path)
+        if target in kept:
+            raise VitError(f"{flag} {printable(path)} is a file that is read: give another name")
+        if target in flags:
+            raise VitError(f"{flags[target]} and {flag} are one file: give two names")
+        flags[target] = flag
 
 
 def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str = "") -> None:

@@ -1,0 +1,44 @@
+"""Checks of output files before any work is done."""
+
+import pytest
+
+from vit.commands.main import main
+from vit.errors import VitError
+from vit.output.output_file import check_distinct
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--json", "a.json", "--html", "./a.json"], "--json and --html are one file"),
+        (["--json", "list.csv"], "--json list.csv is a file that is read: give another name"),
+        (["--html", "link.csv"], "--html link.csv is a file that is read: give another name"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "run", "list.csv"],
+        ["check", "list.csv"],
+        ["compare", "a", "b", "list.csv"],
+        ["suggest", "photos", "--weights", "run", "--labels", "list.csv"],
+    ],
+)
+def test_outputs_replace_no_input_and_not_each_other(
+    command, words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.csv").write_text("image,label\n")
+    (tmp_path / "link.csv").symlink_to("list.csv")
+    assert main([*command, *words]) == 2
+    assert f"vit {command[0]}: {message}" in capsys.readouterr().err
+    assert (tmp_path / "list.csv").read_text() == "image,label\n"
+
+
+def test_devices_and_new_names_are_distinct(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    check_distinct({"--json": "/dev/null", "--html": "/dev/null", "--out": None}, [str(data)])
+    with pytest.raises(VitError, match="rows is a file that is read"):
+        (tmp_path / "rows").write_text("")
+        check_distinct({"--json": str(tmp_path / "rows")}, [str(tmp_path / "rows")])
