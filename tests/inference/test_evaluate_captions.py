@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.inference.captioners import SAID, save_captioner, write_captions
 from tests.markers import same_initial_weights
+from vit.commands.main import main
 from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
@@ -86,6 +87,13 @@ def test_the_scored_captions_are_those_of_the_predictor(run, data, search):
 def test_a_group_has_no_meaning_for_captions(run, data):
     with pytest.raises(ConfigError, match="group: intervals are those of classifiers"):
         evaluate(run, str(data), group=r"(\d)\.", **PRECISE)
+
+
+def test_a_page_is_refused_before_captions_are_written(run, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Predictor, "batches", lambda *_: pytest.fail("images are read"))
+    words = ["--device", "cpu", "--precision", "fp32", "--html", str(tmp_path / "page.html")]
+    assert main(["evaluate", str(run), str(data), *words]) == 2
+    assert "html: pages show classifiers" in capsys.readouterr().err
 
 
 @torch.no_grad()

@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             csv_digits=args.csv_digits,
             slice=args.slice,
             corruptions=args.corruptions,
+            page=args.html is not None,
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
         )

@@ -13,6 +13,20 @@ CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
 """Key of the score of a classifier -> that of a class."""
 
 
+def check_page(score: str, *, captions: bool) -> None:
+    """Refuse a network whose scores have no page.
+
+    Args:
+        score: Key of its score.
+        captions: Whether it writes captions.
+
+    Raises:
+        ConfigError: It is no classifier.
+    """
+    if score not in SCORES or captions:
+        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+
+
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
@@ -25,9 +39,8 @@ def evaluation_page(
     Raises:
         ConfigError: They are those of captions or of another task.
     """
-    key = next((name for name in SCORES if name in scores and "bleu4" not in scores), None)
-    if key is None:
-        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+    key = next((name for name in SCORES if name in scores), "")
+    check_page(key, captions="bleu4" in scores)
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,

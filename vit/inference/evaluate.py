@@ -37,6 +37,7 @@ from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.accuracy_slices import accuracy_slices
+from vit.evaluation.evaluation_page import check_page
 from vit.evaluation.image_groups import count_groups, number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
@@ -95,6 +96,7 @@ def evaluate(
     no_calibration: bool = False,
     slice: Sequence[str] = (),  # noqa: A002
     corruptions: bool = False,
+    page: bool = False,
     notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> dict[str, Any]:
@@ -120,6 +122,8 @@ def evaluate(
             scores, 4 by default, or `full`.
         slice: Columns of a list, by whose values `slices` has the accuracy too.
         corruptions: Measure the score on corrupted images as well, in 30 more passes over the data.
+        page: The scores are for `evaluation_page`: a network that it does not show is refused
+            before any image is read.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
 
@@ -155,6 +159,8 @@ def evaluate(
         no_calibration=no_calibration,
         notify=notify,
     )
+    if page:
+        check_page(predictor.task.metric.removeprefix("val_"), captions=bool(predictor.n_best))
     score = robustness_score(predictor) if corruptions else ""
     source = source_of(model, predictor)
     samples = load_samples(predictor.task, source, spec, predictor.classes, notify)
