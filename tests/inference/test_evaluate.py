@@ -231,6 +231,19 @@ def test_intervals_take_groups_as_independent(tiny_run, photo_list, group):
     assert alone["top1"] == scores["top1"]
 
 
+def test_intervals_of_corrupted_images_take_groups_as_independent(
+    tiny_run, photo_list, monkeypatch
+):
+    none = {"none": (lambda image, _value, _rng: image, (1,))}
+    monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", none)
+    monkeypatch.setattr("vit.inference.evaluate.SEVERITIES", (1,))
+    monkeypatch.setattr("vit.data.corruptions.CORRUPTIONS", none)
+    settings = {**FP32, "group": r"(\d)\.\w+$", "corruptions": True}
+    scores = evaluate(tiny_run, str(photo_list[0]), **settings)
+    (row,) = scores["robustness"]["corruptions"]
+    assert row["top1_interval"] == scores["top1_interval"]
+
+
 def test_few_groups_are_said(tiny_run, photo_list, capsys):
     words = ["evaluate", str(tiny_run), str(photo_list[0]), "--device", "cpu", "--group"]
     assert main([*words, "camera"]) == 0

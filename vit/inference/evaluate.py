@@ -207,7 +207,7 @@ def evaluate(
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
         scores["robustness"] = measure_robustness(
-            predictor, samples, scores, score, progress, where=spec.data
+            predictor, samples, scores, score, progress, where=spec.data, groups=groups
         )
     return scores
 
@@ -256,6 +256,7 @@ def measure_robustness(
     progress: Callable[[int, int], object],
     *,
     where: str,
+    groups: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """`score` on the images with each corruption of each severity.
 
@@ -266,6 +267,7 @@ def measure_robustness(
         score: Key of the score.
         progress: Called with the images done, those as they are included, and the total.
         where: The data, in messages.
+        groups: As for `measure`.
 
     Returns:
         `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
@@ -283,7 +285,9 @@ def measure_robustness(
             predictor.read.transform = Corruption(
                 name=name, severity=severity, preprocessing=predictor.preprocessing
             )
-            found = measure(predictor, samples, lambda _note: None, advance, where=where)
+            found = measure(
+                predictor, samples, lambda _note: None, advance, where=where, groups=groups
+            )
             interval = f"{score}_interval"
             row = {"corruption": name, "severity": severity, score: found[score]}
             rows.append({**row, interval: found[interval]})
