@@ -201,6 +201,7 @@ def test_classes_without_images_are_counted_in_the_output(tiny_run, tiny_data, t
         (["{data}", "--split", "test"], "test"),
         (["{data}", "--json", "no/such/folder.json"], "no folder"),
         (["{data}", "--device", "gpu"], "device='gpu'"),
+        (["{data}", "--csv-separator", "tab"], "give --out FILE.csv"),
         ([], "DATA"),
     ],
 )

@@ -132,7 +132,7 @@ def evaluate(
     """
     style = None if out is None else row_style(os.fspath(out))
     check_top_k(top_k)
-    csv = csv_settings(csv_separator, csv_digits, style or "none")
+    csv = csv_settings(csv_separator, csv_digits, style or "none", remedy="give --out FILE.csv")
     spec = as_dataset_spec(
         data,
         {"split": split},

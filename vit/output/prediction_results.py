@@ -141,20 +141,23 @@ class Layout:
         return [(f"caption_{place}", f"{score}_{place}") for place in range(1, self.n_best + 1)]
 
 
-def csv_settings(separator: str | None, digits: int | str | None, style: str) -> dict[str, Any]:
+def csv_settings(
+    separator: str | None, digits: int | str | None, style: str, *, remedy: str = "add --format csv"
+) -> dict[str, Any]:
     """The fields `separator` and `digits` of a Layout, from the settings of CSV.
 
     Args:
         separator: A name of SEPARATORS; comma by default.
         digits: Decimal digits of scores, or `full` for all; 4 by default.
         style: The format of the rows.
+        remedy: How the user chooses CSV.
 
     Raises:
         ConfigError: A setting has no such value, or the rows are no CSV.
     """
     for name, value in (("csv_separator", separator), ("csv_digits", digits)):
         if value is not None and style != "csv":
-            raise ConfigError(f"{name}={value}: the format is {style}; add --format csv")
+            raise ConfigError(f"{name}={value}: the format is {style}; {remedy}")
     if separator is not None and separator not in SEPARATORS:
         raise ConfigError(f"csv_separator={separator!r}: choose one of {', '.join(SEPARATORS)}")
     if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
