@@ -8,6 +8,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError where a disk or its quota is full."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, of torch or a VitError about it, means full memory of a device."""
+    return any(words in str(error) for words in ("out of memory", "allocate memory"))
+
+
 class VitError(Exception):
     """Base class for errors the user can fix; commands print it and exit with its code."""
 

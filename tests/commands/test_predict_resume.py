@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
+from vit.inference.model_runner import ModelRunner
 from vit.inference.predictor import Predictor
 from vit.output.resumable_output import ResumableOutput, merge_blocks
 
@@ -149,6 +151,24 @@ def test_another_batch_size_does_not_continue(predict, inputs, tmp_path, monkeyp
     code, _, err = predict(*words, "-b", 2, "--resume")
     assert (code, len(err)) == (2, 1)
     assert "begun with batch size (4, now 2)" in err[0]
+
+
+def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, monkeypatch):
+    calls, run = [], ModelRunner.run
+
+    def full_later(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return run(*arguments)
+
+    monkeypatch.setattr(ModelRunner, "run", full_later)
+    words = (*inputs, "--out", tmp_path / "a.csv", "-b", SIZE, "-j", 1, "--precision", "fp32")
+    code, _, err = predict(*words)
+    assert (code, len(err)) == (2, 1)
+    assert "out of memory: use a smaller --batch-size" in err[0]
+    assert "and the same batch size, or start again with --overwrite" in err[0]
+    assert predict(*words, "--resume")[0] == 1
 
 
 def test_another_model_does_not_continue(predict, inputs, tiny_run, tmp_path, monkeypatch):

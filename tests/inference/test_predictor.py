@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.errors import ConfigError, WeightsError
+from vit.errors import ConfigError, RunError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import from_pretrained
@@ -137,6 +137,17 @@ def test_a_stream_reads_paths_lazily_and_stops_its_threads(tiny_run, input_image
     stream.close()
     left = set(threading.enumerate()) - others
     assert not [t for t in left if t.name.startswith(("read-image", "inference"))]
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory.", "can't allocate memory: you tried"])
+def test_full_memory_is_an_error_with_a_remedy(tiny_run, input_images, monkeypatch, message):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError(message)
+
+    predictor = Predictor(tiny_run, precision="fp32")
+    monkeypatch.setattr(predictor.runner, "run", full)
+    with pytest.raises(RunError, match="out of memory: use a smaller --batch-size"):
+        predictor(input_images)
 
 
 def test_no_images_give_no_predictions(tiny_run):

@@ -30,6 +30,7 @@ from vit.inference.attribution import (
     view_lines,
     word_attributions_to_json,
 )
+from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
@@ -110,7 +111,7 @@ def draw_explanations(
 
     Raises:
         ConfigError: As `check_explainable`; or a captioner without `deletion`.
-        RunError: A plot cannot be written.
+        RunError: A plot cannot be written, or the memory of the device is full.
     """
     check_explainable(predictor, deletion=deletion)
     folder = Path(folder)
@@ -120,11 +121,12 @@ def draw_explanations(
     tested: list[Deletion] = []
     for number, output in enumerate(outputs, 1):
         path = folder / plot_name(number, output.image)
-        if output.captions:
-            _plot_caption(predictor, output, path)
-        elif output.error is None and predictor.caption_generator is None:
-            metric = _plot_classes(predictor, output, path, deletion=deletion)
-            tested += [] if metric is None else [metric]
+        with explain_full_memory():
+            if output.captions:
+                _plot_caption(predictor, output, path)
+            elif output.error is None and predictor.caption_generator is None:
+                metric = _plot_classes(predictor, output, path, deletion=deletion)
+                tested += [] if metric is None else [metric]
         yield predictor.to_predictions([output], top_k, threshold)[0]
     if tested:
         notify(deletion_summary(tested))

@@ -5,6 +5,7 @@ threads inside one matrix product would wait for each other at every layer
 (benchmarks/results/prediction_xeon_2026-11-21.md). On other devices the threads only read images.
 """
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -24,7 +25,7 @@ from vit.data.image_io import MAX_PIXELS, EncodedImage, check_pixels, read_image
 from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, RunError, is_out_of_memory
 from vit.text import Notify
 
 T = TypeVar("T")
@@ -178,6 +179,17 @@ def make_thread_pool(count: int) -> ThreadPoolExecutor:
     ready.wait()
     torch.set_num_threads(usual)
     return pool
+
+
+@contextlib.contextmanager
+def explain_full_memory() -> Iterator[None]:
+    """Turn an error of torch about full memory inside the `with` into a RunError with a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError("out of memory: use a smaller --batch-size, or another --device") from None
 
 
 def chunks(

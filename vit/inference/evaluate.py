@@ -41,6 +41,7 @@ from vit.evaluation.evaluation_page import check_page
 from vit.evaluation.image_groups import count_groups, number_groups
 from vit.evaluation.image_properties import ImageProperties
 from vit.generation.generation_config import Search
+from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
@@ -629,7 +630,7 @@ def measure(
         properties.add_headers(paths)
     with torch.inference_mode():
         for outputs in predictor.batches(paths):
-            with autocast(predictor.precision, predictor.device):
+            with explain_full_memory(), autocast(predictor.precision, predictor.device):
                 evaluation.add(outputs, done)
             if write is not None:
                 write(outputs, evaluation.samples[done : done + len(outputs)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError
+from vit.errors import ConfigError, is_out_of_memory
 from vit.inference.tta import Views, augmented_views, mean
 from vit.model.captioner import Captioner
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
@@ -123,6 +123,8 @@ class ModelRunner:
         try:
             self.run([self.blank_image()] * batch_size, precision)
         except RuntimeError as error:  # a missing compiler, an old Python, an unsupported network
+            if is_out_of_memory(error):
+                raise
             first = printable(str(error).strip().splitlines()[0][:200])
             raise ConfigError(
                 f"compile: torch cannot compile here ({first}); leave it out"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.config.parser import nearest
-from vit.errors import ConfigError, RunError, VitError, WeightsError
+from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.inference.backends import (
     ImagePredictor,
     library_version,
@@ -554,7 +554,10 @@ class PredictionJob:
             except VitError as error:
                 if group.rank:
                     raise
-                message = "; ".join(filter(None, (str(error), output.describe_kept())))
+                resume = "continue with --resume"
+                if is_out_of_memory(error):  # rows of other batches have other last digits
+                    resume += " and the same batch size, or start again with --overwrite"
+                message = "; ".join(filter(None, (str(error), output.describe_kept(resume))))
                 raise ProcessFailed(message, error.exit_code) from None
         if group.rank:
             return 0

@@ -27,6 +27,7 @@ from vit.inference.batch_pipeline import (
     chunks,
     default_batch_size,
     default_num_threads,
+    explain_full_memory,
     make_thread_pool,
     prefetch,
 )
@@ -286,7 +287,14 @@ class Predictor:
             images: As for `stream`.
             first: Index of the first image in a longer list. A list continued from a multiple of
                 `batch_size` gives the digits of the whole list.
+
+        Raises:
+            RunError: The memory of the device is full.
         """
+        with explain_full_memory():
+            yield from self._batches(images, first)
+
+    def _batches(self, images: Iterable[ImageInput], first: int) -> Iterator[list[ImageOutput]]:
         batches = chunks(named_images(images, first=first), self.batch_size, first=first)
         if isinstance(images, Sequence):
             self.autotune_precision(images)

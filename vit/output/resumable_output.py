@@ -336,8 +336,12 @@ class ResumableOutput:
             self.finished.replace(self.out)
         remove(self.leftovers())
 
-    def describe_kept(self) -> str:
-        """Describe the rows that are kept; without any, the unfinished files are removed."""
+    def describe_kept(self, resume: str = "continue with --resume") -> str:
+        """Describe the rows that are kept; without any, the unfinished files are removed.
+
+        Args:
+            resume: How they are continued.
+        """
         files, rows = self.leftovers(), self.rows()
         if not files:
             return ""
@@ -348,7 +352,7 @@ class ResumableOutput:
             return "no rows are kept"
         name, verb = printable(self.partial), "is" if rows == 1 else "are"
         parts = f" of {self.processes} processes" if self.processes > 1 else ""
-        return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: continue with --resume"
+        return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: {resume}"
 
 
 def partial_files(path: Path, endings: str) -> list[Path]:

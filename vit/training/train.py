@@ -23,7 +23,7 @@ from vit.config.parser import changed_settings, checked, default_run_folder, mak
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
-from vit.errors import ConfigError, RunError, VitError
+from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task, settings_to_plan
 from vit.text import Notify, printable
@@ -367,7 +367,7 @@ def translate_errors() -> Iterator[None]:
 def remedy(error: RuntimeError) -> str | None:
     """Message and remedy of an error that the machine causes; None for any other error."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
+    if is_out_of_memory(error):
         return (
             "out of memory: -b auto or a larger --accumulate splits a step's batch; or use "
             "--checkpoint-activations, a smaller --model or --image-size"
