@@ -68,7 +68,7 @@ class Outcomes:
         order = ranking(probabilities)
         places = order.argsort(dim=1)
         own = labels.unsqueeze(1)
-        answers = order[:, 0]
+        answers = order[:, 0].clone()  # a view would keep the whole ranking in memory
         return Outcomes(
             labels=labels,
             answers=answers,

@@ -21,7 +21,7 @@ from vit.data.multilabel_targets import has_multilabel
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
-from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
+from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.tasks.class_balance import ClassBalance
@@ -250,6 +250,8 @@ class ClassEvaluation(Evaluation):
         super().__init__(samples)
         self.classes = classes
         self.outcomes: list[Outcomes] = []
+        """Of each batch, without their sums `class_gaps`."""
+        self.class_gaps = torch.zeros(BINS, len(classes), dtype=torch.float64)
         self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
@@ -264,7 +266,8 @@ class ClassEvaluation(Evaluation):
         if rows:
             labels, probabilities = zip(*rows.values(), strict=True)
             outcomes = Outcomes.of(torch.stack(probabilities), torch.tensor(labels))
-            self.outcomes.append(outcomes)
+            self.class_gaps += outcomes.class_gaps
+            self.outcomes.append(replace(outcomes, class_gaps=self.class_gaps[:0]))
             for place, hit in zip(rows, (outcomes.ranks == 0).tolist(), strict=True):
                 right[place] = hit
         self.right += right
@@ -273,7 +276,8 @@ class ClassEvaluation(Evaluation):
         """The metrics of `summarize`, with intervals."""
         if not self.outcomes:
             return {}
-        outcomes, groups = Outcomes.cat(self.outcomes), self.measured_groups()
+        outcomes = replace(Outcomes.cat(self.outcomes), class_gaps=self.class_gaps)
+        groups = self.measured_groups()
         return {**summarize(outcomes, self.classes), **class_intervals(outcomes, groups)}
 
 
