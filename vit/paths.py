@@ -1,9 +1,11 @@
-"""Paths as arguments, suggestions for missing ones, the user's cache folder, digests of files."""
+"""Paths as arguments, suggestions for missing ones, names on all file systems, the user's cache
+folder, digests of files."""
 
 import difflib
 import hashlib
 import itertools
 import os
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ MODEL_FILES = ("config.json", "model.safetensors")
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""
 MAX_NAME_LENGTH = 255
+DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
+"""Names that mean devices on Windows, with any ending."""
 MIN_SIMILARITY = 0.6
 """Smallest similarity (difflib) of a suggested name."""
 
@@ -77,6 +81,16 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
             return sorted(entry.name for entry in first if entry.name[0] != ".")
     except OSError:
         return []
+
+
+def casefold_name(name: str) -> str:
+    """A key that is equal for names that some file system treats as the same."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def is_device_name(name: str) -> bool:
+    """Whether Windows takes `name` for a device."""
+    return name.lower().split(".")[0].strip() in DEVICES
 
 
 def user_cache() -> Path:

@@ -21,13 +21,13 @@ from vit.data.archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
+from vit.paths import casefold_name, is_device_name
 from vit.text import join_names, printable
 
 SortMethod = Literal["copy", "symlink", "hardlink"]
 UNSURE = "_unsure"
 PUNCTUATION = " -_.,+=@()[]&'!#"
 ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
-DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
 MAX_NAME_BYTES = 200  # bytes of a name; file systems take 255
 
 
@@ -43,10 +43,10 @@ def folder_names(classes: Sequence[str]) -> list[str]:
     for label in classes:
         plain = _safe(label)
         name, number = plain, 1
-        while _casefold(name) in taken:
+        while casefold_name(name) in taken:
             number += 1
             name = f"{plain}~{number}"
-        taken.add(_casefold(name))
+        taken.add(casefold_name(name))
         names.append(name)
     return names
 
@@ -66,7 +66,7 @@ def renamed_note(classes: Sequence[str]) -> str:
 def _safe(label: str) -> str:
     """One component of a path; never empty, `.`, `..`, `_unsure`, a device, or with a `~`."""
     last = len(label) - 1
-    special = label.lower().split(".")[0].strip() in DEVICES or _casefold(label) == UNSURE
+    special = is_device_name(label) or casefold_name(label) == UNSURE
     parts = []
     for place, letter in enumerate(label):
         safe = unicodedata.category(letter)[0] in "LMN" or letter in PUNCTUATION
@@ -91,32 +91,27 @@ def _cut(name: str, most: int) -> str:
     return name
 
 
-def _casefold(name: str) -> str:
-    """A key that is equal for names that some file system treats as the same."""
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
-
-
 def image_names(images: Iterable[str]) -> list[str]:
     """Names of the images in their folders: their own, with -2, -3, ... where one comes again.
 
     Numbers follow the whole list and not the class, so they do not depend on answers.
     """
     own = [os.path.basename(image) or "-" for image in images]
-    reserved = {_casefold(name) for name in own}
+    reserved = {casefold_name(name) for name in own}
     taken: set[str] = set()
     following: dict[str, int] = {}
     for place, name in enumerate(own):
-        key = _casefold(name)
+        key = casefold_name(name)
         if key in taken:
             stem, ending = os.path.splitext(name)
             number = following.get(key, 2)
             numbered = _numbered(stem, number, ending)
-            while _casefold(numbered) in taken or _casefold(numbered) in reserved:
+            while casefold_name(numbered) in taken or casefold_name(numbered) in reserved:
                 number += 1
                 numbered = _numbered(stem, number, ending)
             following[key] = number + 1
             own[place] = numbered
-            key = _casefold(numbered)
+            key = casefold_name(numbered)
         taken.add(key)
     return own
 

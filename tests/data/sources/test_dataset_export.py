@@ -103,4 +103,9 @@ def test_file_names_are_safe_and_unique():
     names = UniqueNames()
     assert [names.add("a.png") for _ in range(3)] == ["a.png", "a-2.png", "a-3.png"]
     assert class_folders(["a/b", "a_b"], split=True) == {"a_b": "a_b", "a/b": "a_b-2"}
+    # one name on a disk that ignores case, or that composes letters
+    added = [names.add(name) for name in ("A.PNG", "é.png", "e\u0301.png")]
+    assert added == ["A-4.PNG", "é.png", "e\u0301-2.png"]
+    assert class_folders(["Cat", "cat"], split=True) == {"Cat": "Cat", "cat": "cat-2"}
+    assert [safe_name(name) for name in ("con", "Aux.png", "x. .")] == ["_con", "_Aux.png", "x"]
     assert relative("/d/x/1.png", Path("/d")) == "x/1.png"

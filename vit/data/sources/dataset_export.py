@@ -32,7 +32,7 @@ from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
-from vit.paths import path_argument
+from vit.paths import casefold_name, is_device_name, path_argument
 from vit.text import join_names, plural, printable
 
 ExportFormat = Literal["folder", "shards"]
@@ -239,7 +239,9 @@ def export_dataset(
     captioned = any(record.captions for records in index.splits.values() for record in records)
     if renamed and to == "folder" and not (index.multilabel or captioned):
         pairs = [f"{printable(name)} is {printable(folders[name])}" for name in renamed]
-        report.notes.append(f"classes whose name is no folder name: {join_names(pairs)}")
+        report.notes.append(
+            f"classes whose name is no folder name of its own everywhere: {join_names(pairs)}"
+        )
     with atomic_folder(out) as folder:
         for split, records in index.splits.items():
             images = _readable_images(records, split, index.root, report, progress)
@@ -353,9 +355,11 @@ def _name_in_class(record: ImageRecord, split: str, root: Path) -> str:
 def safe_name(name: str) -> str:
     """`name` as a path component that every file system accepts and `FolderWalker` lists."""
     safe = "".join(c if c.isprintable() and c not in FORBIDDEN_CHARACTERS else "_" for c in name)
-    safe = safe.strip(" ").rstrip(".")
+    safe = safe.lstrip(" ").rstrip(". ")
     if not safe or safe.startswith(".") or safe in SYSTEM_NAMES or safe.lower().endswith(".tar"):
         safe = "_" + safe.replace(".", "_")
+    elif is_device_name(safe):
+        safe = "_" + safe
     stem, suffix = os.path.splitext(safe)
     while len((stem + suffix).encode("utf-8", "replace")) > MAX_NAME_BYTES:
         stem = stem[:-1]
@@ -363,7 +367,10 @@ def safe_name(name: str) -> str:
 
 
 class UniqueNames:
-    """Makes names unique by adding a number: `a.png`, `a-2.png`, ..."""
+    """Makes names unique by adding a number: `a.png`, `a-2.png`, ...
+
+    Names that differ in case or composition alone are one on some disks, and count as equal.
+    """
 
     def __init__(self) -> None:
         self.taken: set[str] = set()
@@ -372,15 +379,15 @@ class UniqueNames:
         """`name`, with a number before its suffix if it is taken."""
         stem, suffix = os.path.splitext(name)
         number = 1
-        while name in self.taken:
+        while casefold_name(name) in self.taken:
             number += 1
             name = f"{stem}-{number}{suffix}"
-        self.taken.add(name)
+        self.taken.add(casefold_name(name))
         return name
 
 
 def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
-    """Folder name of each class: the class name itself if it is a valid folder name.
+    """Folder name of each class: the class name itself if it is a valid folder name of its own.
 
     Args:
         classes: Class names.
