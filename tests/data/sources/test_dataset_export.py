@@ -20,6 +20,7 @@ from vit.data.sources.dataset_export import (
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError
+from vit.paths import casefold_name
 
 
 def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
@@ -90,6 +91,22 @@ def test_shard_sizes_are_parsed_with_decimal_and_binary_units(size, number):
 def test_invalid_shard_sizes_are_refused(size):
     with pytest.raises(ConfigError, match="shard_size="):
         parse_shard_size(size)
+
+
+def test_many_equal_names_take_one_step_each(monkeypatch):
+    calls = []
+
+    def counted(name):
+        calls.append(name)
+        return casefold_name(name)
+
+    monkeypatch.setattr("vit.data.sources.dataset_export.casefold_name", counted)
+    names = UniqueNames()
+    assert names.add("a-3.png") == "a-3.png"
+    added = [names.add("a.png") for _ in range(100)]
+    assert added[:4] == ["a.png", "a-2.png", "a-4.png", "a-5.png"]
+    assert len({*added}) == 100
+    assert len(calls) <= 202
 
 
 def test_file_names_are_safe_and_unique():

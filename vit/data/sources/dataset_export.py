@@ -374,15 +374,19 @@ class UniqueNames:
 
     def __init__(self) -> None:
         self.taken: set[str] = set()
+        self.following: dict[str, int] = {}
+        """Number after the last one given to each name."""
 
     def add(self, name: str) -> str:
         """`name`, with a number before its suffix if it is taken."""
         stem, suffix = os.path.splitext(name)
-        number = 1
-        while casefold_name(name) in self.taken:
-            number += 1
+        key = own = casefold_name(name)
+        while key in self.taken:
+            number = self.following.get(own, 2)
+            self.following[own] = number + 1
             name = f"{stem}-{number}{suffix}"
-        self.taken.add(casefold_name(name))
+            key = casefold_name(name)
+        self.taken.add(key)
         return name
 
 
