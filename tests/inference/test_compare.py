@@ -1,5 +1,6 @@
 """`vit compare`: the counts are those of the predictions of both runs."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,7 +13,8 @@ from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError, DataError
-from vit.inference.compare import compare, compare_runs
+from vit.evaluation.paired_comparison import AllPairs
+from vit.inference.compare import Answer, SharedAnswers, compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model, update_run
@@ -218,6 +220,23 @@ def test_three_runs_are_compared_as_every_two_are(
     differ = right_images(tiny_run, tiny_data) ^ right_images(other_run, tiny_data)
     text = page.read_text()
     assert f"{len(differ)} images on which they differ" in text
+
+
+def test_all_pairs_take_one_pass_over_the_answers():
+    class Counted(dict):
+        reads = 0
+
+        def __getitem__(self, key):
+            Counted.reads += 1
+            return super().__getitem__(key)
+
+    said = Answer("cat", "cat", 1.0, 1.0)
+    found = [Counted(a=said, b=dataclasses.replace(said, answer=name)) for name in ("cat", "dog")]
+    answers = SharedAnswers(["a", "b"], found * 4, [], [], torch.zeros(0))
+    pairs = AllPairs.of(answers.right, answers.compared).pairs
+    assert len(pairs) == 28
+    assert pairs[0, 1].only_a_right == 1
+    assert Counted.reads == 2 * 8 * 2
 
 
 def test_the_json_of_two_runs_has_the_keys_of_the_contract(tiny_run, other_run, tiny_data):

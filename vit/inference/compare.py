@@ -7,8 +7,9 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,8 @@ class RunsComparison:
         return all_pairs_page(self.names, self.result, self.disagreements)
 
 
-class SharedAnswers(NamedTuple):
+@dataclass(frozen=True)
+class SharedAnswers:
     """Answers of several classifiers for the same images."""
 
     paths: list[str]
@@ -113,8 +115,7 @@ class SharedAnswers(NamedTuple):
 
     def compared(self, a: int, b: int) -> PairedComparison:
         """The comparison of two classifiers by their places."""
-        right = self.right()
-        both = right[a], right[b]
+        both = self.right[a], self.right[b]
         if self.scores:
             return PairedMap.of_scores(
                 self.scores[a], self.scores[b], self.targets, both, self.groups
@@ -123,6 +124,7 @@ class SharedAnswers(NamedTuple):
             return PairedGroups.of_groups(*both, self.groups)
         return PairedComparison.of(*both)
 
+    @cached_property
     def right(self) -> Tensor:
         """Whether each answer is right, (classifiers, images)."""
         return torch.tensor(
@@ -206,7 +208,7 @@ def compare_runs(
     answers = _answer(runs, spec, notify, progress, settings)
     return RunsComparison(
         tuple(os.fspath(run) for run in runs),
-        AllPairs.of(answers.right(), answers.compared),
+        AllPairs.of(answers.right, answers.compared),
         _disagreements(answers),
         answers.failed,
     )
@@ -353,7 +355,6 @@ def answer_of(
 
 def _disagreements(answers: SharedAnswers) -> list[Disagreement]:
     """Images that some classifiers get right and others wrong."""
-    rights = answers.right()
     return [
         Disagreement(
             path=path,
@@ -361,7 +362,7 @@ def _disagreements(answers: SharedAnswers) -> list[Disagreement]:
             answers=[(found[path].answer, found[path].confidence) for found in answers.answers],
             right=right,
         )
-        for path, right in zip(answers.paths, rights.T.tolist(), strict=True)
+        for path, right in zip(answers.paths, answers.right.T.tolist(), strict=True)
         if any(right) and not all(right)
     ]
 
