@@ -15,7 +15,7 @@ from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
-from vit.data.sources.image_list import images_in
+from vit.data.sources.image_list import images_in, original_name
 from vit.data.sources.list_columns import cell_group
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.errors import ConfigError, DataError
@@ -557,3 +557,16 @@ def test_an_apostrophe_of_the_own_csv_files_is_no_part_of_a_label(write, name):
         for image, label in ROWS
     ]
     assert opened(write("\n".join(lines), "list.jsonl")).classes == (*sorted([cell, "b"]),)
+
+
+def test_names_of_cells_are_looked_up_and_not_searched(tmp_path):
+    class Names(dict):
+        def __iter__(self):
+            pytest.fail("all names of the folder are read for one cell")
+
+        items = keys = values = __iter__
+
+    base = str(tmp_path)
+    below = {base: Names({"a/x1b": "a\x1b", "b": "b"}), f"{base}/b": Names({"c": "c"})}
+    names = [original_name(cell, base, below) for cell in ("a/x1b", "'b/c", "b/d", "missing")]
+    assert names == ["a\x1b", "b/c", "b/d", "missing"]

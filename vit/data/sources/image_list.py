@@ -20,7 +20,7 @@ The data flow, the same for all:
 
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -519,19 +519,19 @@ def _with_original_names(contents: ImageList, base: str) -> ImageList:
     lacking = [name for name in contents.guarded if not os.path.lexists(_path_of(name, base))]
     if not lacking:
         return contents
-    below: dict[str, list[tuple[str, str]]] = {}
+    below: dict[str, dict[str, str]] = {}
     original = {name: original_name(name, base, below) for name in lacking}
     entries = {original.get(name, name): entry for name, entry in contents.entries.items()}
     return dataclasses.replace(contents, entries=entries)
 
 
-def original_name(cell: str, base: str, below: dict[str, list[tuple[str, str]]]) -> str:
+def original_name(cell: str, base: str, below: dict[str, dict[str, str]]) -> str:
     """The name of the file that `csv_text` wrote as `cell`; `cell` if there is none.
 
     Args:
         cell: The cell with slashes for backslashes, those of escapes too.
         base: Folder that it is relative to, unless it is absolute.
-        below: Names in a folder with their cells, by the folder; filled as folders are listed.
+        below: Names in a folder by their cells, by the folder; filled as folders are listed.
     """
     first = not os.path.isabs(cell)
     left = cell if first else cell[1:]
@@ -543,15 +543,14 @@ def original_name(cell: str, base: str, below: dict[str, list[tuple[str, str]]])
             except OSError:
                 names = []
             # behind a slash nothing is taken for the beginning of a formula
-            cells = [(csv_text(f"/{name}")[1:].replace("\\", "/"), name) for name in names]
-            below[folder] = sorted(cells, key=lambda pair: -len(pair[0]))
+            below[folder] = {csv_text(f"/{name}")[1:].replace("\\", "/"): name for name in names}
         words = (left, left.removeprefix("'")) if first and left.startswith("'") else (left,)
         match = next(
             (
-                (name, word[len(written) :])
+                (below[folder][start], word[len(start) :])
                 for word in words
-                for written, name in below[folder]
-                if word == written or word.startswith(f"{written}/")
+                for start in _starts(word)
+                if start in below[folder]
             ),
             None,
         )
@@ -560,6 +559,14 @@ def original_name(cell: str, base: str, below: dict[str, list[tuple[str, str]]])
         folder, found = os.path.join(folder, match[0]), os.path.join(found, match[0])
         left, first = match[1].removeprefix("/"), False
     return found
+
+
+def _starts(path: str) -> Iterator[str]:
+    """`path`, and what is before each of its slashes, the longest first."""
+    yield path
+    while slash := path.rfind("/") + 1:
+        path = path[: slash - 1]
+        yield path
 
 
 def _path_of(name: str, base: str) -> str:
