@@ -5,12 +5,13 @@ import io
 import json
 import os
 import tarfile
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.checks.check_listing import list_dataset
+from vit.data.checks.check_listing import DatasetListing, list_dataset, match_classes
 from vit.data.checks.dataset_check import CheckReport, check_dataset
 from vit.data.checks.problems import KINDS, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -392,3 +393,19 @@ def test_counts_and_verbs_agree(make_tree):
     assert shared_property("huge", ["x"], 3, "have pixels")[0].detail == "1 image of 3 has pixels"
     assert shared_property("huge", ["x"] * 2, 3, "are big")[0].detail == "2 images of 3 are big"
     assert report.lines(5)[0] == "4 images in 2 classes"
+
+
+def test_similar_names_are_searched_for_few_unknown_classes(monkeypatch):
+    calls = []
+
+    def counted(name, names, **_):
+        calls.append(name)
+        return names[:1]
+
+    monkeypatch.setattr("vit.data.checks.check_listing.difflib.get_close_matches", counted)
+    listing = DatasetListing(Path("data"), ["train", "val"], ["cat", "dog"])
+    found = {f"class {number}": ["x.png"] for number in range(100)}
+    match_classes(listing, "val", Path("data"), {**found, "cat": ["y.png"]})
+    words = [one.detail for one in listing.problems if one.kind == "unknown_class"]
+    assert len(words) == 100
+    assert sum("is it cat?" in one for one in words) == len(calls) == 20

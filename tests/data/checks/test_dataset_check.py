@@ -15,7 +15,8 @@ from PIL import Image
 from tests.data.checks.test_near_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import image_stats
-from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.check_listing import DatasetListing, ListedImage
+from vit.data.checks.dataset_check import check_dataset, unreadable_images
 from vit.data.checks.duplicates import exact_duplicate_problems, near_duplicate_problem
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.problems import KINDS, problem_kind
@@ -397,3 +398,21 @@ def test_images_of_several_classes_differ_in_their_labels():
     assert single.detail == "the same file in two classes; keep it in one"
     single = near_duplicate_problem([("a", "c")], where, "correlation 1.000")
     assert single.detail == "nearly the same image in two classes (correlation 1.000)"
+
+
+def test_images_are_grouped_by_class_in_one_pass():
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    names = [f"c{number}" for number in range(50)]
+    images = Counted(ListedImage(f"{name}.png", "train", (name,)) for name in names)
+    listing = DatasetListing(Path("data"), ["train"], names, images)
+    stats = {one.path: "broken" for one in images}
+    images.passes = 0
+    problems = unreadable_images(listing, stats)
+    assert sum(one.kind == "broken_class" for one in problems) == 50
+    assert images.passes == 1

@@ -39,6 +39,8 @@ NOT_CLASSES = ("no_classes", "no_pictures", "one_class")
 """Kinds of problems of a folder that was not meant for classification."""
 ALL = "all"
 """The name of the split of a dataset without splits."""
+MAX_HINTS = 20
+"""Unknown classes of a split for which a similar name is searched for."""
 Found = TypeVar("Found")
 
 
@@ -291,15 +293,18 @@ def match_classes(
 
     A class in `unlisted` has a folder that cannot be listed, and is not reported as missing.
     """
+    known = {*listing.classes}
+    hints = 0
     equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
     matched: dict[str, list[str]] = {}
     unknown = set()
     for name, paths in found.items():
-        matching = (
-            name if name in listing.classes else equal.get(unicodedata.normalize("NFC", name))
-        )
+        matching = name if name in known else equal.get(unicodedata.normalize("NFC", name))
         if matching is None and paths:
-            near = difflib.get_close_matches(name, listing.classes, n=1)
+            hints += 1
+            near = []
+            if hints <= MAX_HINTS:
+                near = difflib.get_close_matches(name, listing.classes, n=1)
             hint = f" (is it {printable(near[0])}?)" if near else ""
             words = f"{split} has class {printable(name)}, which train does not have{hint}"
             listing.report("unknown_class", words, str(folder / name))

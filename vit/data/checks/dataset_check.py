@@ -2,14 +2,14 @@
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_listing import ALL, DatasetListing, list_dataset
+from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
 from vit.data.checks.duplicates import find_duplicates
 from vit.data.checks.group_leakage import find_group_leakage
 from vit.data.checks.image_stats import (
@@ -248,9 +248,12 @@ def unreadable_images(
         if split != listing.train_split:
             groups = {"validation": images}
         else:
+            by_class: dict[str, list[ListedImage]] = defaultdict(list)
+            for one in images:
+                for name in one.labels:
+                    by_class[name].append(one)
             groups = {
-                f"class {printable(name)} in {split}": [one for one in images if name in one.labels]
-                for name in listing.classes
+                f"class {printable(name)} in {split}": by_class[name] for name in listing.classes
             }
         problems += [
             Problem("broken_class", f"no image of {name} can be read")

@@ -22,6 +22,8 @@ FEW_IMAGES = 10
 """Images a class below which there is a note."""
 MAX_COMPARED = 50_000
 """Images up to which identical files are searched for."""
+MAX_NAME_PAIRS = 500_000
+"""Pairs of class names that are compared: those of 1,400 classes, half of them rare."""
 TAIL_BYTES = 4096
 SIMILARITY = 0.8
 """Ratio of difflib from which on the name of a rare class may be a typo of another."""
@@ -40,28 +42,37 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
     by_form: dict[str, list[str]] = defaultdict(list)
     for name in classes:
         by_form[" ".join(unicodedata.normalize("NFC", name).casefold().split())].append(name)
-    found = [names for names in by_form.values() if len(names) > 1]
-    return [names for names in found if names not in lookalike_names(classes).values()]
+    alike = {tuple(names) for names in lookalike_names(classes).values()}
+    return [names for names in by_form.values() if len(names) > 1 and tuple(names) not in alike]
 
 
 def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     """Pairs of a rare class and a frequent one whose name is nearly the same, perhaps a typo.
 
-    Names with digits are left out: those of a series differ in one.
+    Names with digits are left out: those of a series differ in one. Only names whose lengths differ
+    by at most one are compared, those of the rarest classes first, up to MAX_NAME_PAIRS pairs.
     """
     words = {name: n for name, n in counts.items() if not re.search(r"\d", name)}
     rare = [name for name, n in words.items() if 0 < n < FEW_IMAGES]
-    pairs = []
-    for name in rare:
-        frequent = [
+    frequent: dict[int, list[str]] = defaultdict(list)  # by length
+    for name, n in words.items():
+        if n >= IMBALANCE:
+            frequent[len(name)].append(name)
+    found: dict[str, str] = {}
+    pairs = 0
+    for name in sorted(rare, key=lambda name: words[name]):
+        others = [
             other
-            for other, n in words.items()
-            if n >= IMBALANCE * words[name] and other.casefold() != name.casefold()
+            for length in (len(name) - 1, len(name), len(name) + 1)
+            for other in frequent.get(length, ())
+            if words[other] >= IMBALANCE * words[name] and other.casefold() != name.casefold()
         ]
-        near = difflib.get_close_matches(name, frequent, n=1, cutoff=SIMILARITY)
-        if near and abs(len(near[0]) - len(name)) <= 1:
-            pairs.append((name, near[0]))
-    return pairs
+        pairs += len(others)
+        if pairs > MAX_NAME_PAIRS:
+            break
+        if near := difflib.get_close_matches(name, others, n=1, cutoff=SIMILARITY):
+            found[name] = near[0]
+    return [(name, found[name]) for name in rare if name in found]
 
 
 def name_notes(classes: Sequence[str]) -> list[str]:
