@@ -12,7 +12,7 @@ from vit.commands.command_options import (
     inference_settings,
     probability,
 )
-from vit.commands.command_output import image_bar, notify, write_json
+from vit.commands.command_output import Progress, notify, write_json
 from vit.output.output_file import check_distinct, check_output, standard_output
 from vit.text import plural, printable
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = inference_settings(args)
     del settings["no_calibration"]
-    with image_bar() as progress:
+    with Progress("vit calibrate") as progress:
         found = calibrate(
             args.run,
             dataset_spec(args, split=args.split, group=args.group),

@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from vit.output.output_file import open_output
@@ -35,26 +33,20 @@ def progress_bar(total: int, *, unit: str, results_on_terminal: bool, done: int 
     quiet = results_on_terminal or not sys.stderr.isatty()
     # with a delay nothing is shown before the first step, so notes have their lines to themselves
     return tqdm(
-        total=total, initial=done, unit=f" {unit}", disable=quiet, dynamic_ncols=True, delay=0.1
+        total=total or None,
+        initial=done,
+        unit=f" {unit}",
+        disable=quiet,
+        dynamic_ncols=True,
+        delay=0.1,
     )
-
-
-@contextmanager
-def image_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of images; call the function with the images done and their total."""
-    with progress_bar(0, unit="image", results_on_terminal=False) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total or None
-            bar.update(done - bar.n)
-
-        yield update
 
 
 class Progress:
     """Progress of long commands: a bar on a terminal, elsewhere a line every 30 seconds.
 
-    Use it in a `with`, and call it with the images done, their total, and what is done with them.
+    Use it in a `with`, and call it with the images done, their total (0 if it is unknown), and what
+    is done with them.
 
     Args:
         command: Name of the command.
@@ -94,9 +86,10 @@ class Progress:
             return
         self.last_line = now
         rate = (self.done - self.start_done) / (now - self.start)
-        left = format_clock((total - self.done) / rate)
+        of = f" of {total:,}" if total else ""
+        left = f", {format_clock((total - self.done) / rate)} left" if total else ""
         stage = f" {self.stage}" if self.stage else ""
         notify(
-            f"{self.command}: {self.done:,} of {total:,} images{stage}{self.share}, "
-            f"{rate:,.4g} images/s, {left} left"
+            f"{self.command}: {self.done:,}{of} images{stage}{self.share}, "
+            f"{rate:,.4g} images/s{left}"
         )

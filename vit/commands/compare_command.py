@@ -12,7 +12,7 @@ from vit.commands.command_options import (
     dataset_spec,
     inference_settings,
 )
-from vit.commands.command_output import image_bar, notify, write_json
+from vit.commands.command_output import Progress, notify, write_json
 from vit.errors import ConfigError
 from vit.output.output_file import check_distinct, check_output, open_output, standard_output
 from vit.paths import is_saved_model
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     settings = inference_settings(args)
     data = dataset_spec(args, split=args.split, group=args.group)
     found: Comparison | RunsComparison
-    with image_bar() as progress:
+    with Progress("vit compare") as progress:
         options = {
             **settings,
             "notify": lambda note: notify(f"vit compare: {note}"),

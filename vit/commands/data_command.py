@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vit.commands.command_options import add_list_options, add_task_option, dataset_spec
-from vit.commands.command_output import image_bar, notify
+from vit.commands.command_output import Progress, notify
 from vit.text import printable
 
 MAX_NAMED = 20  # bad images with a line of their own
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from vit.text import plural
 
     out = Path(args.out)
-    with image_bar() as progress:
+    with Progress("vit data") as progress:
         report = export_data(
             dataset_spec(args, all_splits=True),
             out,

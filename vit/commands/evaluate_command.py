@@ -18,7 +18,7 @@ from vit.commands.command_options import (
     inference_settings,
     positive_int,
 )
-from vit.commands.command_output import image_bar, notify, write_json
+from vit.commands.command_output import Progress, notify, write_json
 from vit.errors import ConfigError
 from vit.output.output_file import check_distinct, check_output, open_output, standard_output
 from vit.quick_imports import quick_imports
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     with quick_imports():
         from vit.inference.evaluate import evaluate
 
-    with image_bar() as progress:
+    with Progress("vit evaluate") as progress:
         scores = evaluate(
             args.model,
             dataset_spec(args, split=args.split, group=args.group),

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vit.commands.command_options import count
-from vit.commands.command_output import image_bar
+from vit.commands.command_output import Progress
 from vit.text import printable
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.corruptions:
         from vit.inference.evaluate import evaluate_held_out
 
-        with image_bar() as progress:
+        with Progress("vit report") as progress:
             robustness = evaluate_held_out(
                 args.run, args.data, device=args.device, corruptions=True, progress=progress
             )["robustness"]

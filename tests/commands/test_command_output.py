@@ -1,0 +1,30 @@
+"""Progress off a terminal: plain lines on standard error."""
+
+import pytest
+
+from vit.commands.command_output import Progress
+from vit.commands.main import main
+
+
+@pytest.mark.parametrize(
+    ("total", "head"), [(9, "vit data: 5 of 9 images read, "), (0, "vit data: 5 images read, ")]
+)
+def test_a_line_has_what_is_known(monkeypatch, capsys, total, head):
+    monkeypatch.setattr("vit.commands.command_output.SECONDS", 0.0)
+    with Progress("vit data") as progress:
+        for done in (1, 5):
+            progress(done, total, "read")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(head)
+    assert line.endswith("left" if total else "images/s")
+
+
+def test_long_commands_print_lines(tiny_run, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vit.commands.command_output.SECONDS", 0.0)
+    words = ["--device", "cpu", "--precision", "fp32", "-b", "9"]
+    assert main(["evaluate", str(tiny_run), str(tiny_data), *words]) == 0
+    assert "vit evaluate: 18 of 27 images, " in capsys.readouterr().err
+    assert (
+        main(["data", str(tiny_data / "val"), "--to", "shards", "--out", str(tmp_path / "x")]) == 0
+    )
+    assert "vit data: 2 of 27 images, " in capsys.readouterr().err
