@@ -18,6 +18,7 @@ from vit.inference.label_errors import (
     suspects,
     write_suspects,
 )
+from vit.inference.predictor import Predictor
 
 
 def clusters(classes: int = 4, each: int = 60, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,3 +89,17 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
         "hat/-2.png": ("hat",),
     }
     assert path.read_bytes().startswith("\ufeff".encode()) == name.endswith(".csv")
+
+
+def test_the_network_has_progress_and_the_workers_of_the_check(tiny_run, tiny_data, monkeypatch):
+    told, opened = [], []
+
+    def open_predictor(*arguments, **settings):
+        opened.append(settings["workers"])
+        return Predictor(*arguments, **settings, precision="fp32")
+
+    monkeypatch.setattr("vit.inference.label_errors.Predictor", open_predictor)
+    steps = {"progress": lambda *step: told.append(step), "workers": 1, "cache": False}
+    check(str(tiny_data / "val"), weights=tiny_run, device="cpu", **steps)
+    assert opened == [1]
+    assert ("encoded", 27, 27) in told

@@ -5,6 +5,7 @@ import shutil
 import pytest
 from PIL import Image
 
+from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.errors import ConfigError, DataError
 from vit.inference.suggest import suggest
 
@@ -71,3 +72,19 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
 def test_what_cannot_be_done_is_refused(photos, tiny_run, settings, error, message):
     with pytest.raises(error, match=message):
         suggest(photos, weights=tiny_run, **SETTINGS, **settings)
+
+
+def test_images_are_compared_by_the_workers_and_labelled_ones_not_again(
+    photos, tiny_run, tmp_path, monkeypatch
+):
+    calls = []
+
+    def counted(thumbnails, short_sides, *, known, workers):
+        calls.append((known, workers))
+        return find_near_duplicates(thumbnails, short_sides, known=known, workers=workers)
+
+    monkeypatch.setattr("vit.inference.suggest.find_near_duplicates", counted)
+    labels = tmp_path / "labels.csv"
+    labels.write_text("image,label\napple_0.png,a\nclass2_1.png,b\n")
+    suggest(photos, weights=tiny_run, n=3, labels=str(labels), **SETTINGS)
+    assert calls == [(2, 1)]

@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=positive_int,
         metavar="N",
-        help="processes that read images (default: one a core, at most 16)",
+        help="processes that read images (default: one a core, at most 16), and threads with "
+        "--weights (at most 8)",
     )
     parser.add_argument(
         "--no-cache",

@@ -130,7 +130,9 @@ def check(
         return add_row_errors(report, found, where=str(rows), notify=notify)
     if weights is None:
         return report
-    return find_label_errors(report, weights, device=device, notify=notify)
+    return find_label_errors(
+        report, weights, device=device, workers=workers, progress=progress, notify=notify
+    )
 
 
 def find_label_errors(
@@ -138,6 +140,8 @@ def find_label_errors(
     weights: PathLike,
     *,
     device: str | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda _stage, _done, _total: None,
     notify: Notify = lambda _note: None,
 ) -> CheckReport:
     """Add suspected labels and near duplicates to `report`, by the features of a network.
@@ -146,26 +150,28 @@ def find_label_errors(
         report: Report of the dataset.
         weights: Any source of weights; no head is needed.
         device: Device of the network; the best one by default.
+        workers: Threads that read images.
+        progress: As for `check_dataset`.
         notify: Called with notes about the weights.
 
     Raises:
         VitError: The weights cannot be used.
     """
-    predictor = Predictor(weights, device=device, embeddings=True, notify=notify)
+    predictor = Predictor(weights, device=device, workers=workers, embeddings=True, notify=notify)
     images = [one for one in report.listing.images if one.path in report.stats]
-    outputs = (
-        output for batch in predictor.batches([one.path for one in images]) for output in batch
-    )
-    pairs = [
-        (one, output.embedding)
-        for one, output in zip(images, outputs, strict=True)
-        if output.embedding is not None
-    ]
+    pairs: list[tuple[ListedImage, Tensor]] = []
+    done = 0
+    for batch in predictor.batches([one.path for one in images]):
+        for one, output in zip(images[done:], batch, strict=False):
+            if output.embedding is not None:
+                pairs.append((one, output.embedding))
+        done += len(batch)
+        progress("encoded", done, len(images))
     if len(pairs) < 2:
         return report
     rows, features = [one for one, _ in pairs], torch.stack([feature for _, feature in pairs])
     nearest = neighbours(features)
-    problems = [*report.problems, *near_duplicates(report, rows, nearest)]
+    problems = [*report.problems, *near_duplicates(report, rows, nearest, workers)]
     names = report.listing.classes
     indices = {name: index for index, name in enumerate(names)}
     if any(len(one.labels) != 1 for one in rows):
@@ -272,7 +278,7 @@ def write_suspects(report: CheckReport, path: str) -> int:
 
 
 def near_duplicates(
-    report: CheckReport, rows: Sequence[ListedImage], nearest: Neighbours
+    report: CheckReport, rows: Sequence[ListedImage], nearest: Neighbours, workers: int | None
 ) -> list[Problem]:
     """Images with nearly equal features and pixels that are not in the report yet.
 
@@ -291,6 +297,7 @@ def near_duplicates(
         [one.thumbnail for one in stats],
         [min(one.width, one.height) for one in stats],
         candidates,
+        workers=workers,
     )
     return [
         near_duplicate_problem(

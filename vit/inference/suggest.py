@@ -210,7 +210,7 @@ def suggest(
     else:
         candidates = order_by_uncertainty(directions, table.margins, n, labelled, seed=seed)
     chosen, passed, broken = _without_near_duplicates(
-        candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, progress
+        candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, workers, progress
     )
     failed += [(relative(table.paths[place], index.root), reason) for place, reason in broken]
     if len(chosen) < n:
@@ -335,6 +335,7 @@ def _without_near_duplicates(
     paths: Sequence[str],
     labelled: Sequence[int],
     number: int,
+    workers: int | None,
     progress: Progress,
 ) -> tuple[list[int], int, list[tuple[int, str]]]:
     """The first `number` candidates of which none is nearly another one, or a labelled image.
@@ -347,7 +348,7 @@ def _without_near_duplicates(
     broken: list[tuple[int, str]] = []
     passed = 0
 
-    with ThreadPoolExecutor(usable_cores(), "compare-images") as pool:
+    with ThreadPoolExecutor(workers or usable_cores(), "compare-images") as pool:
 
         def read(places: Sequence[int]) -> list[tuple[int, ImageStats]]:
             found = []
@@ -368,7 +369,7 @@ def _without_near_duplicates(
             if not more:
                 break
             new = read(more)
-            fresh = _different([one for _, one in kept], [one for _, one in new])
+            fresh = _different([one for _, one in kept], [one for _, one in new], workers)
             room = number - len(kept) + before
             chosen = [one for one, is_new in zip(new, fresh, strict=True) if is_new][:room]
             last = new.index(chosen[-1]) if len(chosen) == room else len(new) - 1
@@ -378,7 +379,9 @@ def _without_near_duplicates(
     return [place for place, _ in kept[before:]], passed, broken
 
 
-def _different(kept: Sequence[ImageStats], new: Sequence[ImageStats]) -> list[bool]:
+def _different(
+    kept: Sequence[ImageStats], new: Sequence[ImageStats], workers: int | None
+) -> list[bool]:
     """Whether each of `new` is nearly none of `kept`, nor one of `new` before it that is new."""
     every = [*kept, *new]
     first = {one.digest: place for place, one in reversed([*enumerate(every)])}
@@ -386,6 +389,8 @@ def _different(kept: Sequence[ImageStats], new: Sequence[ImageStats]) -> list[bo
     pairs = find_near_duplicates(
         [every[place].thumbnail for place in different],
         [min(every[place].width, every[place].height) for place in different],
+        known=sum(place < len(kept) for place in different),
+        workers=workers,
     )
     alike: dict[int, list[int]] = {}
     for pair in pairs:

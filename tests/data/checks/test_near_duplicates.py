@@ -54,6 +54,28 @@ def test_resized_cropped_and_brightened_copies_are_found_and_no_other_pairs():
         assert len(pairs) >= 28
 
 
+def test_known_images_are_not_compared_with_each_other(monkeypatch):
+    shown = [thumbnail(scene(seed)) for seed in range(69)]
+    bright = [thumbnail(ImageEnhance.Brightness(scene(seed)).enhance(1.1)) for seed in (1, 65)]
+    shown += bright  # of two known ones, and of a known and a new one
+    sides = [72] * len(shown)
+    compared = []
+    search = near_duplicates._similar_in_block
+
+    def counted(rows, top, left, table, window):
+        compared.append(len(rows) * len(table))
+        return search(rows, top, left, table, window)
+
+    monkeypatch.setattr(near_duplicates, "ROWS", 8)
+    monkeypatch.setattr(near_duplicates, "_similar_in_block", counted)
+    assert {pair[:2] for pair in find_near_duplicates(shown, sides)} == {(1, 69), (65, 70)}
+    whole = sum(compared)
+    compared.clear()
+    found = find_near_duplicates(shown, sides, known=70)
+    assert [pair[:2] for pair in found] == [(65, 70)]
+    assert sum(compared) < whole / 2
+
+
 def drawn(seed: int, side: int) -> Image.Image:
     """A grainy disc on a plain ground, at about the same place as all others."""
     noise = np.random.default_rng(seed)

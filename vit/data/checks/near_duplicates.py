@@ -58,6 +58,7 @@ def find_near_duplicates(
     thumbnails: Sequence[bytes],
     short_sides: Sequence[int],
     *,
+    known: int = 0,
     workers: int | None = None,
     progress: Callable[[int], object] = lambda _rows: None,
 ) -> list[Pair]:
@@ -66,6 +67,7 @@ def find_near_duplicates(
     Args:
         thumbnails: `ImageStats.thumbnail` of each image, without exact duplicates.
         short_sides: Of the images, in pixels.
+        known: So many images at the beginning are not compared with each other.
         workers: Threads; one per core if None.
         progress: Called with the number of images just compared with all others.
     """
@@ -78,12 +80,17 @@ def find_near_duplicates(
     kept = ((contrast >= MIN_CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
     progress(len(thumbnails) - len(kept))
     with single_core_threads(workers) as pool:
-        pairs, windows = candidate_pairs(images.grey[kept], pool, progress)
+        kept_known = int((kept < known).sum())
+        pairs, windows = candidate_pairs(images.grey[kept], pool, progress, known=kept_known)
         return _verify_pairs(images, kept[pairs], windows, pool)
 
 
 def verify_near_duplicates(
-    thumbnails: Sequence[bytes], short_sides: Sequence[int], pairs: Sequence[tuple[int, int]]
+    thumbnails: Sequence[bytes],
+    short_sides: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+    *,
+    workers: int | None = None,
 ) -> list[Pair]:
     """Those of `pairs` that are nearly the same image.
 
@@ -91,13 +98,14 @@ def verify_near_duplicates(
         thumbnails: `ImageStats.thumbnail` of each image.
         short_sides: Of the images, in pixels.
         pairs: Indices of two different images each.
+        workers: Threads; one per core if None.
     """
     if not pairs:
         return []
     images, both = _Thumbnails.decode(thumbnails, short_sides), torch.tensor(pairs)
     both = both[(images.sides[both] >= TINY).all(1)]
     windows = torch.arange(len(WINDOWS)).repeat_interleave(len(both))
-    with single_core_threads(None) as pool:
+    with single_core_threads(workers) as pool:
         return _verify_pairs(images, both.repeat(len(WINDOWS), 1), windows, pool)
 
 
@@ -187,21 +195,31 @@ def candidate_pairs(
     grey: Tensor,
     pool: ThreadPoolExecutor,
     progress: Callable[[int], object] = lambda _rows: None,
+    *,
+    known: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Candidate pairs, (pairs, 2), and which of WINDOWS the first image is of the second, (pairs,).
 
     Args:
         grey: (images, side, side) uint8.
         pool: Runs the comparison.
-        progress: As in `find_near_duplicates`.
+        progress, known: As in `find_near_duplicates`.
     """
     # padded to full groups with zero features, which are similar to none
     padding = (0, 0, 0, -len(grey) % GROUPS)
     tables = [F.pad(dct_features(grey, window), padding) for window in WINDOW_TRANSFORMS]
     tops = range(0, len(grey), ROWS)
     pairs, windows = [torch.empty(0, 2, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-    blocks = pool.map(lambda top: _search_rows(tables, top, min(ROWS, len(grey) - top)), tops)
-    for row, column, window in blocks:
+
+    def search(top: int) -> tuple[Tensor, Tensor, Tensor]:
+        number = min(ROWS, len(grey) - top)
+        # whole groups; the pairs of known images in them are dropped below
+        first = known // GROUPS * GROUPS if top + number <= known else 0
+        return _search_rows(tables, top, number, first)
+
+    for row, column, window in pool.map(search, tops):
+        new = torch.maximum(row, column) >= known
+        row, column, window = row[new], column[new], window[new]
         pairs.append(torch.stack([row, column], dim=1))
         windows.append(window)
         progress(ROWS if len(pairs) <= len(tops) else len(grey) - tops[-1])
@@ -217,12 +235,15 @@ def _without_mirrored(pairs: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     return pairs[keep], windows[keep]
 
 
-def _search_rows(tables: Sequence[Tensor], top: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and window of the NEAREST most similar columns of each of so many rows."""
+def _search_rows(
+    tables: Sequence[Tensor], top: int, number: int, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and window of the NEAREST most similar columns, from the first on, of each of so
+    many rows."""
     rows = tables[0][top : top + number]
     found = [
         _similar_in_block(rows, top, left, table[left : left + COLUMNS], window)
-        for left in range(0, len(tables[0]), COLUMNS)
+        for left in range(first, len(tables[0]), COLUMNS)
         for window, table in enumerate(tables)
     ]
     return _nearest_per_row(np.concatenate(found, axis=1))
