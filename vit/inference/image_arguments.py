@@ -24,7 +24,8 @@ def input_paths(inputs: Any) -> list[str]:
 def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
-    With `lists`, a .parquet, .jsonl or .csv file is replaced by its column `image`.
+    With `lists`, those that only Ray's workers read are replaced by their images: see
+    `read_column`.
 
     Raises:
         DataError: There are no images.
@@ -46,10 +47,28 @@ def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -
 
 
 def read_column(word: str) -> list[str] | None:
-    """Images of a list file that Ray's workers read; None for other files."""
-    from vit.inference.remote_files import LISTS, read_list
+    """Images of a list at a URL, in Parquet, or with URLs in its column `image`; None of others.
 
-    return read_list(word) if word.lower().endswith(LISTS) else None
+    Names in a list of URLs that are none are relative to its folder, as in all local lists.
+
+    Raises:
+        DataError: A list at a URL or in Parquet cannot be read.
+    """
+    from vit.inference.remote_files import LISTS, is_url, read_list
+
+    if not word.lower().endswith(LISTS):
+        return None
+    if is_url(word) or word.lower().endswith(".parquet"):
+        return read_list(word)
+    try:
+        names = read_list(word)
+    except DataError:  # it is missing, or has other columns: `expand` reads it, or says why not
+        return None
+    folder = os.path.dirname(word)
+    urls = any(is_url(name) for name in names)
+    return (
+        [name if is_url(name) else os.path.join(folder, name) for name in names] if urls else None
+    )
 
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
