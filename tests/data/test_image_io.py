@@ -1,8 +1,11 @@
 """The safe reader: good images of every kind upright in RGB, everything else a BadImage."""
 
+import builtins
+import errno
 import io
 import os
 import struct
+import tarfile
 import threading
 import time
 import warnings
@@ -15,6 +18,7 @@ import pytest
 from PIL import Image
 
 from vit.data import archives, image_io
+from vit.data.checks.image_stats import content_digest
 from vit.data.image_io import (
     FORMATS,
     check_header,
@@ -570,6 +574,34 @@ def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
     assert file_fingerprint(str(file))[0] == 5
     assert file_fingerprint(f"{file}/a/b.png") == file_fingerprint(str(file))
     assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
+
+
+def test_images_in_archives_are_found_where_the_system_names_another_error(tmp_path, monkeypatch):
+    """Windows has no file below a file, where others say that it is no folder."""
+
+    def as_windows(function):
+        def call(*arguments, **settings):
+            try:
+                return function(*arguments, **settings)
+            except NotADirectoryError as error:
+                raise FileNotFoundError(errno.ENOENT, "not found", error.filename) from None
+
+        return call
+
+    Image.new("RGB", (9, 7), "red").save(tmp_path / "1.png")
+    shard = tmp_path / "x.tar"
+    with tarfile.open(shard, "w") as tar:
+        tar.add(tmp_path / "1.png", "cat/1.png")
+    for module, name in ((os, "stat"), (os, "open"), (builtins, "open")):
+        monkeypatch.setattr(module, name, as_windows(getattr(module, name)))
+    member = f"{shard}/cat/1.png"
+    with pytest.raises(FileNotFoundError):
+        os.stat(member)
+    assert read_image(member).size == (9, 7)
+    assert file_fingerprint(member) == file_fingerprint(str(shard))
+    assert content_digest(member) == content_digest(str(tmp_path / "1.png"))
+    with pytest.raises(BadImage, match="no such file"):
+        read_image(str(tmp_path / "2.png"))
 
 
 # --- fast JPEG decoding

@@ -35,7 +35,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
-from vit.data.archives import MAX_BYTES, open_member
+from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
 from vit.errors import BadImage
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -352,6 +352,8 @@ def open_regular_file(name: str) -> BinaryIO:
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(name, flags), "rb")
     except FileNotFoundError:
+        if is_inside(name):  # Windows raises this error for what is below a file
+            return open_member(name)
         if os.path.islink(name):
             raise UnusableFile("a link to a missing file") from None
         raise UnusableFile(f"no such file{_other_form(name)}") from None
@@ -426,6 +428,9 @@ def file_fingerprint(path: str) -> Fingerprint:
             status = os.stat(path)
         except NotADirectoryError:  # noqa: PERF203 - inside an archive
             path = os.path.dirname(path)
+        except FileNotFoundError:  # on Windows that too
+            found = split_address(path)
+            path = "" if found is None else found[0]
         except OSError:
             break
         else:

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.archives import open_member
+from vit.data.archives import open_binary
 from vit.data.image_io import (
     STACKS,
     Fingerprint,
@@ -163,12 +163,8 @@ def _levels(low: Any, shadow: Any, high: Any, *, floating: bool) -> Levels:
 
 def content_digest(path: str) -> bytes:
     """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
-    try:
-        file: BinaryIO = open(path, "rb")  # noqa: SIM115
-    except NotADirectoryError:
-        file = open_member(path)
     digest = hashlib.blake2b(digest_size=16)
-    with file:
+    with open_binary(path) as file:
         while block := file.read(2**20):
             digest.update(block)
     return digest.digest()
