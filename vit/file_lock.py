@@ -2,8 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
+
+HAS_LOCKS = find_spec("fcntl") is not None
+"""Whether this system locks files, and deletes open ones."""
 
 
 def lock_file(

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -187,4 +188,20 @@ def test_two_predictions_do_not_write_one_file(tmp_path):
             with pytest.raises(RunError, match="is being written by another"):
                 fourth.acquire()
             (tmp_path / "moved").rename(tmp_path / "found.csv.partial.lock")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_file_is_closed_first_where_open_ones_are_not_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.output.resumable_output.HAS_LOCKS", False)
+    unlink = Path.unlink
+    with FileLock([tmp_path / "a.csv"]) as lock:
+        lock.acquire()
+        (handle,) = lock._handles.values()
+
+        def delete(path, **options):
+            if not handle.closed:
+                raise PermissionError("another process uses the file")
+            unlink(path, **options)
+
+        monkeypatch.setattr(Path, "unlink", delete)
     assert os.listdir(tmp_path) == []

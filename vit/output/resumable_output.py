@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.errors import RunError, VitError
-from vit.file_lock import lock_file
+from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
@@ -399,7 +399,10 @@ class FileLock:
     def __exit__(self, *_: object) -> None:
         for path, handle in self._handles.items():
             with handle, suppress(OSError):
-                if _locked(handle) and _is_current(handle, path):
+                last = _locked(handle) and _is_current(handle, path)
+                if not HAS_LOCKS:
+                    handle.close()  # Windows deletes no open file
+                if last:
                     path.unlink()
 
     def acquire(self, *, shared: bool = False) -> None:
