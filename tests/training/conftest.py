@@ -60,7 +60,7 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
     return build
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def data_with_a_bad_image(colour_data: Path, tmp_path: Path) -> Path:
     """The colours, one image of which is damaged in the middle: its header is right."""
     copy = tmp_path / "bad data"
