@@ -297,7 +297,7 @@ def check_selection(
         raise ConfigError(
             f"{flag}: these scores have no calibration with a threshold and sets; "
             "`vit calibrate RUN DATA` measures it on 50 labelled images or more that the network "
-            "was not trained on"
+            "was not trained on, for its own patch size and without merging of tokens"
         )
     units, number = "images", calibration.images
     if calibration.groups is not None:

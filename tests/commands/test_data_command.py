@@ -107,7 +107,7 @@ def test_class_names_that_are_no_folder_names_are_kept_in_shards(tmp_path, capsy
         "T-shirt_top", "T-shirt_top-2", "_", "train_",
     }  # fmt: skip
     told = capsys.readouterr().err
-    assert "classes whose name is no folder name of its own everywhere: " in told
+    assert "classes with another folder name, since theirs is not valid or not distinct" in told
     assert ".. is _," in told
 
 

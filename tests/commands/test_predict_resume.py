@@ -166,7 +166,7 @@ def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, mon
     words = (*inputs, "--out", tmp_path / "a.csv", "-b", SIZE, "-j", 1, "--precision", "fp32")
     code, _, err = predict(*words)
     assert (code, len(err)) == (2, 1)
-    assert "out of memory: use a smaller --batch-size" in err[0]
+    assert "out of memory: use another --device" in err[0]
     assert "and the same batch size, or start again with --overwrite" in err[0]
     assert predict(*words, "--resume")[0] == 1
 

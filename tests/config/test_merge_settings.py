@@ -33,6 +33,27 @@ def test_a_file_has_the_settings_that_are_not_given(file):
     assert call_settings(file, {"data": "other"})[0]["data"] == "other"
 
 
+def test_a_flag_switches_off_what_depends_on_it_in_a_file(file):
+    policy = "auto_augment: randaugment\nrandaugment_magnitude: 10\n"
+    mixing = "mixup: 0.8\ncutmix: 1.0\nmix_probability: 0.5\ncutmix_share: 0.4\n"
+    file.write_text(f"data: photos\n{policy}{mixing}min_crop: 0.5\ncrop_ratio: 1.5\n")
+    for chosen, left_out in (
+        ({}, set()),
+        ({"auto_augment": "three"}, {"randaugment_magnitude"}),
+        ({"mixup": 0.0}, {"cutmix_share"}),
+        ({"mixup": 0.0, "cutmix": 0.0}, {"cutmix_share", "mix_probability"}),
+        ({"min_crop": 1.0}, {"crop_ratio"}),
+    ):
+        found, _ = call_settings(file, chosen)
+        make_config(found)
+        assert call_settings(file, {})[0].keys() - found.keys() == left_out
+    with pytest.raises(ConfigError, match="randaugment_magnitude"):  # somebody chose both
+        make_config(call_settings(file, {"aa": "three", "randaugment_magnitude": 12})[0])
+    file.write_text("data: photos\nrandaugment_magnitude: 10\n")
+    with pytest.raises(ConfigError, match="randaugment_magnitude"):
+        make_config(call_settings(file, {})[0])
+
+
 def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
     file.rename(tmp_path / "config.yaml")
     found, stored = call_settings(None, {}, out=tmp_path, resume=True)

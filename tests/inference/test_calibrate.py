@@ -148,6 +148,12 @@ def test_what_cannot_be_calibrated_is_refused(run, tiny_data, tmp_path, monkeypa
     assert (run / "config.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("change", [{"patch_size": 4}, {"merge_tokens": 1}])
+def test_another_network_than_that_of_the_run_is_not_calibrated(run, tiny_data, change):
+    with pytest.raises(ConfigError, match="the run keeps a calibration of its own network"):
+        calibrate(run, str(tiny_data), **change)
+
+
 def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
     words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
     words += ["--target-precision", "0.05"]

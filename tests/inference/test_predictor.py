@@ -146,7 +146,7 @@ def test_full_memory_is_an_error_with_a_remedy(tiny_run, input_images, monkeypat
 
     predictor = Predictor(tiny_run, precision="fp32")
     monkeypatch.setattr(predictor.runner, "run", full)
-    with pytest.raises(RunError, match="out of memory: use a smaller --batch-size"):
+    with pytest.raises(RunError, match="out of memory: use another --device"):
         predictor(input_images)
 
 

@@ -297,10 +297,10 @@ MIXTURES = [
     {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "registers": 2},
 ]
 QUICK = [MIXTURES[5]]
-# each option alone is exported in test_export_classifier.py
+# of the options alone, those that test_export_classifier.py leaves out
 EACH = QUICK + [
     pytest.param(options, marks=pytest.mark.slow, id=str(options))
-    for options in MIXTURES + SHORTER
+    for options in MIXTURES + SHORTER + [one for one in OPTIONS if "channels" in one]
     if options not in QUICK
 ]
 

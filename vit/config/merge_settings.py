@@ -10,7 +10,7 @@ from typing import Any
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, checked, default_run_folder, read_settings
-from vit.config.stored_config import stored_settings
+from vit.config.stored_config import stored_settings, with_effect
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
@@ -105,7 +105,7 @@ def collect_settings(
     folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
-            stored = checked(read_fold_settings(folder / FOLDS_FILE))
+            stored = with_effect(checked(read_fold_settings(folder / FOLDS_FILE)))
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
             stored = _checked_file(folder / "config.yaml", stored_settings)
@@ -119,6 +119,9 @@ def collect_settings(
     values = _checked_file(config)
     if "time" in chosen and values.get("steps") is not None:  # another time decided them
         values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
+    # what a flag switches off, but not what a file does itself
+    kept = with_effect({**values, **chosen}).keys() | (values.keys() - with_effect(values).keys())
+    values = {name: value for name, value in values.items() if name in kept}
     return {**values, **_scaled_warmup(values, chosen, notify), **chosen}, True
 
 

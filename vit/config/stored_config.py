@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,14 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
         for section, names in ONLY_CAPTIONS.items():
             unread |= {*(names or [each.name for each in fields(SECTIONS[section])])}
     read = {name: value for name, value in values.items() if name not in unread}
-    if not (read.get("mixup") or read.get("cutmix")):
-        unread.add("mix_probability")
-    if read.get("auto_augment") != "randaugment":
-        unread |= {*RANDAUGMENT}
-    if not read.get("local_views"):
-        unread |= {"local_crop"} | ({"crop_ratio"} if read.get("min_crop") == 1 else set())
-    return {name: value for name, value in read.items() if name not in unread}
+    return with_effect(read)
+
+
+def with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without settings of augmentation that the others switch off."""
+    unread = set() if values.get("auto_augment") == "randaugment" else {*RANDAUGMENT}
+    mixing = bool(values.get("mixup")) + bool(values.get("cutmix"))
+    unread |= {*("mix_probability", "cutmix_share")[mixing:]}
+    if not values.get("local_views"):
+        unread |= {"local_crop"} | ({"crop_ratio"} if values.get("min_crop") == 1 else set())
+    return {name: value for name, value in values.items() if name not in unread}

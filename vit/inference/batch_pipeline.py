@@ -189,7 +189,9 @@ def explain_full_memory() -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise RunError("out of memory: use a smaller --batch-size, or another --device") from None
+        raise RunError(
+            "out of memory: use another --device, or a smaller --batch-size where a command has it"
+        ) from None
 
 
 def chunks(

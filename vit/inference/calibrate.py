@@ -96,6 +96,12 @@ def calibrate(
             f"{printable(run)}: only scores of classifiers are calibrated, and this network's task "
             f"is {loaded.task_name}"
         )
+    for name in ("merge_tokens", "patch_size"):
+        if settings.get(name) not in (None, getattr(loaded.config, name)):
+            raise ConfigError(
+                f"{name}={settings[name]}: the run keeps a calibration of its own network; leave "
+                "it out"
+            )
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded
     )

@@ -162,7 +162,7 @@ def find_label_errors(
     pairs: list[tuple[ListedImage, Tensor]] = []
     done = 0
     for batch in predictor.batches([one.path for one in images]):
-        for one, output in zip(images[done:], batch, strict=False):
+        for one, output in zip(images[done : done + len(batch)], batch, strict=True):
             if output.embedding is not None:
                 pairs.append((one, output.embedding))
         done += len(batch)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.config.parser import nearest
@@ -37,6 +37,7 @@ from vit.inference.process_group import (
     world_size,
 )
 from vit.output.output_file import (
+    check_distinct,
     check_folder,
     check_output,
     explain_write_errors,
@@ -183,7 +184,10 @@ class PredictionConfig:
             ConfigError: The message names their flags.
         """
         self.csv_settings(style)
-        files = [os.path.realpath(path) for path in (self.out, self.embeddings) if path is not None]
+        out = self.out if self.to_file else None
+        # of many inputs those that may be the output
+        alike = [one for one in self.inputs if out and PurePath(one).suffix == PurePath(out).suffix]
+        check_distinct({"--out": out, "--embeddings": self.embeddings}, [self.model, *alike])
         ray, several = engine == "ray", processes > 1
         rules = {
             "--resume continues a file: give its name with --out": self.resume and not self.to_file,
@@ -196,7 +200,6 @@ class PredictionConfig:
             "--sort-with needs --sort-into DIR": (
                 self.sort_with is not None and self.sort_into is None
             ),
-            "--embeddings and --out are one file: give two names": len({*files}) < len(files),
             **{
                 f"--{name.replace('_', '-')} does not work with --engine ray": (
                     ray and getattr(self, name) not in (None, False)

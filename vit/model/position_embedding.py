@@ -71,9 +71,9 @@ class LearnedPositions(nn.Module):
         rows, cols = self.grid
         return nn.Parameter(torch.zeros(1, self.prefix + rows * cols, self.dim))
 
-    def resized_table(self, table: Tensor, grid: Grid, *, antialias: bool = True) -> Tensor:
+    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
         """Positions for the patches of another `grid`, (1, prefix + rows * cols, dim)."""
-        return resize_positions(table, self.grid, grid, prefix=self.prefix, antialias=antialias)
+        return resize_positions(table, self.grid, grid, prefix=self.prefix)
 
     def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
@@ -107,8 +107,7 @@ class SinusoidalPositions(LearnedPositions):
     def table(self) -> Tensor:
         return self.encoded(self.grid)
 
-    def resized_table(self, table: Tensor, grid: Grid, *, antialias: bool = True) -> Tensor:
-        del antialias
+    def resized_table(self, table: Tensor, grid: Grid) -> Tensor:
         return self.tables.get(grid, table.device, table.dtype, lambda: self.encoded(grid))
 
     def encoded(self, grid: Grid) -> Tensor:

@@ -328,7 +328,7 @@ class BatchScheduler:
             self.on_failure()
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on an output in a thread that computes, after the batches that wait.
+        """Call a function on an output in a thread that computes, after the batches that run.
 
         It is not refused when the queue is full, since its image was accepted.
 

@@ -25,7 +25,7 @@ from vit.config.parser import all_settings, convert
 from vit.errors import ConfigError, WeightsError
 from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
-from vit.model.position_embedding import LearnedPositions
+from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
@@ -344,10 +344,13 @@ def _adapt_positions(state: State, pretrained: Pretrained, config: ModelConfig) 
     positions = POSITIONS[source.position](source)
     if not isinstance(positions, LearnedPositions):
         return []
-    # as the network does for images of another size: interpolate, or recompute
-    state[POSITION_TABLE] = positions.resized_table(
-        state[POSITION_TABLE], config.grid, antialias=pretrained.antialias
-    )
+    table = state[POSITION_TABLE]
+    if source.position == "learned" and not pretrained.antialias:  # as in transformers
+        prefix = positions.prefix
+        table = resize_positions(table, source.grid, config.grid, prefix=prefix, antialias=False)
+    else:  # as the network does for images of another size: interpolate, or recompute
+        table = positions.resized_table(table, config.grid)
+    state[POSITION_TABLE] = table
     return [f"{POSITION_TABLE} {sizes}"]
 
 

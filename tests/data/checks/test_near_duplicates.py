@@ -74,6 +74,9 @@ def test_known_images_are_not_compared_with_each_other(monkeypatch):
     found = find_near_duplicates(shown, sides, known=70)
     assert [pair[:2] for pair in found] == [(65, 70)]
     assert sum(compared) < whole / 2
+    # a new image that is not compared leaves known ones alone
+    flat = thumbnail(Image.new("RGB", (72, 72), (9, 9, 9)))
+    assert find_near_duplicates([*shown[:32], flat], [72] * 33, known=32) == []
 
 
 def drawn(seed: int, side: int) -> Image.Image:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -215,6 +216,20 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     assert table[2] == ["1", "new", "class", "7", "-", blue]
     assert table[-2][0] == "blue" or ["blue", "7", "-", blue] in table
     assert "Old and new classes" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_flag_switches_off_what_depends_on_it_in_the_recipe_of_the_old_run(monkeypatch):
+    recipe = {"mixup": 0.8, "mix_probability": 0.5, "min_crop": 0.4, "smoothing": 0.2}
+    monkeypatch.setattr(finetuning, "recipe_of_run", lambda _weights: recipe)
+    settings = {"data": "photos", "weights": "runs/old", "method": "full", "probe_first": True}
+    config = make_config({**settings, "mixup": 0.0}, complete=True)
+    source = SimpleNamespace(classes=("heron", "stork"), origin="run runs/old")
+    classes = ("crane", "heron", "stork")
+    found = finetuning.complete_for_added_classes(
+        config, source, classes, 100, ["data", "mixup"], lambda _note: None
+    )
+    assert (found.augment.mixup, found.augment.mix_probability) == (0.0, 1.0)
+    assert (found.augment.min_crop, found.training.smoothing) == (0.4, 0.2)
 
 
 def test_a_probe_starts_no_loader_of_training_batches(fine, monkeypatch):

@@ -214,7 +214,7 @@ def candidate_pairs(
     def search(top: int) -> tuple[Tensor, Tensor, Tensor]:
         number = min(ROWS, len(grey) - top)
         # whole groups; the pairs of known images in them are dropped below
-        first = known // GROUPS * GROUPS if top + number <= known else 0
+        first = min(known, len(grey) - 1) // GROUPS * GROUPS if top + number <= known else 0
         return _search_rows(tables, top, number, first)
 
     for row, column, window in pool.map(search, tops):

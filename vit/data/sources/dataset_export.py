@@ -240,7 +240,8 @@ def export_dataset(
     if renamed and to == "folder" and not (index.multilabel or captioned):
         pairs = [f"{printable(name)} is {printable(folders[name])}" for name in renamed]
         report.notes.append(
-            f"classes whose name is no folder name of its own everywhere: {join_names(pairs)}"
+            f"classes with another folder name, since theirs is not valid or not distinct on every "
+            f"system: {join_names(pairs)}"
         )
     with atomic_folder(out) as folder:
         for split, records in index.splits.items():

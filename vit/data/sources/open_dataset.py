@@ -395,11 +395,12 @@ def _without_classes(
     Raises:
         DataError: There are no others.
     """
-    others = [one for one in records if not {*map(_normalised, one.labels)} & {*classes}]
+    unshared = {*classes}
+    others = [one for one in records if unshared.isdisjoint(map(_normalised, one.labels))]
     if len(others) == len(records):
         return others, []
     names = dict.fromkeys(name for one in records for name in one.labels)
-    listed = join_names(name for name in names if _normalised(name) in classes)
+    listed = join_names(name for name in names if _normalised(name) in unshared)
     if not others:
         raise DataError(
             f"{location}: only images of classes that one of the models does not have ({listed}); "

@@ -16,7 +16,12 @@ from typing import Any
 from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
-from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
+from vit.config.stored_config import (
+    has_stored_config,
+    run_folder_of,
+    stored_config,
+    with_effect,
+)
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
@@ -164,7 +169,10 @@ def complete_for_added_classes(
         steps = max(images // config.data.batch_size, 1)
         found["epochs"] = max(ADDED_CLASS_EPOCHS, math.ceil(ADDED_CLASS_STEPS / steps))
     kept = {name: chosen[name] for name in given if name in found}
-    config = make_config({**chosen, **found, **kept}, complete=True)
+    read = with_effect({**chosen, **found, **kept})  # without what a flag switches off
+    found = {name: value for name, value in found.items() if name in read}
+    defaults = {name: value for name, value in chosen.items() if name in read}
+    config = make_config({**defaults, **found, **kept}, complete=True)
     notify(
         f"note: {plural(len(change.added), 'new class', 'new classes')} "
         f"({join_names(change.added)}): epochs={config.training.epochs} after the probe, with "
