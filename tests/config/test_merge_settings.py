@@ -7,6 +7,7 @@ import pytest
 from vit.config.merge_settings import call_settings
 from vit.config.parser import make_config
 from vit.errors import ConfigError
+from vit.training.checkpoint.run_folder import write_config
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_a_flag_switches_off_what_depends_on_it_in_a_file(file):
     file.write_text("data: photos\nrandaugment_magnitude: 10\n")
     with pytest.raises(ConfigError, match="randaugment_magnitude"):
         make_config(call_settings(file, {})[0])
+
+
+def test_a_run_of_another_version_is_repeated_without_settings_of_other_tasks(tmp_path):
+    write_config(tmp_path, make_config({"data": "photos", "smoothing": 0.2}))
+    path = tmp_path / "config.yaml"
+    notes = []
+    found, _ = call_settings(str(path), {"lr": 1e-2}, notify=notes.append)
+    assert (found["smoothing"], found["lr"], notes) == (0.2, 1e-2, [])
+    make_config(found)
+    text = path.read_text().replace("local_views: 0", "local_views: 4")
+    path.write_text(text)
+    found, _ = call_settings(str(path), {}, notify=notes.append)
+    assert "local_views" not in found
+    make_config(found)
+    assert notes == [f"note: {path}: not used by this training: local_views=4"]
+    path.write_text(text.split("\n", 1)[1])  # a file of one's own
+    with pytest.raises(ConfigError, match="local_views"):
+        make_config(call_settings(str(path), {})[0])
 
 
 def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):

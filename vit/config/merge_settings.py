@@ -9,8 +9,13 @@ from typing import Any
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import all_settings, checked, default_run_folder, read_settings
-from vit.config.stored_config import stored_settings, with_effect
+from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
+from vit.config.stored_config import (
+    is_stored_file,
+    settings_of_task,
+    stored_settings,
+    with_effect,
+)
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
@@ -117,6 +122,8 @@ def collect_settings(
     if config is None:
         return chosen, False
     values = _checked_file(config)
+    if is_stored_file(config):
+        values = _settings_of_run(config, values, notify)
     if "time" in chosen and values.get("steps") is not None:  # another time decided them
         values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
     # what a flag switches off, but not what a file does itself
@@ -159,6 +166,23 @@ def _checked_file(
     except ConfigError as error:
         where = printable(path)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
+
+
+def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify) -> dict[str, Any]:
+    """Those of `values`, of a run's config.yaml, that its task reads, and a note about the others.
+
+    They are defaults, perhaps of another version, or somebody changed them.
+    """
+    known = all_settings()
+    read = settings_of_task(values)
+    unread = [
+        f"{name}={as_typed(value)}"
+        for name, value in values.items()
+        if name not in read and value != known[name].default
+    ]
+    if unread:
+        notify(f"note: {printable(path)}: not used by this training: {join_names(unread)}")
+    return read
 
 
 def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

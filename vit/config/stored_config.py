@@ -12,6 +12,9 @@ from vit.config.data_config import RANDAUGMENT
 from vit.config.parser import make_config, read_settings
 from vit.config.pretraining_config import SETTINGS_OF
 
+HEADER = "Settings of a finished or running training."
+"""The first line of the file, a comment."""
+
 
 def run_folder_of(source: str | os.PathLike[str]) -> Path:
     """The run folder that `source` names, or whose weights file it names."""
@@ -33,6 +36,15 @@ def stored_config(folder: Path) -> Config:
     return make_config(stored_settings(folder / "config.yaml"), complete=True)
 
 
+def is_stored_file(path: str | Path) -> bool:
+    """Whether a training wrote the file of settings, which then has all of them."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.readline().rstrip() == f"# {HEADER}"
+    except (OSError, ValueError):  # reading it says why
+        return False
+
+
 def stored_settings(path: str | Path) -> dict[str, Any]:
     """Flat values of the config.yaml of a run, without those that the run did not read.
 
@@ -42,7 +54,11 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    values = read_settings(path)
+    return settings_of_task(read_settings(path))
+
+
+def settings_of_task(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of all settings that the task in them reads."""
     task = str(values.get("task", TrainingConfig.task))
     unread = {*itertools.chain(*SETTINGS_OF.values())} - {*SETTINGS_OF.get(task, ())}
     if values.get("feedforward") != "moe":

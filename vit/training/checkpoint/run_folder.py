@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from vit.config import Config
 from vit.config.parser import flatten, make_config, write_settings
-from vit.config.stored_config import has_stored_config, stored_config
+from vit.config.stored_config import HEADER, has_stored_config, stored_config
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
@@ -219,7 +219,7 @@ def train_on(folder: Path, data: str | None = None) -> str:
 
 def write_config(folder: Path, config: Config) -> None:
     """Write the settings that reproduce the run to config.yaml, atomically."""
-    header = "Settings of a finished or running training.\nRepeat it: vit train --config THIS"
+    header = f"{HEADER}\nRepeat it: vit train --config THIS"
     atomic_write(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
 
 
