@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 Run = Callable[[], object]
@@ -270,8 +271,8 @@ def heading(words: list[str], device: str, rounds: int) -> str:
     """What was run, where and with what."""
     import torch
 
-    installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    versions = [f"{name} {installed[name]}" for name in LIBRARIES if name in installed]
+    installed = {one.metadata["Name"] for one in importlib.metadata.distributions()}
+    versions = [f"{name} {version(name)}" for name in LIBRARIES if name in installed]
     return "\n".join(
         [
             f"# {' '.join(['python -m benchmarks', *words])}",

@@ -1,11 +1,13 @@
 """A tiny saved model and tiny images, for all tests that predict or evaluate."""
 
+import contextlib
 import dataclasses
 import gc
 import os
 import shutil
 import struct
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -74,6 +76,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` unless they alone are run, where torch sees a GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("torch sees no NVIDIA GPU: `make gpu` runs this where there is one")
+
+
+@pytest.fixture
+def gpu_wait_is_an_error() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which an operation that waits for the GPU raises."""
+
+    @contextlib.contextmanager
+    def raising() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch does not see all of them
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return raising
 
 
 def pytest_collection_finish() -> None:

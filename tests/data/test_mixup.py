@@ -146,13 +146,10 @@ def test_the_share_of_cutmix_equals_timm_s_switch_probability(share):
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for(batch):
+def test_a_gpu_is_not_waited_for(batch, gpu_wait_is_an_error):
     expected = mix(*batch, plan_of(BOTH))
     images, targets = (part.cuda() for part in batch[:2])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu_wait_is_an_error():
         found = mix(images, targets, batch[2], plan_of(BOTH))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs)

@@ -93,16 +93,13 @@ def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["loss", "logit-adjust"])
-def test_a_gpu_is_not_waited_for(batch, kind):
+def test_a_gpu_is_not_waited_for(batch, kind, gpu_wait_is_an_error):
     logits, _, targets = batch
     balance = ClassBalance(kind, COUNTS)
     expected = balance.loss(logits, targets, smoothing=0.1)  # also makes the constants
     on_device = logits.cuda(), targets.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu_wait_is_an_error():
         found = balance.loss(*on_device, smoothing=0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.cpu(), expected)
 
 
