@@ -1,4 +1,4 @@
-"""Building a training: a network with several patch sizes compiles once for each."""
+"""Building a training: what is compiled, and how often."""
 
 from functools import partialmethod
 from pathlib import Path
@@ -8,10 +8,11 @@ import torch
 import torch._dynamo.config as dynamo
 from accelerate import Accelerator
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from vit.config.parser import make_config
 from vit.data.dataset_types import Sample, Splits
+from vit.model.blocks import DropPath
 from vit.training.setup import make_training, steps_line
 
 
@@ -34,7 +35,13 @@ def test_steps_of_a_probe_are_not_counted(settings, steps, line):
     assert steps_line(make_config({"data": "photos", **settings}), splits, steps) == line
 
 
+# torch's compiler looks at the gradient of a block's input; in a process that does not raise
+# warnings nothing is seen of it
+NON_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings(NON_LEAF)
 def test_each_patch_size_compiles_once(monkeypatch, tiny_config):
     settings = {"image_size": 120, "patch_size": 60, "depth": 1}
     settings["patch_sizes"] = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
@@ -52,3 +59,44 @@ def test_each_patch_size_compiles_once(monkeypatch, tiny_config):
     assert counts[: len(sizes)] == list(range(1, len(sizes) + 1))
     assert counts[-1] == counts[2 * len(sizes) - 1]  # torch may compile the first one twice
     torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(NON_LEAF)
+@pytest.mark.parametrize(
+    ("options", "kinds"), [({}, 1), ({"feedforward": "moe"}, 2), ({"position": "rotary"}, 1)]
+)
+def test_one_graph_of_a_block_serves_all_blocks_at_each_size(
+    monkeypatch, tiny_config, options, kinds
+):
+    settings = {"image_size": 32, "patch_size": 8, "depth": 4, "drop_path": 0.2, **options}
+    config = tiny_config(**settings, start_image_size=16, compile=True)
+    graphs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=graphs))
+    counts = []
+    with dynamo.patch(fail_on_recompile_limit_hit=True):
+        run = make_training(config, Accelerator(cpu=True), 10)
+        run.model.train()
+        for side in (16, 24, 32, 16, 32):
+            run.model(torch.rand(2, 3, side, side)).sum().backward()
+            counts.append(graphs.frame_count)
+        run.model.eval()
+        with torch.inference_mode():
+            found = run.model(images := torch.rand(2, 3, 32, 32))
+    assert counts == [kinds, 2 * kinds, 3 * kinds, 3 * kinds, 3 * kinds]
+    torch.compiler.reset()
+    for block in run.network.blocks:
+        block._compiled_call_impl = None
+    with torch.inference_mode():
+        torch.testing.assert_close(found, run.model(images))
+
+
+def test_compiled_drop_path_skips_as_many_branches_as_it_should():
+    torch.manual_seed(0)
+    layer = DropPath(0.25).train()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    found = compiled(torch.ones(4000, 2, 3))
+    torch.compiler.reset()
+    assert found.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert (found.flatten(1).std(dim=1) == 0).all()  # all of an image or nothing
+    assert found.mean() == pytest.approx(1, abs=0.03)

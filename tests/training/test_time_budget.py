@@ -86,6 +86,13 @@ def fit(tiny_config):
     return act
 
 
+def fit_costs(said: list[str]) -> tuple[float, float]:
+    """Seconds of a step and of a validation that a line names."""
+    match = re.search(r"\((\S+) s a step, (\S+) s a validation\)", said[0])
+    assert match is not None
+    return float(match[1]), float(match[2])
+
+
 def test_the_schedule_ends_within_the_time(clock, fit):
     config, said, fitted = fit(95.0, time="5m")
     assert config.training.epochs == 3
@@ -124,6 +131,15 @@ def test_images_that_grow_cost_less_at_first(clock, fit):
     assert 0.99 * 300 < needed <= 0.995 * 300
     _, _, full = fit(100.0, time="5m", image_size=32, patch_size=4)
     assert full.training.steps < steps
+
+
+def test_graphs_of_all_sizes_are_compiled_before_steps_are_planned(clock, fit):
+    _, said, fitted = fit(100.0, time="10m", compile=True, **GROWING)
+    assert {*clock.steps} == {*range(8, 36, 4)}  # in the run, none of these compiles again
+    spent, costs = clock.now - 100, fit_costs(said)
+    assert spent > 7 * COMPILING
+    assert costs == (STEP, VALIDATION)
+    assert fitted.training.steps > (600 - spent - COMPILING) / STEP  # none is set aside again
 
 
 def test_the_last_whole_epoch_has_images_of_full_size(clock, fit):

@@ -17,7 +17,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Deterministic algorithms on GPUs, which are slower; CPUs are always deterministic."""
     compile: bool = setting(False, "--torchcompile")
-    """Compile the network by torch.compile; pays off for runs of more than some minutes."""
+    """Compile by torch.compile: half a minute, or seconds for each size of images that grow."""
     checkpoint_activations: bool = setting(False, "--grad-checkpointing")
     """Recompute activations of encoder blocks in the backward pass: less memory, more work."""
     checkpoint_minutes: float = 10.0

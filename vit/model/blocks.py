@@ -55,11 +55,16 @@ class DropPath(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
+        # a tensor, not a number: blocks that differ in nothing else share one compiled graph
+        self.keep = torch.tensor(1 - rate, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         if not self.training:
             return x
+        if torch.compiler.is_compiling():
+            kept = torch.rand(x.shape[0], 1, 1, device=x.device) < self.keep
+            return x * (kept / self.keep).to(x.dtype)
         keep = 1 - self.rate
         return x * x.new_empty(x.shape[0], 1, 1).bernoulli_(keep).div_(keep)
 

@@ -22,6 +22,7 @@ from vit.tasks.task import get_task
 from vit.text import Notify, format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.batch_norm_statistics import sync_batch_norm
+from vit.training.compilation import compile_network
 from vit.training.distributed.devices import arithmetic
 from vit.training.distributed.fsdp import is_sharded, require_shardable
 from vit.training.ema import ExponentialMovingAverage
@@ -127,8 +128,7 @@ def make_training(
     if config.run.checkpoint_activations:
         recompute_blocks(network)
     if config.run.compile:
-        raise_recompile_limit(2 * len(config.model.training_patch_sizes) + 4)
-        network.compile()
+        compile_network(network, config)
     precision = accelerator.mixed_precision
     optimizer = make_optimizer(network, training, depth=config.model.depth, precision=precision)
     sync_batch_norm(network, accelerator.num_processes)
@@ -156,17 +156,6 @@ def make_training(
     if workers_for is not None and splits is not None:
         state.workers = workers_for(state, splits.train)
     return state
-
-
-def raise_recompile_limit(count: int) -> None:
-    """Raise torch's recompilation limit to `count` graphs: each patch size is one.
-
-    Beyond the limit, 8 by default, torch runs without compilation and warns.
-    """
-    import torch._dynamo.config as dynamo
-
-    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo, name, max(getattr(dynamo, name), count))
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration
 from vit.training.autotune.dry_run import LONG, dry_run
+from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe_init import probe_samples
@@ -394,6 +395,8 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
+    if compiles_blocks(run.config):
+        compile_sizes(run, splits, watch)
     starts, small = time_steps(run, splits.train, watch, most)
     full = small
     if training.start_image_size not in (None, run.config.model.image_size):
@@ -421,6 +424,18 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
         saving=written,
         ending=ending,
     )
+
+
+def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
+    """Compile for all sizes of images, so that no step of the run, which uses the graphs, waits."""
+    whole = run.config
+    full, patch = whole.model.image_size, whole.model.patch_size
+    for side in (*range(whole.training.start_image_size or full, full, patch), full):
+        run.config = with_training(whole, start_image_size=side)
+        time_steps(run, splits.train, watch, 0.0)
+    run.config = whole
+    time_validation(run, splits.val, watch, 1.0)
+    watch.lap()
 
 
 def time_steps(

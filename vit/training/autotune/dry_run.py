@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.data.dataset_types import Splits
+from vit.training.compilation import compiles_blocks
 from vit.training.setup import make_training
 from vit.training.training_state import TrainingState
 
@@ -48,6 +49,6 @@ def dry_run(
         if scaler is not None:
             scaler.load_state_dict(scale)
             scaler._per_optimizer_states.clear()  # left by a step that ran out of memory
-        if config.run.compile:
+        if config.run.compile and not compiles_blocks(config):
             torch.compiler.reset()  # else the real run compiles for sizes it never uses
         accelerator.free_memory()
