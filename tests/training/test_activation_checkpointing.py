@@ -32,7 +32,10 @@ def trained(config: ModelConfig, backend: str | None, *, recompute: bool) -> dic
     torch.nn.init.normal_(network.head.weight)
     if recompute:
         recompute_blocks(network)
-    if backend:
+    if backend == "blocks":  # as a training does whose images grow
+        for block in network.blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
+    elif backend:
         network.compile(backend=backend)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     images, labels = torch.randn(3, 6, 3, 32, 32), torch.arange(6) % 5
@@ -49,12 +52,16 @@ def trained(config: ModelConfig, backend: str | None, *, recompute: bool) -> dic
     [
         (None, 0.1),
         pytest.param("aot_eager", 0.1, marks=pytest.mark.slow),
+        pytest.param("blocks", 0.1, marks=pytest.mark.slow),
         # inductor draws other numbers for attention when it is computed twice; gradients fit them
         pytest.param("inductor", 0.0, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_recomputed_blocks_learn_the_same_bits(backend, attention_dropout):
     config = dataclasses.replace(NETWORK, attention_dropout=attention_dropout)
+    if backend == "inductor":  # a block takes ten seconds, and the first one has no DropPath
+        config = dataclasses.replace(config, depth=1, drop_path=0.0)
     once = trained(config, backend, recompute=False)
     twice = trained(config, backend, recompute=True)
     assert list(once) == list(twice)

@@ -1,13 +1,12 @@
 """Building a training: what is compiled, and how often."""
 
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.config as dynamo
 from accelerate import Accelerator
-from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from vit.config.parser import make_config
@@ -47,7 +46,7 @@ def test_each_patch_size_compiles_once(monkeypatch, tiny_config):
     settings["patch_sizes"] = (4, 5, 6, 8, 10, 12, 15, 20, 24, 30)
     config = tiny_config(**settings, drop_path=0.0, compile=True)
     graphs = CompileCounter()  # runs them as they are
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=graphs))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     sizes, counts = config.model.training_patch_sizes, []
     with dynamo.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         run = make_training(config, Accelerator(cpu=True), 10)
@@ -72,7 +71,7 @@ def test_one_graph_of_a_block_serves_all_blocks_at_each_size(
     settings = {"image_size": 32, "patch_size": 8, "depth": 4, "drop_path": 0.2, **options}
     config = tiny_config(**settings, start_image_size=16, compile=True)
     graphs = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=graphs))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     counts = []
     with dynamo.patch(fail_on_recompile_limit_hit=True):
         run = make_training(config, Accelerator(cpu=True), 10)
@@ -86,7 +85,7 @@ def test_one_graph_of_a_block_serves_all_blocks_at_each_size(
     assert counts == [kinds, 2 * kinds, 3 * kinds, 3 * kinds, 3 * kinds]
     torch.compiler.reset()
     for block in run.network.blocks:
-        block._compiled_call_impl = None
+        del block.forward
     with torch.inference_mode():
         torch.testing.assert_close(found, run.model(images))
 

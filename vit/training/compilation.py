@@ -5,6 +5,7 @@ are alike, so that one graph of a block serves all, in some seconds, and steps a
 that is the better choice where images grow, or patches change their size.
 """
 
+import torch
 from torch import nn
 
 from vit.config import Config
@@ -36,7 +37,9 @@ def compile_network(network: nn.Module, config: Config) -> None:
     for block in blocks:
         if dropping and not isinstance(block.drop_path, DropPath):
             block.drop_path = DropPath(0.0)  # else the first block has a graph of its own
-        block.compile(dynamic=False)
+        # not `block.compile`, with which blocks whose activations are recomputed stay as they are
+        forward = torch.compile(block.forward, dynamic=False)
+        block.forward = forward  # type: ignore[method-assign]
 
 
 def raise_recompile_limit() -> None:
