@@ -146,6 +146,20 @@ def test_an_abandoned_pass_releases_its_slots(samples):
     loader.close()
 
 
+def test_the_memory_of_a_pass_is_returned_with_its_last_batch(samples, monkeypatch):
+    loader = EvaluationLoader(samples, Preprocessing(image_size=(8, 8)), batch_size=2, workers=2)
+    released = []
+    monkeypatch.setattr(loader.loader.pool, "release_pages", lambda: released.append(True))
+    batches = iter(loader)
+    for _ in loader.batches[1:]:
+        next(batches)
+    assert not released
+    kept = next(batches).images  # nobody asks for another one, as in validation
+    assert released
+    assert len(kept) == len(loader.batches[-1])
+    loader.close()
+
+
 def test_batches_outlive_their_loader(samples):
     loader = make_loader(samples)
     batch = next(loader.epoch(0))

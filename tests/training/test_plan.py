@@ -543,6 +543,46 @@ def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, flags,
     assert noted is (warmup < 2)
 
 
+TIMED = """
+steps: 40
+epochs: 4
+epoch_steps: 10
+schedule: wsd
+warmup_epochs: 0.4
+start_image_size: 112
+growth_epochs: 2
+cooldown_epochs: 3
+cooldown_shares: [0.5]
+cooldown_steps: [10]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "note"),
+    [
+        ({"steps": 20}, (0.2, 1, 1.5, ()), "the file has them for 40 steps, and --steps is 20"),
+        (
+            {"epochs": 2, "steps": None, "growth_epochs": 1.8},
+            (0.2, 1.8, 1.5, ()),
+            "cooldown_epochs=1.5 instead of 3: the file has them for 4 epochs, and --epochs is 2",
+        ),
+        ({"steps": 80}, (0.4, 2, 3, ()), None),
+        ({"steps": 40}, (0.4, 2, 3, (10,)), None),
+    ],
+)
+def test_the_schedule_of_a_timed_run_fits_another_length(tmp_path, flags, settings, note):
+    (tmp_path / "config.yaml").write_text(TIMED)
+    notes = []
+    values, _ = collect_settings(
+        {"data": "digits", **flags}, config=tmp_path / "config.yaml", notify=notes.append
+    )
+    training = make_config(values).training
+    found = training.warmup_epochs, training.growth_epochs, training.cooldown_epochs
+    assert (*found, training.cooldown_steps) == settings
+    assert len(notes) == (note is not None)
+    assert note is None or notes[0].endswith(note)
+
+
 def test_a_warmup_that_a_flag_chose_stays_and_is_refused(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
     words = ["train", "digits", "-c", str(tmp_path / "recipe.yaml"), "--epochs", "1"]

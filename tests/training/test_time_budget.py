@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from vit.config import Config, DataConfig, ModelConfig, TrainingConfig
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
@@ -19,11 +20,13 @@ from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.train import train
+from vit.training.training_loop import patch_size_at
 from vit.training.training_state import Step
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0
-GROWING = {"image_size": 32, "start_image_size": 8, "patch_size": 4}
+SIZES = {"image_size": 32, "patch_size": 4}
+GROWING = {**SIZES, "start_image_size": 8}
 
 
 class Clock:
@@ -140,6 +143,37 @@ def test_graphs_of_all_sizes_are_compiled_before_steps_are_planned(clock, fit):
     assert spent > 7 * COMPILING
     assert costs == (STEP, VALIDATION)
     assert fitted.training.steps > (600 - spent - COMPILING) / STEP  # none is set aside again
+
+
+def test_graphs_of_all_patch_sizes_are_compiled_before_steps_are_planned(clock, fit, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        time_budget,
+        "make_steps",
+        lambda run, _, numbers: compiled.extend(patch_size_at(run.config, n) for n in numbers),
+    )
+    sizes = (4, 8, 16)
+    fit(100.0, time="10m", compile=True, image_size=32, patch_size=32, patch_sizes=sizes)
+    assert {*compiled} == {*sizes, 32}
+
+
+def test_the_validation_of_captions_is_measured_whole_after_compiling(monkeypatch):
+    asked = []
+    training = TrainingConfig(
+        task="caption", caption_samples=800, start_image_size=8, growth_epochs=1
+    )
+    config = Config(data=DataConfig(data="x"), training=training, model=ModelConfig(**SIZES))
+
+    def time_validation(run, *_):
+        asked.append(run.config.training.caption_samples)
+        run.config = time_budget.with_training(run.config, caption_samples=10)
+
+    monkeypatch.setattr(time_budget, "time_validation", time_validation)
+    monkeypatch.setattr(time_budget, "make_steps", lambda *_: None)
+    run = SimpleNamespace(config=config, step=0)
+    time_budget.compile_sizes(run, SimpleNamespace(train=(), val=()), SimpleNamespace(lap=int))
+    assert asked == [800]
+    assert run.config == config
 
 
 def test_the_last_whole_epoch_has_images_of_full_size(clock, fit):

@@ -129,7 +129,7 @@ def collect_settings(
     # what a flag switches off, but not what a file does itself
     kept = with_effect({**values, **chosen}).keys() | (values.keys() - with_effect(values).keys())
     values = {name: value for name, value in values.items() if name in kept}
-    return {**values, **_scaled_warmup(values, chosen, notify), **chosen}, True
+    return {**values, **_scaled_schedule(values, chosen, notify), **chosen}, True
 
 
 def names_of_chosen(values: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
@@ -191,18 +191,46 @@ def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[
     return {name: value for name, value in chosen.items() if not (known and name == "weights")}
 
 
-def _scaled_warmup(
+def _scaled_schedule(
     values: Mapping[str, Any], chosen: Mapping[str, Any], notify: Notify
-) -> dict[str, float]:
-    """The warm-up of a file, scaled to fewer epochs; a chosen warm-up stays as it is."""
-    warmup, epochs = values.get("warmup_epochs"), chosen.get("epochs")
-    of = values.get("epochs", all_settings()["epochs"].default)
-    fixed = "warmup_epochs" in chosen or values.get("steps") is not None
-    if fixed or not warmup or epochs is None or not 0 < epochs < of:
+) -> dict[str, Any]:
+    """Epochs of warm-up, growth and cooldown of a file, scaled to a shorter training.
+
+    Chosen ones stay as they are. What a time settled in the cooldown holds for its length alone.
+    """
+    length, of = _lengths(values, chosen)
+    if length is None or of is None or length == of:
         return {}
-    scaled = round(warmup * epochs / of, 4)
-    notify(
-        f"note: warmup_epochs={scaled:g} instead of {warmup:g}: the file has it for {of:,} "
-        f"epochs, and --epochs is {epochs:,}"
-    )
-    return {"warmup_epochs": scaled}
+    settled = {name: () for name in ("cooldown_shares", "cooldown_steps") if values.get(name)}
+    scaled = {
+        name: round(values[name] * length / of, 4)
+        for name in ("warmup_epochs", "growth_epochs", "cooldown_epochs")
+        if length < of and values.get(name) and name not in chosen
+    }
+    if scaled:
+        each = [f"{name}={value:g} instead of {values[name]:g}" for name, value in scaled.items()]
+        unit = "steps" if _in_steps(values, chosen) else "epochs"
+        notify(
+            f"note: {', '.join(each)}: the file has {'it' if len(each) == 1 else 'them'} for "
+            f"{of:,g} {unit}, and --{unit} is {length:,}"
+        )
+    return {**settled, **scaled}
+
+
+def _lengths(
+    values: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> tuple[int | None, float | None]:
+    """The chosen length of a training and that of a file, in steps or epochs; None if unknown."""
+    if _in_steps(values, chosen):
+        return chosen["steps"], values["steps"]
+    epochs, steps = values.get("epochs", all_settings()["epochs"].default), values.get("steps")
+    if chosen.get("steps", steps) is not None or (chosen.get("epochs") or 0) <= 0:
+        return None, None
+    if steps is not None and values.get("epoch_steps"):
+        epochs = steps / values["epoch_steps"]
+    return chosen["epochs"], epochs
+
+
+def _in_steps(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    """Whether both lengths are numbers of steps."""
+    return values.get("steps") is not None and chosen.get("steps") is not None

@@ -356,9 +356,11 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.loader.start_pass()
-        for _ in self.batches:
-            yield self.loader.next_batch()
-        self.loader.release_memory()
+        for number in range(len(self.batches)):
+            batch = self.loader.next_batch()
+            if number + 1 == len(self.batches):  # not after it: nobody may ask for more
+                self.loader.release_memory()
+            yield batch
 
     def close(self) -> None:
         """Stop the loader processes; the next iteration starts new ones."""

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -47,7 +47,7 @@ from vit.training.training_loaders import (
     micro_batch_size,
     training_loader,
 )
-from vit.training.training_loop import train_one_step
+from vit.training.training_loop import patch_size_at, train_one_step
 from vit.training.training_state import TrainingState
 from vit.training.validation import validate
 
@@ -427,15 +427,31 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
 
 
 def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
-    """Compile for all sizes of images, so that no step of the run, which uses the graphs, waits."""
+    """Compile for all sizes of images and patches: the run uses the graphs, and no step waits."""
     whole = run.config
     full, patch = whole.model.image_size, whole.model.patch_size
-    for side in (*range(whole.training.start_image_size or full, full, patch), full):
-        run.config = with_training(whole, start_image_size=side)
-        time_steps(run, splits.train, watch, 0.0)
-    run.config = whole
+    if (start := whole.training.start_image_size) is not None:
+        for side in (*range(start, full, patch), full):
+            run.config = with_training(whole, start_image_size=side)
+            make_steps(run, splits.train, [run.step])
+    else:
+        draws = range(50 * len(whole.model.training_patch_sizes))
+        make_steps(run, splits.train, {patch_size_at(whole, n): n for n in draws}.values())
     time_validation(run, splits.val, watch, 1.0)
+    run.config = whole  # which those changed
     watch.lap()
+
+
+def make_steps(run: TrainingState, samples: Sequence[Sample], numbers: Iterable[int]) -> None:
+    """Make the steps of these numbers, with images of the first epoch."""
+    loader = training_loader(run, samples)
+    batches = all_batches(loader)
+    try:
+        for run.step in numbers:
+            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
+            train_one_step(run, micro_batches, epoch=0)
+    finally:
+        loader.close()
 
 
 def time_steps(

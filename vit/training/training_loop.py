@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
 from vit.errors import RunError
@@ -154,11 +155,16 @@ def train_one_step(
 
 
 def choose_patch_size(run: TrainingState) -> None:
-    """Draw the patch size of this step, the same on all processes and after a resume."""
-    patches, sizes = run.network.patch_embed, run.config.model.training_patch_sizes
+    """Set the patch size of this step."""
+    patches = run.network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
-        drawn = random_seed(run.config.training.seed, "patch size", run.step) % len(sizes)
-        patches.current_patch_size = sizes[drawn]
+        patches.current_patch_size = patch_size_at(run.config, run.step)
+
+
+def patch_size_at(config: Config, step: int) -> int:
+    """The patch size drawn for a step, the same on all processes and after a resume."""
+    sizes = config.model.training_patch_sizes
+    return sizes[random_seed(config.training.seed, "patch size", step) % len(sizes)]
 
 
 def sync_gradients(run: TrainingState, *, last: bool) -> contextlib.AbstractContextManager[None]:

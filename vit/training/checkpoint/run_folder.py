@@ -42,8 +42,8 @@ WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
 
-# settings that may change on resume, since they do not change what is computed; accumulate only
-# where no loss compares the images of a micro-batch
+# settings that may change on resume, since they do not change what is computed, but for the numbers
+# that dropout draws in other micro-batches; accumulate only where no loss compares their images
 RESUMABLE_CHANGES = {
     *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
     "cache_folder",
