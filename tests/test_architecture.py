@@ -94,9 +94,9 @@ ALLOWED = {
     "vit.training.autotune": {
         *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
         *("vit.training.distributed", "vit.training.logging"),
-        *("vit.training.batch_norm_statistics", "vit.training.lr_schedule", "vit.training.setup"),
-        *("vit.training.training_loaders", "vit.training.training_loop"),
-        "vit.training.training_state",
+        *("vit.training.batch_norm_statistics", "vit.training.compilation"),
+        *("vit.training.lr_schedule", "vit.training.setup", "vit.training.training_loaders"),
+        *("vit.training.training_loop", "vit.training.training_state"),
     },
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
