@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -51,3 +52,14 @@ def test_undivided_images_are_calibrated_with_or_measured_on(tiny_data):
     options = Options(precision="int8", calibration=str(data), samples=len(paths))
     with pytest.raises(DataError, match="can be calibrated with"):
         calibration_images(options, classes, samples)
+
+
+def test_deep_images_are_calibrated_with_the_range_of_their_training(tmp_path):
+    for number in range(4):
+        pixels = np.full((8, 8), number - 1000, np.int32)  # as of CT
+        Image.fromarray(pixels, mode="I").save(tmp_path / f"{number}.tiff")
+    options = Options(
+        precision="int8", calibration=str(tmp_path), samples=3, validation=str(tmp_path)
+    )
+    found = calibration_images(options, (), (), (-1000.0, -997.0))
+    assert [int(image[0, 0, 0]) for image in found] == [0, 170, 255]

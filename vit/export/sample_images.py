@@ -111,10 +111,12 @@ def calibration_images(
             f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
             f"those for validation, and {options.samples or 'some'} are needed; name other data"
         )
-    return SampleImages(_evenly_chosen(paths, options, notify), intensity_range)
+    return SampleImages(_evenly_chosen(paths, options, intensity_range, notify), intensity_range)
 
 
-def _evenly_chosen(paths: Sequence[str], options: Options, notify: Notify) -> list[str]:
+def _evenly_chosen(
+    paths: Sequence[str], options: Options, intensity_range: IntensityRange | None, notify: Notify
+) -> list[str]:
     """Images of `paths` that can be decoded, evenly spaced; the others are noted."""
     decoded: dict[str, BadImage | None] = {}
     while True:
@@ -123,7 +125,7 @@ def _evenly_chosen(paths: Sequence[str], options: Options, notify: Notify) -> li
         chosen = [paths[index] for index in indices]
         for path in chosen:
             if path not in decoded:
-                decoded[path] = _decoding_error(path)
+                decoded[path] = _decoding_error(path, intensity_range)
         bad = [error for path in chosen if (error := decoded[path]) is not None]
         if not bad:
             return chosen
@@ -137,9 +139,9 @@ def _evenly_chosen(paths: Sequence[str], options: Options, notify: Notify) -> li
             )
 
 
-def _decoding_error(path: str) -> BadImage | None:
+def _decoding_error(path: str, intensity_range: IntensityRange | None) -> BadImage | None:
     try:
-        read_image(path)
+        read_image(path, intensity_range=intensity_range)
     except BadImage as error:
         return error
     return None
