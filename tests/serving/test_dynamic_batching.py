@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from vit.errors import RunError, WeightsError
 from vit.exported import onnx_classifier
 from vit.serving import dynamic_batching
 from vit.serving.dynamic_batching import (
@@ -16,6 +17,7 @@ from vit.serving.dynamic_batching import (
     QueueFull,
     ServerFailed,
 )
+from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
@@ -121,6 +123,36 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
     of_large = [one[1:] for one in batches if one[0] == (20, 30)]
     assert of_large == [(2, 2), (2, 2), (3, 3), (1, 3)]
     assert [one[1:] for one in batches if one[0] == (90, 30)] == [(1, 1)] * 4
+
+
+def test_an_engine_that_fails_is_not_an_error_of_the_image(exported, monkeypatch, capsys):
+    model = ServedModel("fruit", str(exported), 10**6, None, {"batch_size": 2})
+    session, bright = model.predictor._session.__call__, np.full((2, 2, 3), 255, np.uint8)
+
+    class Engine:
+        outputs, broken = model.predictor._session.outputs, False
+
+        def __call__(self, inputs):
+            if self.broken or inputs["images"].max() == 255:
+                raise WeightsError("onnxruntime cannot compute it (no room)")
+            return session(inputs)
+
+    engine = Engine()
+    monkeypatch.setattr(model.predictor, "_session", engine)
+    monkeypatch.setattr(model.adapter, "probe", lambda _number: np.zeros((2, 2, 3), np.uint8))
+    model.batch_sizes = (1, 2)
+    (good, bad), scheduler, failures = predict(model, [np.zeros_like(bright), bright])
+    assert (type(good), type(bad), failures) == (dict, ComputeFailed, [])
+    assert "(no room)" in capsys.readouterr().err
+    scheduler.close()
+    engine.broken = True
+    (bad,), scheduler, failures = predict(model, [np.zeros_like(bright)])
+    assert type(bad) is ServerFailed
+    (reason,) = failures
+    assert reason.startswith("the network fails on random pixels too: onnxruntime cannot")
+    scheduler.close()
+    with pytest.raises(RunError, match="fruit cannot be served: onnxruntime cannot compute it"):
+        measure_batch_sizes(model, 2)
 
 
 def test_work_on_an_accepted_image_is_done_when_the_queue_is_full():

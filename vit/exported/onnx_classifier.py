@@ -285,7 +285,8 @@ class ExportedClassifier:
             size = self.most_images(height, width)
             for first in range(0, len(indices), size):
                 batch = indices[first : first + size]
-                rows |= zip(batch, self.run_batch([window[i] for i in batch], names), strict=True)
+                found = self._run_or_explain([window[i] for i in batch], names)
+                rows |= zip(batch, found, strict=True)
         return [rows[index] for index in range(len(window))]
 
     def most_images(self, height: int, width: int) -> int:
@@ -300,14 +301,35 @@ class ExportedClassifier:
     def run_batch(
         self, images: Sequence[DecodedImage], names: Sequence[str]
     ) -> list[OutputRow | BadImage]:
-        """Run images of one height and width in one forward pass."""
-        pixels = [np.asarray(image) for _, image in images]
+        """Run images of one height and width in one forward pass.
+
+        Returns:
+            The outputs of each image, or the error of one whose probabilities are not finite.
+
+        Raises:
+            WeightsError: The engine fails, or the graph returns unexpected shapes.
+        """
+        return self._to_rows(images, self._compute(images), names)
+
+    def _run_or_explain(
+        self, images: Sequence[DecodedImage], names: Sequence[str]
+    ) -> list[OutputRow | BadImage]:
+        """As `run_batch`, where a failure of the engine is the error of each image."""
         try:
-            arrays = self._session(
-                {INPUT: np.stack(pixels) if len(pixels) > 1 else pixels[0][None]}
-            )
+            arrays = self._compute(images)
         except (WeightsError, MemoryError) as error:
             return [BadImage(path, str(error)) for path, _ in images]
+        return self._to_rows(images, arrays, names)
+
+    def _compute(self, images: Sequence[DecodedImage]) -> list[Array]:
+        """All outputs of the graph for a batch."""
+        pixels = [np.asarray(image) for _, image in images]
+        return self._session({INPUT: np.stack(pixels) if len(pixels) > 1 else pixels[0][None]})
+
+    def _to_rows(
+        self, images: Sequence[DecodedImage], arrays: Sequence[Array], names: Sequence[str]
+    ) -> list[OutputRow | BadImage]:
+        """The outputs `names` of each image of a batch."""
         outputs = dict(zip(self._session.outputs, arrays, strict=True))
         outputs[OUTPUT] = outputs[OUTPUT].astype(np.float64)
         if outputs[OUTPUT].shape != (len(images), len(self.classes)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import BadImage, RunError
+from vit.errors import BadImage, RunError, WeightsError
 from vit.serving.served_model import ServedModel
 
 SLICES = 2
@@ -37,7 +37,7 @@ def measure_batch_sizes(
         all_cores: A thread that computes with all cores, while the other ones have a part of them.
 
     Raises:
-        RunError: The network gives no finite probabilities.
+        RunError: The network cannot be computed, or gives no finite probabilities.
     """
     images = [model.adapter.probe(number) for number in range(largest)]
     seconds: dict[int, float] = {}
@@ -88,7 +88,10 @@ def _run(model: ServedModel, images: Sequence[Any], seconds: dict[int, float]) -
     """Probabilities of a whole batch; the shortest time of each size is kept in `seconds`."""
     size, names = len(images), [""] * len(images)
     began = time.perf_counter()
-    outputs = model.adapter.run(names, images, size)
+    try:
+        outputs = model.adapter.run(names, images, size)
+    except (WeightsError, MemoryError) as error:
+        raise RunError(f"{model.name} cannot be served: {error}") from None
     seconds[size] = min(seconds.get(size, float("inf")), time.perf_counter() - began)
     for output in outputs:
         if isinstance(output, BadImage):
