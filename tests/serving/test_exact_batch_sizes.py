@@ -5,16 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from onnx import helper
 
+from tests.exported.test_onnx_classifier import graph_of, written
 from vit.serving import exact_batch_sizes
 from vit.serving.exact_batch_sizes import measure_batch_sizes
+from vit.serving.model_registry import largest_batch
+from vit.serving.served_model import ServedModel
 
 
 class Rounding:
-    """A model whose digits change below a size, or with the place in a batch."""
+    """A model whose digits change below a size, with the place in a batch, or with its images."""
 
-    def __init__(self, exact_from=1, by_place=False):
-        self.adapter, self.name = self, "rounding"
+    def __init__(self, exact_from=1, by_place=False, by_range=False):
+        self.adapter, self.name, self.by_range = self, "rounding", by_range
         self.exact_from, self.by_place, self.sizes = exact_from, by_place, []
         self.exact_on_all_cores = False
 
@@ -22,9 +26,8 @@ class Rounding:
         return float(number)
 
     def run(self, _names, images, rows):
-        assert len(images) == rows
         self.sizes.append(rows)
-        error = 1e-12 * (rows < self.exact_from)
+        error = 1e-12 * (rows < self.exact_from) + 1e-12 * max(images) * self.by_range
         return [x + error + self.by_place * 1e-12 * place for place, x in enumerate(images)]
 
     def probabilities(self, output):
@@ -61,6 +64,24 @@ def test_a_batch_is_not_larger_than_what_is_fastest(monkeypatch):
 
 def test_digits_that_depend_on_the_place_leave_batches_of_one(monkeypatch):
     assert sizes_of(monkeypatch, Rounding(by_place=True), 8, lambda n: 5 + n) == (1,)
+
+
+def test_digits_that_depend_on_the_other_images_leave_batches_of_one(monkeypatch):
+    assert sizes_of(monkeypatch, Rounding(by_range=True), 8, lambda n: 5 + n) == (1,)
+
+
+def test_batches_of_an_int8_file_with_one_scale_for_all_images_have_one(tmp_path):
+    graph = graph_of()
+    graph.graph.node[2].input[0] = "rounded"
+    for node in (
+        helper.make_node("DequantizeLinear", ["bytes", "scale", "zero"], ["rounded"]),
+        helper.make_node("DynamicQuantizeLinear", ["embedding"], ["bytes", "scale", "zero"]),
+    ):
+        graph.graph.node.insert(2, node)
+    path = written(tmp_path / "small.onnx", model=graph)
+    model = ServedModel("small", str(path), 10**6, None, {"batch_size": 4})
+    measure_batch_sizes(model, largest_batch(model))
+    assert model.batch_sizes == (1,)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Sizes of batches that give the same digits, and the fastest of them, by measurement.
 
 The rounding of a matrix product depends on its number of rows, so the last digits of an image's
-scores may depend on the size of its batch, though not on its neighbours. `vit predict` computes
-batches of one size. A size is exact if each image gets the same bits in it as in a batch of that
-size; a server that pads each batch to an exact size gives each image the same answer, whatever
-other requests arrive at the same time.
+scores may depend on the size of its batch. `vit predict` computes batches of one size. A size is
+exact if each image gets the same bits in it as in a batch of that size; a server that pads each
+batch to an exact size gives each image the same answer, whatever other requests arrive at the same
+time. If scores depend on the other images of a batch, as those of an int8 file without calibration,
+which has one scale for all of them, only batches of one image are exact.
 """
 
 import time
@@ -43,8 +44,10 @@ def measure_batch_sizes(
     seconds: dict[int, float] = {}
     whole = _run(model, images, seconds)
     turned = _run(model, [*images[1:], *images[:1]], seconds)
-    if largest > 1 and not _equal(turned, [*whole[1:], *whole[:1]]):
-        # the digits depend on the place in a batch: only batches of one image are exact
+    if largest > 1 and not (
+        _equal(turned, [*whole[1:], *whole[:1]])
+        and _are_alone_the_same(model, images, whole, seconds)
+    ):  # the digits depend on the place in a batch, or on the other images of it
         measure_batch_sizes(model, 1, all_cores)
         return
     exact = [largest]
@@ -63,6 +66,15 @@ def measure_batch_sizes(
     model.seconds = {size: seconds[size] for size in model.batch_sizes}
     if all_cores is not None:
         model.exact_on_all_cores = _is_faster(model, images, whole, all_cores)
+
+
+def _are_alone_the_same(
+    model: ServedModel, images: Sequence[Any], whole: Sequence[Any], seconds: dict[int, float]
+) -> bool:
+    """Whether blank images beside an image give the digits that the others of `images` give."""
+    # of two, since one of them may set the scale of the whole batch
+    alone = [_run(model, [image], seconds, size=len(images))[0] for image in images[:2]]
+    return _equal(alone, whole[:2])
 
 
 def _is_faster(
@@ -84,9 +96,11 @@ def _is_faster(
     return there[size] < CLEARLY * here[size]
 
 
-def _run(model: ServedModel, images: Sequence[Any], seconds: dict[int, float]) -> list[Any]:
-    """Probabilities of a whole batch; the shortest time of each size is kept in `seconds`."""
-    size, names = len(images), [""] * len(images)
+def _run(
+    model: ServedModel, images: Sequence[Any], seconds: dict[int, float], size: int | None = None
+) -> list[Any]:
+    """Probabilities of a batch that blank images pad to `size`, whose shortest time is kept."""
+    size, names = size or len(images), [""] * len(images)
     began = time.perf_counter()
     try:
         outputs = model.adapter.run(names, images, size)
