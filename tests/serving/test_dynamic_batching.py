@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from vit.errors import RunError, WeightsError
+from vit.errors import BadImage, RunError, WeightsError
 from vit.exported import onnx_classifier
 from vit.serving import dynamic_batching
 from vit.serving.dynamic_batching import (
@@ -18,7 +18,7 @@ from vit.serving.dynamic_batching import (
     ServerFailed,
 )
 from vit.serving.exact_batch_sizes import measure_batch_sizes
-from vit.serving.served_model import ServedModel
+from vit.serving.served_model import ExportedCaptionerAdapter, ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
 
@@ -52,7 +52,8 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
 class Network:
     """A model whose outputs are its images in capitals; `wrong` ones make it raise."""
 
-    keeps_pixels, name, batch_sizes, exact_on_all_cores = False, "network", (1, 4), True
+    name, batch_sizes, exact_on_all_cores = "network", (1, 4), True
+    limits_pixels, keeps_pixels = True, False
 
     def __init__(self, wrong="", ends=None):
         self.adapter, self.wrong, self.ends = self, wrong, ends
@@ -100,6 +101,45 @@ def predict(network, images, compute_timeout=20.0):
         return [one if isinstance(one, Exception) else one[0] for one in found], scheduler
 
     return *asyncio.run(main()), failures
+
+
+@pytest.mark.parametrize("keeps_pixels", [True, False])
+def test_pixels_are_limited_until_they_are_decoded_or_the_network_has_resized_them(keeps_pixels):
+    network, held = Network(), []
+    network.limits_pixels, network.keeps_pixels = False, keeps_pixels
+
+    async def main():
+        scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, None, 9, 20.0, ServerMetrics())
+
+        def record(images, call):
+            held.append(scheduler.gate.held)
+            return call(images)
+
+        network.decode = lambda _name, upload: record(upload, lambda image: "abc"[len(image)])
+        network.run = lambda _names, images, _rows: record(images, list)
+        uploads = [np.zeros((2, 50, 3), np.uint8)]
+        assert await scheduler.predict(network, ["a"], uploads) == ["c"]
+        assert scheduler.gate.held == 0
+        with_error = BadImage("b", "no image")
+        network.decode = lambda _name, _upload: (_ for _ in ()).throw(with_error)
+        uploads = [np.zeros((2, 50, 3), np.uint8)]
+        assert await scheduler.predict(network, ["b"], uploads) == [with_error]
+        assert scheduler.gate.held == 0
+        scheduler.close()
+
+    asyncio.run(main())
+    assert held == [100, 100 * keeps_pixels]
+
+
+def test_the_pixels_of_each_kind_of_model_are_limited_once(exported, captioner):
+    def adapter(path):
+        return ServedModel("model", str(path), 10**6, None, {"precision": "fp32"}).adapter
+
+    torch, classifier = adapter(captioner), adapter(exported)
+    assert (torch.limits_pixels, torch.keeps_pixels) == (True, False)
+    assert (classifier.limits_pixels, classifier.keeps_pixels) == (False, True)
+    of_captioner = ExportedCaptionerAdapter
+    assert (of_captioner.limits_pixels, of_captioner.keeps_pixels) == (False, False)
 
 
 def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(

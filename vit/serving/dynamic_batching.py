@@ -67,7 +67,7 @@ class ServerFailed(ComputeFailed):
 
 
 class PixelGate:
-    """Limits the pixels of images that wait as they are; a single image is always admitted.
+    """Limits the pixels of images that are decoded, or wait as they are; one is always admitted.
 
     Args:
         limit: Pixels of all of them.
@@ -179,13 +179,16 @@ class BatchScheduler:
         loop = asyncio.get_running_loop()
         kept = 0
         try:
-            if model.adapter.keeps_pixels:
+            if not model.adapter.limits_pixels:
                 pixels = await loop.run_in_executor(self.decoders, count_pixels, upload)
                 await self.gate.enter(pixels)
                 kept = pixels
             decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
             del upload
             pixels = await decoding
+            if not model.adapter.keeps_pixels:
+                self.gate.leave(kept)
+                kept = 0
             self.check_failure()
             output: asyncio.Future[Any] = loop.create_future()
             key = model, model.adapter.group(pixels)

@@ -67,6 +67,8 @@ class ModelAdapter(Protocol):
     def compute_threads(self) -> int:
         """Batches that are computed at the same time."""
 
+    limits_pixels: bool
+    """Whether the adapter itself limits the pixels that are decoded at the same time."""
     keeps_pixels: bool
     """Whether images are resized by the network, and until then in memory as they are."""
 
@@ -110,7 +112,7 @@ class TorchAdapter:
         max_pixels: Images of more pixels are refused.
     """
 
-    keeps_pixels = False
+    limits_pixels, keeps_pixels = True, False
 
     def __init__(self, predictor: "Predictor", max_pixels: int) -> None:
         self.predictor = predictor
@@ -176,6 +178,7 @@ class ExportedAdapter:
         prepare: As for `decode_image`.
     """
 
+    limits_pixels = False
     compute_threads = 1
     """A session uses all cores for one batch."""
 
