@@ -99,6 +99,13 @@ def test_pixels_give_the_answer_of_their_file(client, files, predicted):
     assert [(float(score), label) for score, _, label in found] == best
 
 
+def nested(data, levels):
+    """`data` in as many lists."""
+    for _ in range(levels):
+        data = [data]
+    return data
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -113,6 +120,8 @@ def test_pixels_give_the_answer_of_their_file(client, files, predicted):
         (request("images", "UINT8", [1, 2, -2, 3], data=[0]), "above 0"),
         (request("images", "UINT8", [1, 1, 1, 3], data=[1, 2, 300]), "0 to 255"),
         (request("images", "UINT8", [1, 1, 1, 3], data=[[1], [2, 3]]), "whole numbers"),
+        (request("images", "UINT8", [1, 1, 1, 3], data=nested([1, 2, 3], 40)), "whole numbers"),
+        (request("images", "UINT8", [1, 1, 1, 3], data=nested([1, 2, 3], 99)), "whole numbers"),
         (request("images", "UINT8", [1, 1, 1, 3]), "data is missing"),
         (request("images", "UINT8", [1, 10**5, 10**5, 3], data=[0]), "than the limit"),
         (request("images", "UINT8", [1, 10**4000, 10**4000, 3], data=[0]), "than the limit"),

@@ -243,7 +243,8 @@ def _parse_pixels(
         raise RequestError(400, f"{PIXELS}: data is missing")
     array = np.array(data, dtype=object)  # a type of numpy's choice may be one of huge strings
     if (
-        array.size != total
+        array.ndim > len(shape)  # numpy cannot look through more than 32 levels
+        or array.size != total
         or set(map(type, array.flat)) != {int}
         or array.min() < 0
         or array.max() > 255
