@@ -1,5 +1,6 @@
 """Settings of `vit serve`: address, access and limits. Imports no torch."""
 
+import math
 from dataclasses import dataclass, field, fields
 
 from vit.errors import ConfigError
@@ -52,6 +53,8 @@ class ServerConfig:
             limit = one.name.startswith("max_") or one.name.endswith("_timeout")
             if limit and not value > 0:
                 raise ConfigError(f"{one.name}={value!r}: must be more than 0")
+            if limit and value == math.inf:
+                raise ConfigError(f"{one.name}={value!r}: must be finite; give a number")
         if self.max_pixels > ServerConfig.max_pixels:  # else without the libraries of images
             from vit.data.image_io import MAX_PIXELS
 
