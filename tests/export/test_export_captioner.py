@@ -216,6 +216,26 @@ def test_unreadable_images_give_error_predictions(exported, input_images, bad_im
     assert (bad.caption, bad.score, bad.predictions) == (None, None, ())
 
 
+def test_an_image_on_which_a_network_fails_is_an_error_of_its_own(
+    exported, input_images, monkeypatch
+):
+    runner = ExportedCaptioner(exported[1], batch_size=3)
+    right, encoder = runner(input_images[:7]), runner._encoder
+    wrong = runner.preprocessing.resize_and_crop(read_image(input_images[1]))
+
+    def encode(inputs):
+        if any(np.array_equal(image, wrong) for image in inputs["images"]):
+            raise WeightsError("onnxruntime cannot compute it (no room)")
+        return encoder(inputs)
+
+    monkeypatch.setattr(runner, "_encoder", encode)
+    answers = runner(input_images[:7])
+    assert answers[1].error == "onnxruntime cannot compute it (no room)"
+    assert [one.caption for one in answers] == [
+        None if number == 1 else one.caption for number, one in enumerate(right)
+    ]
+
+
 def test_the_metadata_are_complete_and_have_no_local_path(exported):
     run, path = exported
     loaded = load_run(run)

@@ -30,6 +30,8 @@ from vit.output.prediction_results import Prediction, check_top_k
 from vit.text import Notify, printable
 
 INTEGER_METADATA = ("begin", "end", "max_tokens")
+CaptionAndClasses = tuple[Caption, tuple[tuple[str, float], ...]]
+"""The caption of an image, and its most probable classes with their probabilities."""
 
 
 class ExportedCaptioner:
@@ -122,13 +124,15 @@ class ExportedCaptioner:
     def stream(self, images: Iterable[ImageInput], *, top_k: int = 5) -> Iterator[Prediction]:
         """Yield predictions in the order of `images`, in bounded memory.
 
+        An image on which a network fails is an error of its own: its batch is computed again image
+        by image.
+
         Args:
             images: Paths, PIL images or arrays, as for vit.Predictor.
             top_k: Most probable classes to return, if the model has classes.
 
         Raises:
             ConfigError: `top_k` is less than 1, or `images` is one image instead of a list.
-            WeightsError: The networks cannot be computed, or return NaN.
         """
         check_top_k(top_k)
         return self._stream(named_images(images), top_k)
@@ -144,18 +148,36 @@ class ExportedCaptioner:
         )
         for batch in batches:
             decoded = [image for _, image in batch if not isinstance(image, BadImage)]
-            results = self.caption(decoded, top_k)
+            results = iter(self._caption_or_explain(decoded, top_k))
             for path, image in batch:
                 if isinstance(image, BadImage):
                     yield Prediction(path, error=image.reason)
+                    continue
+                result = next(results)
+                if isinstance(result, Exception):
+                    yield Prediction(path, error=str(result))
                 else:
-                    caption, classes = next(results)
+                    caption, classes = result
                     yield Prediction(path, classes, captions=(caption,))
 
-    def caption(
+    def _caption_or_explain(
         self, images: Sequence[Array], top_k: int
-    ) -> Iterator[tuple[Caption, tuple[tuple[str, float], ...]]]:
-        """Yield the caption and the top classes of each preprocessed image."""
+    ) -> list[CaptionAndClasses | WeightsError | MemoryError]:
+        """As `caption`, with the error of each image on which a network fails."""
+        try:
+            return list(self.caption(images, top_k))
+        except (WeightsError, MemoryError) as error:
+            if len(images) == 1:
+                return [error]
+        # one image failed: one by one, so that the others have their captions
+        return [result for one in images for result in self._caption_or_explain([one], top_k)]
+
+    def caption(self, images: Sequence[Array], top_k: int) -> Iterator[CaptionAndClasses]:
+        """Yield the caption and the top classes of each preprocessed image.
+
+        Raises:
+            WeightsError: The networks cannot be computed, or return NaN.
+        """
         if not images:
             return
         key, value, *heads = self._encoder({"images": np.stack(images)})
