@@ -7,6 +7,7 @@ import shutil
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from vit.commands.main import main
@@ -92,6 +93,44 @@ def test_a_run_folder_is_never_overwritten(tiny_run, tmp_path, capsys):
     assert convert(tiny_run, "--to", "timm", "--out", run, "--overwrite") == 2
     assert "metrics.jsonl" in capsys.readouterr().err
     load_run(run)
+
+
+def test_only_what_vit_convert_wrote_is_overwritten(tiny_run, tmp_path, capsys):
+    def refusal(source, out):
+        assert convert(source, "--to", "timm", "--out", out, "--overwrite") == 2
+        return capsys.readouterr().err
+
+    run, theirs, ours = (tmp_path / name for name in ("run", "theirs", "ours"))
+    for folder in (run, theirs):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(tiny_run / name, folder)
+    state = {name: tensor.clone() for name, tensor in load_run(run).model.state_dict().items()}
+    save_file(state, theirs / "model.safetensors", {"format": "pt"})
+    for folder in (run, theirs):
+        assert "was not written by vit convert: give another --out" in refusal(tiny_run, folder)
+    load_run(run)
+    assert convert(tiny_run, "--to", "timm", "--out", ours) == 0
+    for source in (ours, ours / "model.safetensors"):
+        assert "holds the source, which is not overwritten" in refusal(source, ours)
+    (tmp_path / "link").symlink_to(ours)
+    assert "is no converted model" in refusal(tiny_run, tmp_path / "link")
+    open_pretrained(ours)
+
+
+def test_a_folder_is_not_replaced_by_one_that_answers_otherwise(
+    tiny_run, tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "out"
+    assert convert(tiny_run, "--to", "timm", "--out", out) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr("vit.weights.convert.OUTPUT_TOLERANCE", -1.0)
+    for to in ("timm", "huggingface"):
+        assert convert(tiny_run, "--to", to, "--out", out, "--overwrite") == 2
+        assert f"{to} answers otherwise" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "new") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_unreadable_image_is_an_error_before_anything_is_written(tiny_run, tmp_path):

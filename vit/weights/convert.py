@@ -1,8 +1,8 @@
 """Converts any weight source to a folder that timm or Hugging Face transformers opens.
 
-The folder is written to a temporary name and renamed when complete. `check_parity` compares the
-outputs of the other library with ours: image -> our preprocessing, our network, and image -> the
-library's, as loaded from the folder.
+The folder is written to a temporary name and renamed when complete and checked. `check_parity`
+compares the outputs of the other library with ours: image -> our preprocessing, our network, and
+image -> the library's, as loaded from the folder.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.config import ModelConfig
@@ -45,7 +46,7 @@ from vit.weights.load_model import (
     print_to_stderr,
 )
 from vit.weights.model_card import CARD_FILE, model_card
-from vit.weights.safetensors_io import explain_write_errors, write_tensors, write_text
+from vit.weights.safetensors_io import DIGEST, explain_write_errors, write_tensors, write_text
 
 Library = Literal["timm", "huggingface"]
 
@@ -70,6 +71,8 @@ IMPORT_NOTES = {
 OUTPUT_TOLERANCE = 1e-3
 SCORE_TOLERANCE = 0.01
 
+METADATA = {"format": "pt"}
+"""Of the file of weights, beside its digest; that of a run folder has more keys."""
 FILES = (CONFIG_FILE, WEIGHTS_FILE, PROCESSOR_FILE, CARD_FILE)
 
 
@@ -80,6 +83,7 @@ def convert(
     *,
     overwrite: bool = False,
     merge_tokens: int | None = None,
+    check: Callable[[Pretrained, Path], object] = lambda _pretrained, _folder: None,
 ) -> tuple[Pretrained, list[str]]:
     """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
 
@@ -89,14 +93,18 @@ def convert(
         out: Output folder, which must not exist.
         overwrite: Replace an existing converted model.
         merge_tokens: Patches merged in each block; None: as in `source`.
+        check: Called with the converted weights and the folder, under a temporary name; if it
+            raises, nothing is written or replaced.
 
     Returns:
         The converted weights, and lines for the user.
 
     Raises:
         WeightsError: `source` cannot be opened, or the target library cannot express it.
-        RunError: `out` exists or cannot be written.
+        RunError: `out` exists, holds `source`, or cannot be written.
     """
+    place = Path(out).absolute()
+    check_replaceable(place, source, overwrite=overwrite)
     found = fit_preprocessing(open_pretrained(source))
     config = found.config
     if merge_tokens is not None:
@@ -106,16 +114,16 @@ def convert(
     pretrained = dataclasses.replace(found, config=config)
     lines = conversion_notes(found.config, pretrained, to)
     files = folder_contents(pretrained, to)
-    place = Path(out).absolute()
     has_scores = config == found.config
     card = model_card(source, pretrained, to, name=place.name, with_scores=has_scores)
-    with atomic_folder(place, overwrite=overwrite) as folder:
+    with atomic_folder(place) as folder:
         for name, content in files.items():
             if isinstance(content, str):
                 write_text(folder / name, content)
             else:
-                write_tensors(folder / name, content, {"format": "pt"})
+                write_tensors(folder / name, content, METADATA)
         write_text(folder / CARD_FILE, card)
+        check(pretrained, folder)
     return pretrained, lines
 
 
@@ -152,9 +160,16 @@ def convert_model(
         raise ConfigError("--private is of a repository: give --push OWNER/NAME as well")
     image = image or Path(builtin_datasets.__file__).parent / "digits.png"
     read_image(str(image))  # an error comes before anything is written
-    pretrained, lines = convert(source, to, out, overwrite=overwrite, merge_tokens=merge_tokens)
-    lines = [*describe_source(source, pretrained), *lines]
-    for line in (*lines, *check_parity(pretrained, Path(out), to, image)):
+    parity: list[str] = []
+    pretrained, lines = convert(
+        source,
+        to,
+        out,
+        overwrite=overwrite,
+        merge_tokens=merge_tokens,
+        check=lambda converted, folder: parity.extend(check_parity(converted, folder, to, image)),
+    )
+    for line in (*describe_source(source, pretrained), *lines, *parity):
         notify(line)
     return push_to_hub(Path(out), push, private=private) if push else None
 
@@ -238,27 +253,64 @@ def to_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-@contextlib.contextmanager
-def atomic_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Temporary folder that is renamed to `out` after the `with`, and deleted on an error.
+def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it.
 
     Raises:
-        RunError: `out` exists and must not be overwritten, or is not a converted model.
+        RunError: It must not be replaced.
     """
-    if out.exists() and not overwrite:
-        raise RunError(f"{printable(out)} exists: give another --out, or --overwrite")
-    others = [path.name for path in out.iterdir() if path.name not in FILES] if out.is_dir() else []
-    if others or (out.exists() and not out.is_dir()):
-        what = f"has {printable(others[0])}, which is" if others else "is"
-        raise RunError(f"{printable(out)} {what} no converted model: give another --out")
+    if not os.path.lexists(out):
+        return
+    name = printable(out)
+    if not overwrite:
+        raise RunError(f"{name} exists: give another --out, or --overwrite")
+    given = Path(source).absolute().resolve()
+    if given.exists() and out.resolve() in (given, *given.parents):
+        raise RunError(f"{name} holds the source, which is not overwritten: give another --out")
+    if out.is_symlink() or not out.is_dir():
+        raise RunError(f"{name} is no converted model: give another --out")
+    found = sorted(path.name for path in out.iterdir())
+    others = [one for one in found if one not in FILES]
+    if others:
+        raise RunError(
+            f"{name} has {printable(others[0])}, which is no converted model: give another --out"
+        )
+    if found and not _is_converted(out / WEIGHTS_FILE):
+        raise RunError(f"{name} was not written by vit convert: give another --out")
+
+
+def _is_converted(weights: Path) -> bool:
+    """Whether `convert` wrote a file of weights, by its metadata."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return {*(file.metadata() or {})} == {*METADATA, DIGEST}
+    except (OSError, SafetensorError):
+        return False
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Temporary folder that replaces `out` after the `with`, and is deleted on an error.
+
+    Raises:
+        RunError: It cannot be written.
+    """
     beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
     with explain_write_errors(out):
         beside.mkdir(parents=True)
         try:
             yield beside
-            if out.is_dir():
-                shutil.rmtree(out)
-            beside.rename(out)
+            if not out.is_dir():
+                beside.rename(out)
+                return
+            out.rename(old)
+            try:
+                beside.rename(out)
+            except OSError:
+                old.rename(out)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -294,14 +346,14 @@ def check_parity(
         except Exception as error:  # whatever another library raises
             reason = printable(" ".join(str(error).split()))[:160]
             raise WeightsError(
-                f"{printable(folder)} was written, but {to} cannot open it: {reason}"
+                f"{to} cannot open the converted folder, so nothing is written: {reason}"
             ) from None
     spread = float(mine.abs().max()) or 1.0
     difference = float((mine - same).abs().max()) / spread
     if not difference < OUTPUT_TOLERANCE:
         raise WeightsError(
-            f"{printable(folder)} was written, but {to} answers otherwise: outputs differ by "
-            f"{difference:.2g} of the largest; please report it"
+            f"{to} answers otherwise with the converted folder, so nothing is written: outputs "
+            f"differ by {difference:.2g} of the largest; please report it"
         )
     line = f"parity on {printable(pil_image)}: outputs differ by {difference:.1g} of the largest"
     if not pretrained.config.num_classes:
