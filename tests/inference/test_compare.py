@@ -117,7 +117,7 @@ def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_dat
     notes = []
     found = compare(*runs, str(data), notify=notes.append, **EXACT).to_dict()
     assert found["count"] == 4
-    assert any("6 images left out" in note for note in notes)
+    assert any("11 images left out" in note for note in notes)
     record["val"] = names[20:]
     (runs[1] / "split.json").write_text(json.dumps(record))
     with pytest.raises(DataError, match="no image is held out by both"):
@@ -257,7 +257,7 @@ def test_images_that_only_some_of_the_runs_held_out_are_left_out(tiny_run, tiny_
     notes = []
     found = compare_runs(runs, str(data), notify=notes.append, **EXACT).to_dict()
     assert found["count"] == 3
-    assert any("7 images left out, which only some of the runs held out" in note for note in notes)
+    assert any("12 images left out, which only some of the runs held out" in note for note in notes)
     assert len(notes) == len({*notes})  # those about the data are not repeated for each run
 
 
@@ -268,3 +268,30 @@ def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run,
     assert "DATA" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="1 run: from 2 to 26 are compared"):
         compare_runs([tiny_run], str(tiny_data))
+
+
+def corrected_run(tiny_run, data, folder, list_name, rows):
+    """A copy of the run, trained on `data` with a list of corrections, {name: class}."""
+    run = Path(shutil.copytree(tiny_run, folder))
+    listed = folder.parent / list_name
+    lines = [f"{name},{label}" for name, label in rows.items()]
+    listed.write_text("\n".join(["image,label", *lines]) + "\n")
+    settings = {"data": str(data), "corrections": str(listed)}
+    write_settings(run / "config.yaml", make_config(settings), "")
+    return run
+
+
+def test_corrections_of_one_training_are_those_of_both(tiny_run, other_run, tiny_data, tmp_path):
+    names = sorted(path.relative_to(tiny_data).as_posix() for path in tiny_data.rglob("val/*/*"))
+    classes = sorted({name.split("/")[1] for name in names})
+    others = {name: classes[classes.index(name.split("/")[1]) - 1] for name in names[:5]}
+    corrected = corrected_run(tiny_run, tiny_data, tmp_path / "corrected", "new.csv", others)
+    notes: list[str] = []
+    same = compare(tiny_run, corrected, str(tiny_data), notify=notes.append, **EXACT).to_dict()
+    assert (same["difference"], same["only_a_right"], same["only_b_right"]) == (0.0, 0, 0)
+    assert sum("new.csv, as some were trained with" in note for note in notes) == 1
+    assert same["b"]["top1"] == evaluate(corrected, str(tiny_data), **EXACT)["top1"]
+    rest = dict([*others.items()][:2])
+    second = corrected_run(tiny_run, tiny_data, tmp_path / "second", "second.csv", rest)
+    with pytest.raises(DataError, match="3 of 27 images have other labels for one run"):
+        compare(second, corrected, str(tiny_data), **EXACT)

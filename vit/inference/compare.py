@@ -150,7 +150,8 @@ def compare(
     """Compare run B with run A on one split of `data`, image by image.
 
     Classes are matched by name. Images that a training held out of the data are used if both did;
-    the others are left out, and those of classes that only one of them has.
+    the others are left out, and those of classes that only one of them has. Both are compared with
+    the same labels: corrections of one training are those of both, and different ones are refused.
 
     Args:
         run_a, run_b: Run folders, other sources of weights with a head, or exported files.
@@ -231,7 +232,6 @@ def _answer(
     ]
     unshared = set[str]().union(*class_sets) - class_sets[0].intersection(*class_sets)
     tables: list[dict[str, Sample]] = []
-    specs: list[DatasetSpec] = []
     said: set[str] = set()
 
     def notify_once(note: str) -> None:  # notes about the data are those of each run
@@ -239,13 +239,27 @@ def _answer(
             said.add(note)
             notify(note)
 
-    for run, predictor in zip(runs, predictors, strict=True):
-        source = source_of(run, predictor)
-        samples = load_samples(
-            predictor.task, source, spec, predictor.classes, notify_once, unshared
+    sources = [source_of(run, predictor) for run, predictor in zip(runs, predictors, strict=True)]
+    specs = [
+        evaluated_spec(
+            predictor.task,
+            run_folder_of(source) if isinstance(source, str | os.PathLike) else None,
+            spec,
+            predictor.classes,
         )
-        folder = run_folder_of(source) if isinstance(source, str | os.PathLike) else None
-        specs.append(evaluated_spec(predictor.task, folder, spec, predictor.classes))
+        for source, predictor in zip(sources, predictors, strict=True)
+    ]
+    label_settings = _shared_label_settings(specs, notify)
+    for source, predictor in zip(sources, predictors, strict=True):
+        samples = load_samples(
+            predictor.task,
+            source,
+            spec,
+            predictor.classes,
+            notify_once,
+            unshared,
+            label_settings=label_settings,
+        )
         tables.append({s.path: s for s in samples if several or s.label != NO_LABEL})
     paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
     two = len(runs) == 2
@@ -255,10 +269,11 @@ def _answer(
             f"{printable(spec.data)}: no image is held out by {every} trainings; give data that "
             f"{none} was trained on"
         )
-    left_out = max(map(len, tables)) - len(paths)
+    left_out = len(set[str]().union(*tables)) - len(paths)
     if left_out:
         which = "only one of the two" if two else "only some of the runs"
         notify(f"note: {plural(left_out, 'image')} left out, which {which} held out")
+    _check_same_labels(predictors, tables, paths, spec)
     failed: dict[str, str] = {}
     answers, rows = [], []
     for number, (predictor, table) in enumerate(zip(predictors, tables, strict=True)):
@@ -296,6 +311,55 @@ def _answer(
         MultiHot(labels, len(predictors[0].classes))[torch.arange(len(labels))],
         None if names is None else number_groups(names),
     )
+
+
+def _shared_label_settings(specs: Sequence[DatasetSpec], notify: Notify) -> dict[str, str | None]:
+    """The corrections and the list of labels of all runs, where only some were trained with them.
+
+    Each answer has to be compared with the same label. Nothing where no training has them, or
+    several have different ones.
+    """
+    pairs = [(one.corrections, one.label_list) for one in specs]
+    files = {tuple(path and os.path.realpath(path) for path in pair) for pair in pairs}
+    distinct = files - {(None, None)}
+    if len(distinct) != 1 or len(files) == 1:
+        return {}
+    corrections, labels = next(pair for pair in pairs if any(pair))
+    given = [
+        f"{name}={printable(path)}"
+        for name, path in (("corrections", corrections), ("labels", labels))
+        if path
+    ]
+    notify(f"note: all runs are compared with {' and '.join(given)}, as some were trained with")
+    return {"corrections": corrections, "label_list": labels}
+
+
+def _check_same_labels(
+    predictors: Sequence[Predictor | ExportedPredictor],
+    tables: Sequence[dict[str, Sample]],
+    paths: Sequence[str],
+    spec: DatasetSpec,
+) -> None:
+    """Refuse to compare answers with labels that differ between the runs.
+
+    Raises:
+        DataError: A training corrected labels that another one has otherwise.
+    """
+
+    def names(predictor: Predictor | ExportedPredictor, sample: Sample) -> frozenset[str]:
+        own = labels_of(sample) if predictor.thresholds is not None else (sample.label,)
+        return frozenset(unicodedata.normalize("NFC", predictor.classes[at]) for at in own)
+
+    different = sum(
+        len({names(one, table[path]) for one, table in zip(predictors, tables, strict=True)}) > 1
+        for path in paths
+    )
+    if different:
+        raise DataError(
+            f"{printable(spec.data)}: {different:,} of {plural(len(paths), 'image')} have other "
+            "labels for one run than for another, by --corrections or --labels of the trainings; "
+            "write the right labels to one list and give that as the data"
+        )
 
 
 def check_comparable(

@@ -430,17 +430,21 @@ def load_samples(
     classes: tuple[str, ...],
     notify: Notify,
     unshared_classes: Collection[str] = (),
+    *,
+    label_settings: Mapping[str, Any] | None = None,
 ) -> tuple[Sample, ...]:
     """The images of a split for the evaluation of a network of `task` with `classes`.
 
     If the training of `model` held out images of the same data, only those; all where it is None.
-    Of `unshared_classes`, in NFC, none.
+    Of `unshared_classes`, in NFC, none. `label_settings`, fields of `spec`, replace those of the
+    training.
 
     Raises:
         ConfigError: The labels, or a setting of the data, do not suit the network.
     """
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
     spec = evaluated_spec(task, run, spec, classes)
+    spec = dataclasses.replace(spec, **(label_settings or {}))
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
         return [] if run is None else held_out_images(run, spec.data, root, known)
