@@ -75,6 +75,31 @@ def test_equal_networks_are_not_distinguishable():
     )
 
 
+def is_unknown(found: PairedMap) -> bool:
+    return (found.p_value, found.interval(), found.images_needed()) == (1.0, (-1.0, 1.0), None)
+
+
+def test_nothing_is_known_where_one_part_has_all_images_of_the_classes():
+    targets, a = scored(1.5, 0)
+    _, b = scored(0.6, 1)
+    targets = torch.zeros_like(targets)
+    targets[7, 1] = 1
+    found = compared(a, b, targets)
+    assert is_unknown(found)
+    assert found.verdict == "not distinguishable"
+    assert "not distinguishable" in found.sentence()
+    pairs = AllPairs.of(torch.stack([NEITHER, NEITHER]), lambda _a, _b: found)
+    assert pairs.to_dict(["x", "y"])["pairs"][0]["images_needed"] is None
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_few_groups_of_images_show_nothing(groups):
+    targets, a = scored(1.5, 0)
+    _, b = scored(0.3, 1)
+    numbers = torch.arange(60) % groups
+    assert is_unknown(PairedMap.of_scores(a, b, targets, (NEITHER, NEITHER), numbers))
+
+
 @pytest.mark.slow
 def test_equally_good_networks_are_called_different_in_about_five_of_a_hundred_comparisons():
     p_values = []

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.bootstrap_intervals import jackknife_weights
-from vit.evaluation.image_groups import FEWEST_DEGREES, count_groups, student_quantile
+from vit.evaluation.image_groups import (
+    FEWEST_DEGREES,
+    MIN_GROUPS,
+    count_groups,
+    student_quantile,
+)
 from vit.evaluation.multilabel_metrics import (
     average_precisions,
     degrees_of_mean,
@@ -44,7 +49,8 @@ class PairedMap(PairedComparison):
     Args:
         maps: Mean average precision of A and of B.
         intervals: Their 95 % intervals; None where there is none.
-        error: Standard error of the difference.
+        error: Standard error of the difference; NaN where it is not known: fewer than 5 parts or
+            groups of images, or one without which no class is left.
         degrees: Degrees of freedom of that.
     """
 
@@ -83,7 +89,8 @@ class PairedMap(PairedComparison):
             dim=1,
         )
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
-        squares = float((means - means.mean()).square().sum()) if parts > 1 else 0.0
+        known = parts >= MIN_GROUPS and bool(means.isfinite().all())
+        squares = float((means - means.mean()).square().sum()) if known else math.nan
         return PairedMap(
             **counts,
             maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
@@ -99,17 +106,21 @@ class PairedMap(PairedComparison):
 
     @property
     def p_value(self) -> float:
-        """Probability of so large a difference where neither is better."""
+        """Probability of so large a difference where neither is better; 1 without an error."""
+        if math.isnan(self.error):
+            return 1.0
         return student_tails(abs(self.difference) / self.error, self.degrees) if self.error else 1.0
 
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the difference."""
+        """95 % interval of the difference; [-1, 1] without an error."""
+        if math.isnan(self.error):
+            return -1.0, 1.0
         half = student_quantile(self.degrees) * self.error
         return max(self.difference - half, -1.0), min(self.difference + half, 1.0)
 
     def images_needed(self, level: float = LEVEL) -> int | None:
         """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
-        if not (self.difference and self.error):
+        if not (self.difference and self.error) or math.isnan(self.error):
             return None
         quantiles = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)
         return math.ceil(self.count * (quantiles * self.error / self.difference) ** 2)
