@@ -132,6 +132,25 @@ def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together():
     assert slice_names([], None) == ([], [])
 
 
+def test_long_numbers_are_slices_of_their_own():
+    names, order = slice_names([10451.0, 10452.0, 10453.0] * 4)
+    assert order == ["10451", "10452", "10453"]
+    assert names == order * 4
+    days = [20240101.0 + day for day in range(100)]
+    assert slice_names(days)[1][0] == "20240101 to 20240125"
+    close = [0.123451, 0.123452, 0.5]
+    assert slice_names(close)[0] == ["0.123451", "0.123452", "0.5"]
+    assert len({*slice_names([1e9 + 0.25 * step for step in range(4)])[0]}) == 4
+    rows = accuracy_slices(
+        [True] * 20 + [False] * 20,
+        [Feature(key="day", title="day", values=[20240101.0] * 20 + [20240102.0] * 20)],
+    )
+    assert [(row.name, row.count, row.right) for row in rows] == [
+        ("20240101", 20, 20),
+        ("20240102", 20, 0),
+    ]
+
+
 def test_rare_words_share_a_slice():
     words = [f"w{number}" for number in range(50) for _ in range(50 - number)]
     names, order = slice_names(words)

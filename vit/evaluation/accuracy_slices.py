@@ -209,12 +209,30 @@ def slice_names(
     else:
         limits = np.quantile(numbers, [0.25, 0.5, 0.75]) if edges is None else np.array(edges)
         places = np.searchsorted(limits, numbers, side="right")
-    texts = {}
-    for place in np.unique(places).tolist():
-        inside = numbers[places == place]
-        low, high = (f"{limit:.4g}" for limit in (inside.min(), inside.max()))
-        texts[place] = (low if low == high else f"{low} to {high}") + unit
-    return [texts[place] for place in places.tolist()], list(dict.fromkeys(texts.values()))
+    own = np.unique(places).tolist()
+    inside = [numbers[places == place] for place in own]
+    limits_of = [(float(one.min()), float(one.max())) for one in inside]
+    texts = dict(zip(own, range_names(limits_of, unit), strict=True))
+    return [texts[place] for place in places.tolist()], [*texts.values()]
+
+
+def range_names(ranges: Sequence[tuple[float, float]], unit: str = "") -> list[str]:
+    """A name for each of several ranges of numbers, which do not overlap; no two are equal.
+
+    Integers are written in full, other numbers with 4 digits or as many as tell them apart.
+    """
+    names: list[str] = []
+    for digits in (4, 6, 9, 12, 17):
+        texts = [[number_text(limit, digits) for limit in one] for one in ranges]
+        names = [(low if low == high else f"{low} to {high}") + unit for low, high in texts]
+        if len({*names}) == len(names):
+            break
+    return names
+
+
+def number_text(number: float, digits: int) -> str:
+    """An integer in full, another number with so many significant digits."""
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.{digits}g}"
 
 
 def lower_tail(right: int, images: int, hits: int, count: int) -> float:
