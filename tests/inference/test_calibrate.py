@@ -154,6 +154,11 @@ def test_another_network_than_that_of_the_run_is_not_calibrated(run, tiny_data, 
         calibrate(run, str(tiny_data), **change)
 
 
+def test_images_in_their_own_aspect_ratio_are_not_calibrated(run, tiny_data):
+    with pytest.raises(ConfigError, match=r"keep_aspect=True: .* square crops; leave it out"):
+        calibrate(run, str(tiny_data), keep_aspect=True)
+
+
 def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
     words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
     words += ["--target-precision", "0.05"]

@@ -402,6 +402,15 @@ def test_distances_are_of_square_images(distance_run, input_images):
         Predictor(distance_run, keep_aspect=True)(input_images, reject=True)
 
 
+@pytest.mark.parametrize("option", [{"reject": True}, {"sets": 0.9}])
+def test_decisions_of_a_calibration_are_of_square_images(calibrated_run, input_images, option):
+    predictor = Predictor(calibrated_run, keep_aspect=True, precision="fp32")
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}.*leave keep_aspect out"):
+        predictor(input_images, **option)
+    with pytest.raises(ConfigError, match="leave keep_aspect out"):
+        predictor.return_distances()
+
+
 def test_an_exported_file_is_refused_with_the_line_that_opens_it(tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"load_exported\('.*x\.onnx'\)\(\[image, \.\.\.\]\)"):

@@ -102,6 +102,10 @@ def calibrate(
                 f"{name}={settings[name]}: the run keeps a calibration of its own network; leave "
                 "it out"
             )
+    if settings.get("keep_aspect"):
+        raise ConfigError(
+            "keep_aspect=True: the run keeps a calibration of square crops; leave it out"
+        )
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded
     )

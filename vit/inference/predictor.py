@@ -261,11 +261,16 @@ class Predictor:
             sets: Add the classes that contain the true one with this probability.
 
         Raises:
-            ConfigError: `top_k` is less than 1, the network has no calibration for `reject` or
-                `sets`, `images` is one image instead of a list, or one of them is none; the last is
-                raised when its turn comes.
+            ConfigError: `top_k` is less than 1; the network has no calibration for `reject` or
+                `sets`, or keeps the aspect ratio of images; `images` is one image instead of a
+                list, or one of them is none; the last is raised when its turn comes.
         """
         check_top_k(top_k)
+        if self.keep_aspect and (reject or sets is not None):
+            raise ConfigError(
+                f"{'reject' if reject else f'sets={sets:g}'}: thresholds, sets and distances are "
+                "those of square crops; leave keep_aspect out"
+            )
         check_selection(self.calibration, reject=reject, sets=sets)
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
         if reject:
@@ -326,9 +331,9 @@ class Predictor:
         """Return the distance of each image from those of training from now on, if it is known.
 
         Raises:
-            ConfigError: Images keep their aspect ratio, and distances are of square ones.
+            ConfigError: Images keep their aspect ratio: distances are of square ones.
         """
-        if self.runner.distance is not None and self.keep_aspect:
+        if self.keep_aspect:
             raise ConfigError(
                 "reject: distances from the training images are those of square crops; leave "
                 "keep_aspect out"
