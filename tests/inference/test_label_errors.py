@@ -13,6 +13,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
 from vit.inference.label_errors import (
     check,
+    neighbour_agreement,
     neighbours,
     similar_pairs,
     suspects,
@@ -41,6 +42,22 @@ def test_planted_label_errors_are_found_with_few_false_alarms():
     right = [one for one in found if one.image in planted]
     assert all(one.likely == labels[one.image] for one in right)
     assert suspects(features, neighbours(features), labels, 4)[3:] == []
+
+
+def test_images_with_copies_only_are_no_suspects_and_do_not_count():
+    features, labels = clusters()
+    normal = suspects(features, neighbours(features), labels, 4)
+    agreement = neighbour_agreement(neighbours(features), labels, 4)
+    copies = torch.randn(1, 16, generator=torch.Generator().manual_seed(1)).repeat(40, 1)
+    features, labels = torch.cat([features, copies]), torch.cat([labels, labels.new_full((40,), 3)])
+    nearest = neighbours(features)
+    found = suspects(features, nearest, labels, 4)
+    assert [one.image for one in found if one.image >= 240] == []
+    assert {one.image for one in found} == {one.image for one in normal}
+    assert neighbour_agreement(nearest, labels, 4) == pytest.approx(agreement, abs=0.01)
+    only = neighbours(copies)
+    assert suspects(copies, only, labels[-40:], 4) == []
+    assert neighbour_agreement(only, labels[-40:], 4) == 0.0
 
 
 def test_nearest_neighbours_equal_those_of_the_full_cosine_matrix():

@@ -355,17 +355,27 @@ def neighbour_probabilities(nearest: Neighbours, labels: Tensor, classes: int) -
     return votes / votes.sum(1, keepdim=True).clamp(min=1e-12)
 
 
+def have_votes(nearest: Neighbours) -> Tensor:
+    """Whether an image has a neighbour that is no copy, (images,)."""
+    return (nearest.similarity <= SAME).any(1)
+
+
 def neighbour_agreement(nearest: Neighbours, labels: Tensor, classes: int) -> float:
-    """Share of images whose label is the most probable one among its neighbours."""
+    """Share of images whose label is the most probable one among its neighbours.
+
+    Images with copies only do not count; 0 if all are such.
+    """
+    voted = have_votes(nearest)
     found = neighbour_probabilities(nearest, labels, classes).argmax(1)
-    return float((found == labels).double().mean())
+    return float((found == labels)[voted].double().mean()) if voted.any() else 0.0
 
 
 def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
     """Images whose label is probably wrong, the most certain first.
 
-    Many have neighbours of one class only, and equal probabilities. The most certain ones are then
-    those that are nearest to the mean of the other class, and farthest from that of their own.
+    Images with copies only are not suspected, and change no threshold. Many others have neighbours
+    of one class only, and equal probabilities. The most certain ones are then those that are
+    nearest to the mean of the other class, and farthest from that of their own.
 
     Args:
         features: (images, dim).
@@ -373,16 +383,17 @@ def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int
         labels: (images,).
         classes: Number of classes.
     """
+    voted = have_votes(nearest).nonzero().flatten()
     wrong, likely, margin = find_disagreement(
-        neighbour_probabilities(nearest, labels, classes), labels
+        neighbour_probabilities(nearest, labels, classes)[voted], labels[voted]
     )
     normalised = F.normalize(features.float(), dim=1)
     means = torch.zeros(classes, normalised.shape[1]).index_add_(0, labels, normalised)
     cosines = normalised @ F.normalize(means, dim=1).T
-    nearer = cosines.gather(1, torch.stack([likely, labels], dim=1))
+    nearer = cosines[voted].gather(1, torch.stack([likely, labels[voted]], dim=1))
     certainty = margin + CENTROID_WEIGHT * (nearer[:, 0] - nearer[:, 1])
     order = certainty.masked_fill(~wrong, -torch.inf).argsort(descending=True, stable=True)
     return [
-        Suspect(index, int(likely[index]), float(margin[index]))
+        Suspect(int(voted[index]), int(likely[index]), float(margin[index]))
         for index in order[: int(wrong.sum())].tolist()
     ]
