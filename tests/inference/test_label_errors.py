@@ -13,6 +13,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
 from vit.inference.label_errors import (
     check,
+    label_indices,
     neighbour_agreement,
     neighbours,
     similar_pairs,
@@ -81,6 +82,27 @@ def test_weights_that_have_learned_the_labels_are_named(tiny_run, tiny_data, tmp
         settings = {"device": "cpu", "workers": 1, "cache": False, "notify": notes.append}
         check(tmp_path / "data", weights=run, **settings)
         assert any("was trained on these labels, errors included" in one for one in notes) is told
+
+
+def test_labels_match_classes_in_other_unicode():
+    assert label_indices(["Hüte", "Hu\u0308te", "cat", "dog"], ["cat", "Hüte"]) == [1, 1, 0, None]
+    both = ["Hu\u0308te", "Hüte"]
+    assert label_indices(both, both) == [0, 1]
+
+
+@pytest.mark.auto_precision
+def test_a_class_of_another_split_leaves_only_its_own_images_out(tiny_run, tiny_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "val", data / "train")
+    first = sorted((data / "train").iterdir())[0]
+    settings = {"device": "cpu", "workers": 1, "cache": False}
+    plain = check(data, weights=tiny_run, **settings)
+    shutil.copytree(first, data / "test" / "hat")
+    notes: list[str] = []
+    found = check(data, weights=tiny_run, notify=notes.append, **settings)
+    count = len([*first.iterdir()])
+    assert any(f"{count} images left out of the search for label errors" in one for one in notes)
+    assert found.neighbour_agreement == pytest.approx(plain.neighbour_agreement)
 
 
 def test_each_pair_of_similar_features_is_listed_once():

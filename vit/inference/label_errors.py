@@ -10,6 +10,7 @@ arXiv:1805.01978, section 3.4.
 
 import dataclasses
 import os
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -173,11 +174,20 @@ def find_label_errors(
     nearest = neighbours(features)
     problems = [*report.problems, *near_duplicates(report, rows, nearest, workers)]
     names = report.listing.classes
-    indices = {name: index for index, name in enumerate(names)}
     if any(len(one.labels) != 1 for one in rows):
         notify("note: label errors are not searched for: images have several labels, or none")
-    elif all(one.labels[0] in indices for one in rows):
-        labels = torch.tensor([indices[one.labels[0]] for one in rows])
+        return dataclasses.replace(report, problems=sort_by_severity(problems))
+    indices = label_indices([one.labels[0] for one in rows], names)
+    known = [place for place, index in enumerate(indices) if index is not None]
+    if len(known) < len(rows):
+        notify(
+            f"note: {plural(len(rows) - len(known), 'image')} left out of the search for label "
+            "errors, of classes that the training images do not have"
+        )
+        rows, features = [rows[place] for place in known], features[known]
+        nearest = neighbours(features) if len(known) > 1 else nearest
+    if len(known) > 1:
+        labels = torch.tensor([index for index in indices if index is not None])
         agreement = neighbour_agreement(nearest, labels, len(names))
         suspected = [
             _label_problem(rows[one.image], names[one.likely], one.margin)
@@ -202,6 +212,16 @@ def find_label_errors(
                 "has not seen it"
             )
     return dataclasses.replace(report, problems=sort_by_severity(problems))
+
+
+def label_indices(labels: Sequence[str], classes: Sequence[str]) -> list[int | None]:
+    """The place of each label in `classes`, as a training matches them; None of unknown ones.
+
+    Names that are equal after Unicode normalisation (NFC) match.
+    """
+    exact = {name: place for place, name in enumerate(classes)}
+    equal = {unicodedata.normalize("NFC", name): place for name, place in exact.items()}
+    return [exact.get(name, equal.get(unicodedata.normalize("NFC", name))) for name in labels]
 
 
 def has_learned(weights: str, root: Path) -> bool:
