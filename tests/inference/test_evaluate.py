@@ -168,6 +168,53 @@ def test_a_table_is_read_with_the_columns_of_the_training(tmp_path):
 FP32 = {"device": "cpu", "precision": "fp32"}
 
 
+def trained_elsewhere(tmp_path, monkeypatch, **settings):
+    """A run that was trained on `photos` in the folder `work`; the working folder is another."""
+    work, run = tmp_path / "work", tmp_path / "runs" / "run"
+    for folder in (work / "photos", run, tmp_path / "here"):
+        folder.mkdir(parents=True)
+    for name in ("bad.csv", "new.csv"):
+        (work / name).write_text("image\n")
+    given = {"data": "photos", "exclude": "bad.csv", "group": "patient", **settings}
+    write_settings(run / "config.yaml", make_config(given), "")
+    record = {"root": str((work / "photos").resolve()), "val": []}
+    (run / "split.json").write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path / "here")
+    return work.resolve(), run
+
+
+def test_settings_of_a_training_hold_in_another_working_folder(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch, corrections="new.csv")
+    notes: list[str] = []
+    found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
+    assert (found.group, notes) == ("patient", [])
+    assert (found.exclude, found.corrections) == (str(work / "bad.csv"), str(work / "new.csv"))
+    monkeypatch.chdir(work)
+    assert with_training_settings(DatasetSpec("photos"), run).exclude == "bad.csv"
+
+
+def test_a_run_folder_in_the_folder_of_the_training_is_enough(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch)
+    (run / "split.json").unlink()
+    assert with_training_settings(DatasetSpec("../work/photos"), run).group is None
+    run = shutil.copytree(run, work / "runs" / "run")
+    found = with_training_settings(DatasetSpec(str(work / "photos")), run)
+    assert (found.group, found.exclude) == ("patient", str(work / "bad.csv"))
+
+
+def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch)
+    shutil.copytree(work / "photos", "photos2")
+    notes: list[str] = []
+    assert with_training_settings(DatasetSpec("photos2"), run, notes.append).group is None
+    (work / "bad.csv").unlink()
+    found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
+    assert (found.group, found.exclude) == ("patient", None)
+    first, second = notes
+    assert "group=patient, exclude=bad.csv on photos, not applied: photos2 is not its data" in first
+    assert "trained with exclude=bad.csv on photos, not applied: the files are not found" in second
+
+
 @pytest.fixture
 def photo_list(data):
     """photos.csv of the 27 images, with the camera and the hour of each; one hour is missing."""

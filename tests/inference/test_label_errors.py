@@ -1,5 +1,6 @@
 """Suspected labels: planted ones are found, and are the first of the list."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
 from vit.inference.label_errors import (
     check,
+    has_learned,
     label_indices,
     neighbour_agreement,
     neighbours,
@@ -82,6 +84,21 @@ def test_weights_that_have_learned_the_labels_are_named(tiny_run, tiny_data, tmp
         settings = {"device": "cpu", "workers": 1, "cache": False, "notify": notes.append}
         check(tmp_path / "data", weights=run, **settings)
         assert any("was trained on these labels, errors included" in one for one in notes) is told
+
+
+def test_a_run_that_was_trained_in_another_working_folder_is_recognised(tmp_path, monkeypatch):
+    data, run, here = (tmp_path / name for name in ("work/photos", "run", "here"))
+    for folder in (data, run, here):
+        folder.mkdir(parents=True)
+    (run / "config.yaml").write_text("data: photos\n")
+    monkeypatch.chdir(here)
+    assert not has_learned(str(run), data)
+    record = {"root": str(data.resolve()), "val": []}
+    (run / "split.json").write_text(json.dumps(record))
+    assert has_learned(str(run), data)
+    assert not has_learned(str(run), here)
+    (run / "split.json").write_text("{")
+    assert not has_learned(str(run), data)
 
 
 def test_labels_match_classes_in_other_unicode():

@@ -443,7 +443,7 @@ def load_samples(
         ConfigError: The labels, or a setting of the data, do not suit the network.
     """
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
-    spec = evaluated_spec(task, run, spec, classes)
+    spec = evaluated_spec(task, run, spec, classes, notify)
     spec = dataclasses.replace(spec, **(label_settings or {}))
 
     def held_out(root: Path, known: Collection[str]) -> list[str]:
@@ -496,10 +496,14 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
 
 
 def evaluated_spec(
-    task: Task, run: Path | None, spec: DatasetSpec, classes: tuple[str, ...]
+    task: Task,
+    run: Path | None,
+    spec: DatasetSpec,
+    classes: tuple[str, ...],
+    notify: Notify = lambda _note: None,
 ) -> DatasetSpec:
     """What `load_samples` reads, with the settings of the training in run folder `run`."""
-    spec = with_training_settings(task.eval_spec(spec, classes), run)
+    spec = with_training_settings(task.eval_spec(spec, classes), run, notify)
     return dataclasses.replace(spec, split=spec.split or "val")
 
 
@@ -534,30 +538,97 @@ def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[st
     return found
 
 
-def with_training_settings(spec: DatasetSpec, run: Path | None) -> DatasetSpec:
+def with_training_settings(
+    spec: DatasetSpec, run: Path | None, notify: Notify = lambda _note: None
+) -> DatasetSpec:
     """`spec` with the dataset settings of the training in run folder `run` where it has none.
 
     The image folder, whether images may lie outside of it, and images that were left out or labels
-    that were corrected, are taken for the same data only.
+    that were corrected, are taken for the same data only; `notify` is called with a note about
+    settings that are not.
     """
     if run is None or not has_stored_config(run):
         return spec
     data = stored_config(run).data
-    own = os.path.realpath(data.data) == os.path.realpath(spec.data)
-    if not own and not is_list(spec.data):
-        return spec
-    return dataclasses.replace(
-        spec,
-        images=spec.images or (data.images if own else None),
-        image_column=spec.image_column or data.image_column,
-        label_column=spec.label_column or data.label_column,
-        caption_column=spec.caption_column or data.caption_column,
-        allow_outside=spec.allow_outside or (own and data.allow_outside),
-        group=spec.group or (data.group if own else None),
-        exclude=data.exclude if own else None,
-        corrections=data.corrections if own else None,
-        label_list=data.labels if own else None,
-    )
+    folders = training_folders(run, data.data)
+    target = os.path.realpath(spec.data)
+    start = next((one for one in folders if os.path.realpath(one / data.data) == target), None)
+    own = start is not None or is_split_root(run, data.data, spec.data)
+    found = spec
+    if own or is_list(spec.data):
+        places = folders if os.path.isabs(data.data) else [] if start is None else [start]
+
+        def located(path: str | None) -> str | None:
+            if path is None or not own or os.path.isabs(path):
+                return path if own else None
+            there = next((one / path for one in places if (one / path).exists()), None)
+            if there is not None:
+                return os.fspath(there)
+            return path if start == Path() else None  # in the working folder: reading it says why
+
+        found = dataclasses.replace(
+            spec,
+            images=spec.images or located(data.images),
+            image_column=spec.image_column or data.image_column,
+            label_column=spec.label_column or data.label_column,
+            caption_column=spec.caption_column or data.caption_column,
+            allow_outside=spec.allow_outside or (own and data.allow_outside),
+            group=spec.group or (data.group if own else None),
+            exclude=located(data.exclude),
+            corrections=located(data.corrections),
+            label_list=located(data.labels),
+        )
+    applied = {**vars(found), "labels": found.label_list}
+    columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
+    missing = [
+        f"{name}={printable(value)}"
+        for name in ("group", "exclude", "corrections", "labels", *columns, *(["images"] * own))
+        if (value := getattr(data, name)) is not None and applied[name] is None
+    ]
+    if missing:
+        why = "the files are not found here" if own else f"{printable(spec.data)} is not its data"
+        notify(
+            f"note: {printable(run)} was trained with {', '.join(missing)} on "
+            f"{printable(data.data)}, not applied: {why}; if it should be, start in the folder in "
+            "which it was trained"
+        )
+    return found
+
+
+def training_folders(run: Path, data: str) -> list[Path]:
+    """Folders that paths in the settings of a run may be relative to, the working folder first.
+
+    A training stores paths as they were given, maybe in another working folder. That is often one
+    above the run folder, or above `data`, whose folder split.json has in full.
+
+    Args:
+        run: The run folder.
+        data: DATA in its settings.
+
+    Raises:
+        RunError: split.json of the run is damaged.
+    """
+    record = read_split(run)
+    above: list[Path] = []
+    if record is not None and not os.path.isabs(data):
+        for one in (record.root, *record.root.parents):
+            target = (one / data).resolve()
+            if record.root in (target, target.parent):
+                above.append(one)
+    named = Path(data).name not in ("", "..")  # else any folder above the run would fit
+    return [Path(), *above, *(run.resolve().parents if named else ())]
+
+
+def is_split_root(run: Path, stored: str, data: str) -> bool:
+    """Whether `data` has the name of `stored`, DATA of the run, and the folder in its split.json.
+
+    Raises:
+        RunError: split.json of the run is damaged.
+    """
+    record, target = read_split(run), Path(data).resolve()
+    if record is None or target.name != Path(stored).name:
+        return False
+    return record.root == (target if target.is_dir() else target.parent)
 
 
 def held_out_images(
