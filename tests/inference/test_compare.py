@@ -13,6 +13,7 @@ from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError, DataError
+from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import AllPairs
 from vit.inference.compare import Answer, SharedAnswers, compare, compare_runs
 from vit.inference.evaluate import evaluate
@@ -237,6 +238,27 @@ def test_all_pairs_take_one_pass_over_the_answers():
     assert len(pairs) == 28
     assert pairs[0, 1].only_a_right == 1
     assert Counted.reads == 2 * 8 * 2
+
+
+def test_intervals_of_map_are_computed_once_for_each_run(monkeypatch):
+    counted = []
+
+    def count(*arguments):
+        counted.append(arguments)
+        return map_interval(*arguments)
+
+    for module in ("inference.compare", "evaluation.paired_map"):
+        monkeypatch.setattr(f"vit.{module}.map_interval", count)
+    draw = torch.Generator().manual_seed(0)
+    targets = (torch.rand(40, 3, generator=draw) < 0.4).to(torch.uint8)
+    scores = [torch.rand(40, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
+    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0) for place in range(40)}
+    answers = SharedAnswers([*found], [found] * 4, [], scores, targets)
+    pairs = AllPairs.of(answers.right, answers.compared).pairs
+    assert (len(pairs), len(counted)) == (6, 4)
+    expected = tuple(map_interval(scores[place], targets) for place in (1, 3))
+    assert pairs[1, 3].intervals == expected
+    assert None not in expected
 
 
 def test_the_json_of_two_runs_has_the_keys_of_the_contract(tiny_run, other_run, tiny_data):

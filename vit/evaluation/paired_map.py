@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vit.evaluation.bootstrap_intervals import jackknife_weights
+from vit.evaluation.bootstrap_intervals import Interval, jackknife_weights
 from vit.evaluation.image_groups import (
     FEWEST_DEGREES,
     MIN_GROUPS,
@@ -55,7 +55,7 @@ class PairedMap(PairedComparison):
     """
 
     maps: tuple[float, float]
-    intervals: tuple[list[float] | None, list[float] | None]
+    intervals: tuple[Interval, Interval]
     error: float
     degrees: float
 
@@ -69,6 +69,8 @@ class PairedMap(PairedComparison):
         targets: Tensor,
         right: tuple[Tensor, Tensor],
         groups: Tensor | None = None,
+        *,
+        intervals: tuple[Interval, Interval] | None = None,
     ) -> "PairedMap":
         """From the probabilities of both.
 
@@ -77,6 +79,7 @@ class PairedMap(PairedComparison):
             targets: 1 where an image has a class, (images, classes).
             right: Whether each answer has all classes right, (images,) both.
             groups: The group of each image, (images,); None of independent ones.
+            intervals: `map_interval` of both, if they are known.
         """
         counts = vars(PairedComparison.of(*right))
         if groups is not None:
@@ -94,7 +97,8 @@ class PairedMap(PairedComparison):
         return PairedMap(
             **counts,
             maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
-            intervals=(map_interval(a, targets, groups), map_interval(b, targets, groups)),
+            intervals=intervals
+            or (map_interval(a, targets, groups), map_interval(b, targets, groups)),
             error=math.sqrt(squares * (parts - 1) / parts),
             degrees=max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES),
         )
