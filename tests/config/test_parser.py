@@ -87,14 +87,6 @@ def test_the_written_file_gives_the_same_config(tmp_path):
             {"epochs": 2, "warmup_epochs": 2},
             "must be less than epochs=2; lower it, such as --warmup-epochs 0",
         ),
-        (
-            {"epochs": 2, "schedule": "wsd", "cooldown_epochs": 3},
-            "cooldown_epochs=3.0: is more than epochs=2; lower it",
-        ),
-        (
-            {"epochs": 2, "start_image_size": 32, "growth_epochs": 2.5},
-            "growth_epochs=2.5: is more than epochs=2; lower it",
-        ),
         ({"min_lr": 1}, "is more than lr"),
         ({"batch_size": 10, "accumulate": 3}, "does not divide batch_size=10"),
         ({"batch_size": "auto", "accumulate": 2}, "accumulate is given twice"),

@@ -202,6 +202,17 @@ def test_a_run_folder_in_the_folder_of_the_training_is_enough(tmp_path, monkeypa
     assert (found.group, found.exclude) == ("patient", str(work / "bad.csv"))
 
 
+def test_another_folder_of_the_same_name_is_not_the_data_of_a_run(tmp_path, monkeypatch):
+    _, run = trained_elsewhere(tmp_path, monkeypatch, allow_outside=True)
+    other = tmp_path / "photos"  # beside the folder of the run
+    other.mkdir()
+    (tmp_path / "bad.csv").write_text("image\n")
+    notes: list[str] = []
+    found = with_training_settings(DatasetSpec(str(other)), run, notes.append)
+    assert found == DatasetSpec(str(other))
+    assert "group=patient, exclude=bad.csv on photos, not applied" in notes[0]
+
+
 def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeypatch):
     work, run = trained_elsewhere(tmp_path, monkeypatch)
     shutil.copytree(work / "photos", "photos2")
@@ -211,7 +222,8 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
     assert (found.group, found.exclude) == ("patient", None)
     first, second = notes
-    assert "group=patient, exclude=bad.csv on photos, not applied: photos2 is not its data" in first
+    assert "group=patient on photos, not applied: photos2 is not its data; if it should be" in first
+    assert first.endswith("give it again")  # and nothing of lists that name other images
     assert "trained with exclude=bad.csv on photos, not applied: the files are not found" in second
 
 

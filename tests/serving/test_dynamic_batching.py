@@ -49,6 +49,21 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
     ]
 
 
+def test_a_request_that_ends_as_it_is_admitted_returns_its_pixels():
+    async def main() -> int:
+        gate = PixelGate(100)
+        await gate.enter(100)
+        waiting = asyncio.create_task(gate.enter(60))
+        await asyncio.sleep(0)
+        gate.leave(100)  # which admits it
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        return gate.held
+
+    assert asyncio.run(main()) == 0
+
+
 class Network:
     """A model whose outputs are its images in capitals; `wrong` ones make it raise."""
 

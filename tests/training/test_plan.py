@@ -529,6 +529,7 @@ def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
         ({"epochs": 60}, 3),
         ({}, 3),
         ({"epochs": 5, "warmup_epochs": 2}, 2),
+        ({"epochs": 15, "steps": 100}, 1.5),
     ],
 )
 def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, flags, warmup):
@@ -560,13 +561,18 @@ cooldown_steps: [10]
 @pytest.mark.parametrize(
     ("flags", "settings", "note"),
     [
-        ({"steps": 20}, (0.2, 1, 1.5, ()), "the file has them for 40 steps, and --steps is 20"),
+        (
+            {"steps": 20},
+            (0.2, 1, 1.5, ()),
+            "the file has them for 40 steps, and this training has 20",
+        ),
         (
             {"epochs": 2, "steps": None, "growth_epochs": 1.8},
             (0.2, 1.8, 1.5, ()),
-            "cooldown_epochs=1.5 instead of 3: the file has them for 4 epochs, and --epochs is 2",
+            "without cooldown_steps: the file has them for 4 epochs, and --epochs is 2",
         ),
-        ({"steps": 80}, (0.4, 2, 3, ()), None),
+        ({"steps": 80}, (0.4, 2, 3, ()), "for 40 steps, and this training has 80"),
+        ({"steps": 20, "epoch_steps": 5}, (0.4, 2, 3, (10,)), None),
         ({"steps": 40}, (0.4, 2, 3, (10,)), None),
     ],
 )

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from vit.config.parser import make_config
 from vit.data.dataset_types import Sample, Splits
 from vit.model.blocks import DropPath
-from vit.training.setup import make_training, steps_line
+from vit.training.setup import make_training, schedule_warnings, steps_line
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_steps_of_a_probe_are_not_counted(settings, steps, line):
 # torch's compiler looks at the gradient of a block's input; in a process that does not raise
 # warnings nothing is seen of it
 NON_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
+
+
+def test_durations_beyond_the_end_of_a_run_are_warned_of():
+    settings = {"data": "photos", "epochs": 5, "schedule": "wsd", "start_image_size": 112}
+    assert schedule_warnings(make_config({**settings, "cooldown_epochs": 5})) == []
+    assert schedule_warnings(
+        make_config({**settings, "cooldown_epochs": 20, "growth_epochs": 5.5})
+    ) == [
+        "warning: growth_epochs=5.5 is more than epochs=5: images never reach image_size",
+        "warning: cooldown_epochs=20 is more than epochs=5: the learning rate never reaches lr",
+    ]
 
 
 @pytest.mark.slow

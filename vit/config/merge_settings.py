@@ -198,39 +198,42 @@ def _scaled_schedule(
 
     Chosen ones stay as they are. What a time settled in the cooldown holds for its length alone.
     """
-    length, of = _lengths(values, chosen)
-    if length is None or of is None or length == of:
+    share, lengths = _share_of_length(values, chosen)
+    if share == 1:
         return {}
     settled = {name: () for name in ("cooldown_shares", "cooldown_steps") if values.get(name)}
     scaled = {
-        name: round(values[name] * length / of, 4)
+        name: round(values[name] * share, 4)
         for name in ("warmup_epochs", "growth_epochs", "cooldown_epochs")
-        if length < of and values.get(name) and name not in chosen
+        if share < 1 and values.get(name) and name not in chosen
     }
-    if scaled:
-        each = [f"{name}={value:g} instead of {values[name]:g}" for name, value in scaled.items()]
-        unit = "steps" if _in_steps(values, chosen) else "epochs"
-        notify(
-            f"note: {', '.join(each)}: the file has {'it' if len(each) == 1 else 'them'} for "
-            f"{of:,g} {unit}, and --{unit} is {length:,}"
-        )
+    changes = [f"{name}={value:g} instead of {values[name]:g}" for name, value in scaled.items()]
+    changes += [f"without {name}" for name in settled]
+    if changes:
+        them = "it" if len(changes) == 1 else "them"
+        notify(f"note: {', '.join(changes)}: the file has {them} for {lengths}")
     return {**settled, **scaled}
 
 
-def _lengths(
-    values: Mapping[str, Any], chosen: Mapping[str, Any]
-) -> tuple[int | None, float | None]:
-    """The chosen length of a training and that of a file, in steps or epochs; None if unknown."""
-    if _in_steps(values, chosen):
-        return chosen["steps"], values["steps"]
-    epochs, steps = values.get("epochs", all_settings()["epochs"].default), values.get("steps")
-    if chosen.get("steps", steps) is not None or (chosen.get("epochs") or 0) <= 0:
-        return None, None
-    if steps is not None and values.get("epoch_steps"):
-        epochs = steps / values["epoch_steps"]
-    return chosen["epochs"], epochs
+def _share_of_length(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[float, str]:
+    """The length of a training by that of a file, and both in words; 1 where it is not known."""
 
+    def value(name: str, settings: Mapping[str, Any]) -> Any:
+        return settings.get(name, all_settings()[name].default)
 
-def _in_steps(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
-    """Whether both lengths are numbers of steps."""
-    return values.get("steps") is not None and chosen.get("steps") is not None
+    steps, each = values.get("steps"), values.get("epoch_steps")
+    if steps is None or chosen.get("steps", steps) is None:  # in epochs
+        epochs = value("epochs", values) if steps is None or not each else steps / each
+        if (chosen.get("epochs") or 0) <= 0 or epochs <= 0:
+            return 1.0, ""
+        words = f"{epochs:,g} epochs, and --epochs is {chosen['epochs']:,}"
+        return chosen["epochs"] / epochs, words
+    both = {**values, **chosen}
+    if (each is None) != (both.get("epoch_steps") is None) or both["steps"] <= 0:
+        return 1.0, ""
+    if each is None:  # an epoch is a pass over the images
+        factor = value("batch_size", both) / value("batch_size", values)
+    else:
+        factor = each / both["epoch_steps"]
+    words = f"{steps:,} steps, and this training has {both['steps']:,}"
+    return both["steps"] * factor / steps, words

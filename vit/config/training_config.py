@@ -141,10 +141,6 @@ class TrainingConfig(Section):
             self.check_above(0, "growth_epochs")
             if self.start_image_size is None:
                 self.refuse("growth_epochs", "nothing grows: give start_image_size")
-        if self.time is None and self.steps is None:  # else epochs are not the length
-            for name in ("cooldown_epochs", "growth_epochs"):
-                if (getattr(self, name) or 0) > self.epochs:
-                    self.refuse(name, f"is more than epochs={self.epochs}; lower it")
         if self.warmup_epochs is not None:
             self.check_at_least(0, "warmup_epochs")
             if self.time is None and self.warmup_epochs >= self.epochs:

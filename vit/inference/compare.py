@@ -369,8 +369,8 @@ def _check_same_labels(
     if different:
         raise DataError(
             f"{printable(spec.data)}: {different:,} of {plural(len(paths), 'image')} have other "
-            "labels for one run than for another, by --corrections or --labels of the trainings; "
-            "write the right labels to one list and give that as the data"
+            "labels for one run than for another, by --corrections, --labels or --label-column of "
+            "the trainings; write the right labels to one list and give that as the data"
         )
 
 

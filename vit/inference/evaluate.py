@@ -580,17 +580,19 @@ def with_training_settings(
         )
     applied = {**vars(found), "labels": found.label_list}
     columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
+    files = ("exclude", "corrections", "labels")
+    named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use
     missing = [
         f"{name}={printable(value)}"
-        for name in ("group", "exclude", "corrections", "labels", *columns, *(["images"] * own))
+        for name in ("group", *(files if named else ()), *columns, *(["images"] * own))
         if (value := getattr(data, name)) is not None and applied[name] is None
     ]
     if missing:
         why = "the files are not found here" if own else f"{printable(spec.data)} is not its data"
+        remedy = "start in the folder in which it was trained" if named else "give it again"
         notify(
             f"note: {printable(run)} was trained with {', '.join(missing)} on "
-            f"{printable(data.data)}, not applied: {why}; if it should be, start in the folder in "
-            "which it was trained"
+            f"{printable(data.data)}, not applied: {why}; if it should be, {remedy}"
         )
     return found
 
@@ -615,6 +617,8 @@ def training_folders(run: Path, data: str) -> list[Path]:
             target = (one / data).resolve()
             if record.root in (target, target.parent):
                 above.append(one)
+    if record is not None and record.root.exists():  # another folder of that name is not its data
+        return [Path(), *above, *(run.resolve().parents if os.path.isabs(data) else ())]
     named = Path(data).name not in ("", "..")  # else any folder above the run would fit
     return [Path(), *above, *(run.resolve().parents if named else ())]
 

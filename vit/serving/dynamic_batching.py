@@ -82,7 +82,12 @@ class PixelGate:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((pixels, turn))
         self._admit()
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was admitted before it could notice
+                self.leave(pixels)
+            raise
 
     def leave(self, pixels: int) -> None:
         """Return `pixels`."""

@@ -216,6 +216,21 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
         f"{steps_line(config, splits, total_steps)}",
         *run.task.notes(config, splits),
         *repeats_note(config),
+        *schedule_warnings(config),
+    ]
+
+
+def schedule_warnings(config: Config) -> list[str]:
+    """Log lines about durations that are longer than the run."""
+    training = config.training
+    effects = {
+        "growth_epochs": "images never reach image_size",
+        "cooldown_epochs": "the learning rate never reaches lr",
+    }
+    return [
+        f"warning: {name}={epochs:g} is more than epochs={training.epochs}: {effect}"
+        for name, effect in effects.items()
+        if (epochs := getattr(training, name)) is not None and epochs > training.epochs
     ]
 
 

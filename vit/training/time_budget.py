@@ -67,6 +67,8 @@ LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # In the last epoch the number of steps is corrected until half of those that remain are fewer.
 FEWEST_STEPS = 4
+# With more sizes of images than these, only the first and the last are compiled ahead.
+MOST_COMPILED = 8
 # A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
 USEFUL_STEPS = 20
 # Settings in epochs: whoever gives one thinks of passes over the images.
@@ -431,7 +433,8 @@ def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
     whole = run.config
     full, patch = whole.model.image_size, whole.model.patch_size
     if (start := whole.training.start_image_size) is not None:
-        for side in (*range(start, full, patch), full):
+        between = range(start + patch, full, patch)  # many are not reached: an epoch has one size
+        for side in (start, *(between if len(between) < MOST_COMPILED else ()), full):
             run.config = with_training(whole, start_image_size=side)
             make_steps(run, splits.train, [run.step])
     else:
