@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.archives import relative
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
     CheckReport,
@@ -32,6 +31,7 @@ from vit.data.checks.duplicates import near_duplicate_problem
 from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
+from vit.data.sources.label_review import review_names
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.confident_learning import (
     MIN_AGREEMENT,
@@ -294,8 +294,9 @@ def write_suspects(report: CheckReport, path: str) -> int:
         VitError: The file cannot be written.
     """
     columns = ("image", "label", "likely")
+    names = review_names([one.path for one in report.listing.images], report.listing.root)
     rows = [
-        (relative(problem.images[0], report.listing.root), *problem.labels)
+        (names[problem.images[0]], *problem.labels)
         for problem in report.problems
         if problem.kind == "suspected_label"
     ]

@@ -1,6 +1,7 @@
 """Labels of a list, images that a review leaves out, and labels that it corrects."""
 
 import dataclasses
+import tarfile
 
 import pytest
 from PIL import Image
@@ -8,9 +9,11 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import csv_row
+from vit.output.review_list import write_review_list
 from vit.text import csv_text
 
 
@@ -284,3 +287,57 @@ def label_list_with_splits(folder, *rows):
     path = folder / "labels.csv"
     path.write_text("\n".join(["image,label,split", *rows]) + "\n")
     return str(path)
+
+
+@pytest.fixture
+def shards(data, tmp_path):
+    """The same images in a shard of each split, in which train and val have equal names."""
+    (tmp_path / "shards").mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / "shards" / f"{split}-000000.tar", "w") as shard:
+            shard.add(data / split, arcname="")
+    return tmp_path / "shards"
+
+
+def test_a_name_of_two_images_is_refused_and_their_paths_are_not(shards, tmp_path):
+    index = read_source(DatasetSpec(str(shards)))
+    paths = {split: records[0].path for split, records in index.splits.items()}
+    assert relative(paths["train"], index.root) == relative(paths["val"], index.root)
+    listed = tmp_path / "list.csv"
+    listed.write_text("image,label\ncat/0.png,dog\n")
+    for setting in ("exclude", "corrections", "label_list"):
+        with pytest.raises(DataError, match=r"cat/0.png is the name of several images"):
+            read_source(DatasetSpec(str(shards), **{setting: str(listed)}))
+    everything = [one.path for records in index.splits.values() for one in records]
+    names = review_names(everything, index.root)
+    write_review_list(str(listed), ("image", "label"), [(names[paths["train"]], "dog")])
+    before, _ = labels(DatasetSpec(str(shards)))
+    after, notes = labels(DatasetSpec(str(shards), corrections=str(listed)))
+    assert after == {**before, ("train", "cat/0.png"): "dog"}
+    assert notes[-1].endswith("1 image read, 1 label corrected")
+
+
+def test_names_that_are_unique_are_those_of_review_lists(data):
+    index = read_source(DatasetSpec(str(data)))
+    paths = [one.path for records in index.splits.values() for one in records]
+    assert review_names(paths, index.root)[paths[0]] == "train/cat/0.png"
+
+
+@pytest.mark.parametrize("setting", ["corrections", "label_list"])
+def test_two_spellings_of_an_image_may_not_contradict_each_other(data, tmp_path, setting):
+    listed = tmp_path / "list.csv"
+    listed.write_text(f"image,label\ntrain/cat/1.png,cat\n{data}/train/cat/1.png,dog\n")
+    with pytest.raises(DataError, match=r"lines 2 and 3: .* are one image, with other values"):
+        read_source(DatasetSpec(str(data), **{setting: str(listed)}))
+    listed.write_text(f"image,label\ntrain/cat/1.png,dog\n{data}/train/cat/1.png,dog\n")
+    assert read_source(DatasetSpec(str(data), **{setting: str(listed)})).splits
+
+
+def test_a_correction_to_a_class_that_a_split_lacks_holds_when_it_is_evaluated(data, tmp_path):
+    (data / "train" / "fox").mkdir()
+    Image.new("RGB", (4, 4)).save(data / "train" / "fox" / "0.png")
+    listed = tmp_path / "list.csv"
+    listed.write_text("image,label\nval/cat/1.png,fox\n")
+    spec = DatasetSpec(str(data), corrections=str(listed))
+    assert labels(spec)[0]["val", "cat/1.png"] == "fox"
+    assert labels(dataclasses.replace(spec, split="val"))[0]["val", "cat/1.png"] == "fox"

@@ -14,8 +14,10 @@ apostrophe before names that would be formulas, and escapes for control characte
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from vit.config.parser import nearest
 from vit.data.archives import relative
@@ -136,7 +138,7 @@ def read_labels(
         contents.check_single()
     find = _finder(index)
     places = {image: find(image) for image in contents.entries}
-    found = {place: contents.entries[image] for image, place in places.items() if place is not None}
+    found = _by_place(places, contents.entries, path)
     lacking = [image for image, place in places.items() if place is None]
     if not found:
         raise DataError(
@@ -176,7 +178,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         if not spec.labels:
             raise ConfigError("corrections: these data have no labels; leave it out")
         fixed, note = _matched(spec.corrections, spec, find, "corrections", labels=True)
-        fixed = _checked_labels(fixed, index, spec.corrections)
+        fixed = _checked_labels(fixed, index, spec)
         changed = 0
 
         def correct(record: ImageRecord) -> ImageRecord:
@@ -204,7 +206,7 @@ def _matched(
     columns = DatasetSpec(path, allow_outside=True, labels=labels, multilabel=spec.multilabel)
     entries = read_list(path, columns, []).entries
     places = {name: find(name) for name in entries}
-    found = {place: entries[name] for name, place in places.items() if place is not None}
+    found = _by_place(places, entries, path)
     lacking = [name for name, place in places.items() if place is None]
     if not found and spec.split is None:
         raise DataError(
@@ -215,17 +217,68 @@ def _matched(
     return found, f"{printable(path)}: {plural(len(found), 'image')}{more}"
 
 
+def _by_place(
+    places: Mapping[str, str | None], entries: Mapping[str, Entry], path: str
+) -> dict[str, Entry]:
+    """The entries of a list by the path of the image, which may have several names.
+
+    Raises:
+        DataError: Two lines name an image differently and contradict each other.
+    """
+    found: dict[str, tuple[str, Entry]] = {}
+    for name, place in places.items():
+        if place is None:
+            continue
+        entry = entries[name]
+        other, earlier = found.setdefault(place, (name, entry))
+        if (set(earlier.labels), earlier.split, earlier.group) != (
+            set(entry.labels),
+            entry.split,
+            entry.group,
+        ):
+            raise DataError(
+                f"{printable(path)}, lines {earlier.line} and {entry.line}: {printable(other)} and "
+                f"{printable(name)} are one image, with other values; leave one of the lines out"
+            )
+    return {place: entry for place, (_, entry) in found.items()}
+
+
+def review_names(paths: Collection[str], root: Path) -> dict[str, str]:
+    """The names of images in a list that a person edits: relative to `root` where that is unique.
+
+    Images in shards of several splits may have equal names inside them, and then keep their paths.
+    """
+    names = {path: relative(path, root) for path in paths}
+    counts = Counter(names.values())
+    return {path: name if counts[name] == 1 else path for path, name in names.items()}
+
+
 def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
-    """The path of the image that a name in a list means."""
+    """The path of the image that a name in a list means.
+
+    Raises:
+        DataError: When called with a name that several images have.
+    """
     every = itertools.chain(*index.splits.values(), index.unlabelled)
     paths = [record.path for record in every]
-    by_name = {relative(path, index.root): path for path in paths}
+    by_name: dict[str, str] = {}
+    ambiguous: dict[str, tuple[str, str]] = {}
+    for path in paths:
+        name = relative(path, index.root)
+        if (other := by_name.setdefault(name, path)) != path:
+            ambiguous.setdefault(name, (other, path))
     # a list is read with slashes for backslashes, those of escapes too
     named = [*by_name.items(), *zip(paths, paths, strict=True)]
     by_cell = {csv_text(name).replace("\\", "/"): path for name, path in named}
     real: dict[str, str] = {}
 
     def find(name: str) -> str | None:
+        if name in ambiguous:
+            one, two = map(printable, ambiguous[name])
+            raise DataError(
+                f"{printable(name)} is the name of several images, such as {one} and {two}: give "
+                "their whole paths"
+            )
         if name in by_name:
             return by_name[name]
         if not real:
@@ -236,8 +289,12 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
     return find
 
 
-def _checked_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> dict[str, Entry]:
+def _checked_labels(
+    fixed: dict[str, Entry], index: DatasetIndex, spec: DatasetSpec
+) -> dict[str, Entry]:
     """The corrections with names of classes as the data have them.
+
+    One split may lack a class of the others: its corrections are those that a training checked.
 
     Raises:
         DataError: A correction has a class that is not in the data, or several.
@@ -247,7 +304,7 @@ def _checked_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> 
     by_cell = {csv_text(label): label for label in known} | {label: label for label in known}
     checked = {}
     for image, entry in fixed.items():
-        where = f"{printable(path)}, line {entry.line}"
+        where = f"{printable(spec.corrections or '')}, line {entry.line}"
         labels = entry.labels
         if len(labels) != 1 and not index.multilabel:
             # a class whose name has the separator of several
@@ -256,10 +313,10 @@ def _checked_labels(fixed: dict[str, Entry], index: DatasetIndex, path: str) -> 
                 raise DataError(f"{where}: {len(labels)} classes; an image has one here")
             labels = (whole[0],)
         for label in labels:
-            if label not in by_cell:
+            if label not in by_cell and spec.split is None:
                 raise DataError(
                     f"{where}: no image of the data is labelled {printable(label)}"
                     f"{nearest(label, known)}"
                 )
-        checked[image] = entry._replace(labels=tuple(by_cell[label] for label in labels))
+        checked[image] = entry._replace(labels=tuple(by_cell.get(label, label) for label in labels))
     return checked
