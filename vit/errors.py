@@ -6,6 +6,8 @@ from vit.text import printable
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError where a disk or its quota is full."""
+REFUSED_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EROFS, errno.EIO)
+"""Numbers of an OSError where the system, or its disk, refuses a path that a user named."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,7 @@
-"""Progress off a terminal: plain lines on standard error."""
+"""Progress off a terminal and errors of the system: plain lines on standard error."""
+
+import errno
+import os
 
 import pytest
 
@@ -28,3 +31,15 @@ def test_long_commands_print_lines(tiny_run, tiny_data, tmp_path, monkeypatch, c
         main(["data", str(tiny_data / "val"), "--to", "shards", "--out", str(tmp_path / "x")]) == 0
     )
     assert "vit data: 2 of 27 images, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["data", "--to", "folder", "--out"], ["train", "--precision", "fp32", "--out"]]
+)
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path, capsys, words):
+    command, *flags = words
+    name = "x" * 300
+    assert main([command, name, *flags, str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.endswith(f"{name}: {os.strerror(errno.ENAMETOOLONG)}\n")

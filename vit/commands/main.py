@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.config.parser import nearest
 from vit.cpu_cores import limit_active_waiting
-from vit.errors import DISK_FULL, VitError
+from vit.errors import DISK_FULL, REFUSED_PATH, VitError
 from vit.memory_allocator import keep_freed_memory
 from vit.text import printable
 
@@ -79,13 +79,16 @@ def console(*first: str) -> None:
 
 
 def _end_output(name: str, error: OSError) -> int:
-    """Return the exit code where the output has lost its reader, or is full.
+    """Return the exit code where the output has lost its reader, or is full, or a path is refused.
 
-    Standard output is redirected, so that Python's final flush does not fail.
+    Without its output, standard output is redirected, so that Python's final flush does not fail.
 
     Raises:
         OSError: It is another one.
     """
+    if error.errno in REFUSED_PATH and error.filename is not None:
+        print(f"{name}: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
+        return VitError.exit_code
     if not isinstance(error, BrokenPipeError):
         if error.errno not in DISK_FULL:
             raise error

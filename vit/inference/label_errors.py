@@ -294,12 +294,10 @@ def write_suspects(report: CheckReport, path: str) -> int:
         VitError: The file cannot be written.
     """
     columns = ("image", "label", "likely")
-    names = review_names([one.path for one in report.listing.images], report.listing.root)
-    rows = [
-        (names[problem.images[0]], *problem.labels)
-        for problem in report.problems
-        if problem.kind == "suspected_label"
-    ]
+    suspected = [one for one in report.problems if one.kind == "suspected_label"]
+    paths = {one.path for one in report.listing.images} | {one.images[0] for one in suspected}
+    names = review_names(paths, report.listing.root)
+    rows = [(names[problem.images[0]], *problem.labels) for problem in suspected]
     write_review_list(path, columns, rows)
     return len(rows)
 
