@@ -25,6 +25,7 @@ from vit.data.image_io import (
     count_scans,
     decode_jpeg,
     file_fingerprint,
+    read_header,
     read_image,
     read_intensities,
     read_pixels,
@@ -133,6 +134,8 @@ def test_exif_orientation_is_applied(write, orientation, kind, settings):
     stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](CORNERS)))
     path = write(encoded(stored, kind, exif=exif(orientation), **settings))
     assert_shows(path, CORNERS, 12)
+    header = read_header(path)
+    assert (header.width, header.height) == read_image(path).size
 
 
 @pytest.mark.parametrize("tags", [b"", b"Exif\0\0", b"Exif\0\0garbage" * 9, exif(0), exif(99)])

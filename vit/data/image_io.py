@@ -230,6 +230,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
         rotated, deep = transpose is not None, is_deep(image)
         size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
+        if image.format == "TIFF" and transpose in SWAPS_SIDES:  # Pillow may have swapped them
+            width, height = (int(image.getexif()[tag]) for tag in (256, 257))
+            size = height, width
         return Header(image.format or "", image.mode, rotated, alpha, deep, *size)
 
 

@@ -355,6 +355,16 @@ def test_a_column_splits_in_any_case(write):
         opened(bad)
 
 
+def test_a_folder_beside_the_images_that_cannot_be_listed_is_no_error(write, images, monkeypatch):
+    def images_of(_walk, folder):
+        raise DataError(f"{folder}/private: cannot be listed (Permission denied)")
+
+    monkeypatch.setattr("vit.data.sources.list_files.FolderWalker.images", images_of)
+    splits = opened(write(table(ROWS[:8] + ROWS[10:18])))
+    assert len(splits.train) + len(splits.val) == 16
+    assert not noted(splits, "no line of a list names")
+
+
 def test_lists_of_a_folder_split(write, images):
     write(table(ROWS[:8] + ROWS[10:18]), "train.csv")
     write(records(ROWS[8:9] + ROWS[18:19]), "val.jsonl")

@@ -13,6 +13,7 @@ Lists of captions:
     DATA/captions.txt, or that file itself                 one list
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -302,8 +303,10 @@ def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) ->
     extra = []
     for folder in dict.fromkeys(folders):
         if os.path.isdir(folder):
-            found = walk.images(folder)
-            extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
+            # only for a note, so that a folder beside the images need not be readable
+            with contextlib.suppress(DataError):
+                found = walk.images(folder)
+                extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
     if not extra:
         return []
     names = join_names([walk.relative_name(path) for path in extra], 3)
