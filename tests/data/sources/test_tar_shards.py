@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vit.commands.main import main
 from vit.data import archives
@@ -20,7 +21,7 @@ from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_eval_split, open_splits
+from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
 from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError, RunError
@@ -239,6 +240,16 @@ def test_a_tar_beside_class_folders_is_ignored(make_tree):
     pack(root / "backup.tar", {"c/1.jpg": b"x"})
     assert not is_shards(str(root))
     assert open_data(root).classes == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["photos.tar", "photos.tar.gz"])
+def test_an_archive_beside_the_images_unpacked_from_it_is_ignored(tmp_path, name):
+    for number in range(3):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.jpg")
+    pack(tmp_path / name, {"0.jpg": b"x"})
+    assert not is_shards(str(tmp_path))
+    index = read_source(DatasetSpec(str(tmp_path), labels=False))
+    assert sum(map(len, index.splits.values())) == 3
 
 
 def test_predict_reads_all_images_of_a_shard(pair):

@@ -100,11 +100,15 @@ def shard_files(data: str) -> list[str]:
 def _shards_in_folder(folder: str) -> list[str]:
     """The tars of a folder without subfolders, or of its split folders.
 
-    A tar beside class folders is taken for a copy of them, not for a shard.
+    A tar beside class folders, or beside more images than tars, is taken for a copy of them, not
+    for a shard.
     """
     names = _subfolders(folder)
     if not names:
-        return _check_uncompressed(folder, _tars(folder))
+        tars = _tars(folder)
+        if tars and _count_images(folder) > len(tars):
+            return []
+        return _check_uncompressed(folder, tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
     if "train" not in names or any(_subfolders(path) for path in split_folders):
         return []
@@ -129,6 +133,11 @@ def _subfolders(folder: str) -> list[str]:
             return [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
     except OSError as error:
         raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+
+
+def _count_images(folder: str) -> int:
+    """Files of `folder` with the suffix of an image."""
+    return sum(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in os.listdir(folder))
 
 
 def _tars(folder: str) -> list[str]:
