@@ -559,8 +559,10 @@ def with_training_settings(
         places = folders if os.path.isabs(data.data) else [] if start is None else [start]
 
         def located(path: str | None) -> str | None:
-            if path is None or not own or os.path.isabs(path):
-                return path if own else None
+            if path is None or not own:
+                return None
+            if os.path.isabs(path):
+                return path
             there = next((one / path for one in places if (one / path).exists()), None)
             if there is not None:
                 return os.fspath(there)

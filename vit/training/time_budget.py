@@ -429,7 +429,7 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
 
 
 def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
-    """Compile for all sizes of images and patches: the run uses the graphs, and no step waits."""
+    """Compile ahead for up to nine image sizes, or all patch sizes: the run uses the graphs."""
     whole = run.config
     full, patch = whole.model.image_size, whole.model.patch_size
     if (start := whole.training.start_image_size) is not None:

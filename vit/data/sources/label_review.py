@@ -231,11 +231,8 @@ def _by_place(
             continue
         entry = entries[name]
         other, earlier = found.setdefault(place, (name, entry))
-        if (set(earlier.labels), earlier.split, earlier.group) != (
-            set(entry.labels),
-            entry.split,
-            entry.group,
-        ):
+        one, two = ((set(e.labels), e.split, e.group) for e in (earlier, entry))
+        if one != two:
             raise DataError(
                 f"{printable(path)}, lines {earlier.line} and {entry.line}: {printable(other)} and "
                 f"{printable(name)} are one image, with other values; leave one of the lines out"
