@@ -1,6 +1,7 @@
 """Whole trainings: what they leave behind, how they stop, and that they continue exactly."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.checkpoint.run_folder import delete_run
 from vit.training.train import plan, resolve, train
 from vit.training.trainer import Trainer
-from vit.training.training_loop import require_finite
+from vit.training.training_loop import updates_weights
 from vit.weights.saved_model import load_run
 
 TIMES = {"images_per_second", "data_wait", "seconds"}
@@ -292,13 +293,38 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
     assert events(tmp_path / "run")[-1]["step"] == 3
 
 
-def test_an_infinite_gradient_stops_too():
-    class Run:
-        step = 3
-        accelerator = type("A", (), {"mixed_precision": "no"})
+def test_a_step_without_a_finite_gradient_is_left_out_and_the_third_in_a_row_stops(
+    tiny_config, tmp_path, monkeypatch, capsys
+):
+    weights, bad = {}, {1}
 
+    def poison(run, batch, epoch, **_):
+        weights[run.step] = [p.detach().clone() for p in run.network.parameters()]
+        loss = run.model(run.preprocessing.normalise(batch.images)).sum().view(1)
+        if run.step in bad:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    monkeypatch.setattr("vit.training.training_loop.forward_losses", poison)
+    train(tiny_config(), tmp_path / "run")
+    assert "the gradient became nan at step 1: the step is left out" in capsys.readouterr().err
+    for step, moved in ((0, True), (1, False), (2, True)):
+        pairs = zip(weights[step], weights[step + 1], strict=True)
+        assert any(not torch.equal(one, other) for one, other in pairs) is moved
+    bad |= {3, 4, 5}
+    with pytest.raises(RunError, match="the gradient became nan at step 5: nothing of it was"):
+        train(tiny_config(), tmp_path / "other")
+
+
+def test_a_finite_gradient_ends_a_row_of_others():
+    class Run:
+        step, skipped = 3, 0
+        accelerator = type("A", (), {"mixed_precision": "no", "is_main_process": False})
+
+    norms = (math.inf, math.inf, 1.0, math.nan, math.nan)
+    assert [updates_weights(Run, 1.0, norm) for norm in norms] == [False, False, True, False, False]
     with pytest.raises(RunError, match="the gradient became inf at step 3"):
-        require_finite(Run, 1.0, float("inf"))
+        updates_weights(Run, 1.0, math.inf)
 
 
 def test_a_bad_image_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_image):

@@ -22,12 +22,14 @@ from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.stop_signals import Interruption
 from vit.training.distributed.collectives import all_reduce, widest_float
 from vit.training.distributed.fsdp import full_tensor, is_sharded
-from vit.training.logging.training_progress import Progress
+from vit.training.logging.training_progress import Progress, notifier
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
 from vit.training.training_state import Step, TrainingState
 
 MIN_LOSS_SCALE = 1e-4
+MOST_SKIPPED = 3
+"""Steps in a row without a finite gradient that end a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +147,8 @@ def train_one_step(
     if totals.failed:
         run.exclude_unreadable(failed)
     step = totals.summary(lr=lr, processes=run.processes)
-    require_finite(run, step.loss, step.grad_norm)
-    run.optimizer.step()
+    if updates_weights(run, step.loss, step.grad_norm):
+        run.optimizer.step()
     run.optimizer.zero_grad()
     if run.average is not None:
         run.average.update(run.step)
@@ -241,13 +243,15 @@ def clip_gradients(run: TrainingState) -> Tensor:
     return norm
 
 
-def require_finite(run: TrainingState, loss: float, norm: float) -> None:
-    """Raise before the weights are updated; every process has the same numbers.
+def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
+    """Whether a step is taken: not if only its gradient is not finite, which leaves no trace then.
 
-    With fp16 an infinite gradient is expected now and then: the scaler skips that step.
+    Every process has the same numbers. With fp16 an infinite gradient is expected now and then: the
+    scaler skips that step itself.
 
     Raises:
-        RunError: The loss or the gradient is not finite, or the fp16 loss scale underflows.
+        RunError: The loss is not finite, or the gradients of MOST_SKIPPED steps in a row are not,
+            or the fp16 loss scale underflows.
     """
     scaled = run.accelerator.mixed_precision == "fp16"
     if scaled and run.accelerator.scaler.get_scale() < MIN_LOSS_SCALE:
@@ -255,8 +259,15 @@ def require_finite(run: TrainingState, loss: float, norm: float) -> None:
             f"gradients overflow fp16 whatever their scale, at step {run.step}: lower --lr, or use "
             "--precision bf16 or fp32"
         )
-    if math.isfinite(loss) and (scaled or math.isfinite(norm)):
-        return
+    if math.isfinite(loss):
+        run.skipped = 0 if scaled or math.isfinite(norm) else run.skipped + 1
+        if not run.skipped:
+            return True
+        if run.skipped < MOST_SKIPPED:
+            notifier(run.accelerator)(
+                f"note: the gradient became {norm} at step {run.step}: the step is left out"
+            )
+            return False
     what = f"the loss became {loss}" if not math.isfinite(loss) else f"the gradient became {norm}"
     raise RunError(
         f"{what} at step {run.step}: nothing of it was saved; lower --lr, raise --warmup-epochs or "

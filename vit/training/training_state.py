@@ -49,6 +49,8 @@ class TrainingState:
     workers: int | None = None
     """Measured number of loader processes; None if the setting `workers` is given."""
     step: int = 0
+    skipped: int = 0
+    """Steps in a row whose gradient was not finite, up to the last one."""
     failed: dict[str, str] = field(default_factory=dict)
     """Images that were left out, with the reason."""
     interruption: Interruption = field(default_factory=Interruption)
