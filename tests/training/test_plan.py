@@ -747,6 +747,37 @@ def test_a_batch_that_a_gpu_cannot_hold_is_divided(given, images, holds, expecte
     assert make_config({"data": "photos", **every}).data.micro_batches == expected[1]
 
 
+@pytest.mark.parametrize(
+    ("images", "device", "batch"),
+    [(3000, "cpu", 128), (300, "cpu", 100), (500_000, "cpu", 128), (40_000, "cuda", 512)],
+)
+def test_a_task_that_compares_images_has_a_batch_of_its_own(images, device, batch):
+    task_batch = get_task("simclr").planned_batch
+    facts = dataclasses.replace(TINY, images=images, device=device, task_batch=task_batch)
+    plan = make_plan(facts, {"task": "simclr"})
+    assert plan.settings["batch_size"] == batch
+    assert plan.choices["batch_size"].reason == f"images to compare on {device}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "cache"),
+    [
+        ({}, {}, "device"),
+        ({}, {"auto_augment": "three", "translate": 0.1}, "device"),
+        ({}, {"auto_augment": "randaugment"}, "ram"),
+        ({}, {"erase": 0.25}, "ram"),
+        ({"side": 28, "grey": True}, {}, "ram"),  # characters are rotated
+        ({"device_memory": 2**26}, {}, "ram"),
+        ({"device": "cpu", "device_memory": 0}, {}, "ram"),
+        ({"memory": 0}, {}, "none"),
+        ({}, {"cache": "none"}, "none"),
+    ],
+)
+def test_images_are_kept_on_a_gpu_that_can_augment_them(changes, given, cache):
+    facts = dataclasses.replace(PHOTOS, **{**GPU, "device_memory": 2**36, **changes})
+    assert planned(facts, **given).data.cache == cache
+
+
 def test_a_batch_that_somebody_divided_is_left_alone():
     facts = with_speeds(ON_GPU, {"accumulate": 2}, functools.partial(launch_bound, holds=64))
     assert "accumulate" not in make_plan(facts, {"accumulate": 2}).settings

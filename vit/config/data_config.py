@@ -51,8 +51,8 @@ class DataConfig(Section):
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None
     """The fold to train, from 1; all when left empty."""
-    cache: Literal["none", "ram", "disk"] = "none"
-    """Cache decoded images, at the size that is needed, from the first epoch on."""
+    cache: Literal["none", "ram", "disk", "device"] = "none"
+    """Cache decoded images, at the size that is needed; device: in a GPU, which augments them."""
     cache_folder: str | None = None
     """Folder of cache=disk; in the user's cache folder when left empty."""
     decode: Literal["fast", "exact"] = "fast"

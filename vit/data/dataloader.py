@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from vit.cpu_cores import usable_cores
 from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
+from vit.data.device_cache import DeviceCache, DeviceDataset
 from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
 from vit.data.shared_memory_pool import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
@@ -228,7 +230,8 @@ class TrainingLoader:
         on_bad_image: `stop` raises a BadImage; `skip` omits the image and lists it in `failed`.
         pin_memory: Copy batches to page-locked memory, for faster transfer to a GPU.
         caption_ids: Tokenised captions of the samples.
-        cache: Decoded images of the same samples.
+        cache: Decoded images of the same samples. With those of a device, `workers` and
+            `pin_memory` are not used.
         classes: Number of classes of multi-label data; as for `ImageDataset`.
     """
 
@@ -243,25 +246,27 @@ class TrainingLoader:
         on_bad_image: OnBadImage = "stop",
         pin_memory: bool = False,
         caption_ids: "CaptionIds | None" = None,
-        cache: "ImageCache | None" = None,
+        cache: "ImageCache | DeviceCache | None" = None,
         classes: int | None = None,
     ) -> None:
         self.sampler = sampler
         self.all_epochs = MultiEpochSampler(sampler, epochs)
         sizes = (transform_for(epoch).image_size for epoch in (0, epochs - 1))
+        on_device = isinstance(cache, DeviceCache)
+        make = (
+            partial(DeviceDataset, cache)
+            if isinstance(cache, DeviceCache)
+            else partial(ImageDataset, cache=cache)
+        )
+        workers = default_workers(sampler.world_size) if workers is None else workers
         self.loader = MicroBatchLoader(
-            ImageDataset(
-                samples,
-                transform_for,
-                seed=sampler.seed,
-                caption_ids=caption_ids,
-                cache=cache,
-                classes=classes,
+            make(
+                samples, transform_for, seed=sampler.seed, caption_ids=caption_ids, classes=classes
             ),
             self.all_epochs,
-            workers=default_workers(sampler.world_size) if workers is None else workers,
+            workers=0 if on_device else workers,
             on_bad_image=on_bad_image,
-            pin_memory=pin_memory,
+            pin_memory=pin_memory and not on_device,
             batch_bytes=rgb_bytes(sampler.micro_batch_size, max(sizes, key=math.prod)),
             batches_held=2 * sampler.accumulate,  # of a step, while those of the next are taken
         )

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vit.data.captions.tokenizer import Tokenizer
+    from vit.data.device_cache import DeviceCache
     from vit.data.image_cache import ImageCache
 
 NO_LABEL = -1
@@ -106,7 +107,7 @@ class Splits:
     """Whether an image may have any number of classes; they are in `Sample.labels`."""
     tokenizer: "Tokenizer | None" = None
     """Tokenizer of the captions; None without captions."""
-    cache: "ImageCache | None" = None
+    cache: "ImageCache | DeviceCache | None" = None
     """Cache of decoded training images; None without one."""
     unlabelled: frozenset[str] = frozenset()
     """Paths of training images without a label, which a teacher labels."""

@@ -37,12 +37,12 @@ class LeJEPA(JointEmbeddingPretraining):
 
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "start_image_size": None,
-        "batch_size": 128,
         "local_views": 4,
         "min_crop": 0.3,
         "auto_augment": "three",
         "color_jitter": 0.3,
     }
+    planned_batch = 128
     pass_cost = 3.0  # four small views cost about as much as one
     remedy = "lower --lr, or raise --sigreg-weight"
 

@@ -33,12 +33,12 @@ class SimCLR(JointEmbeddingPretraining):
     """SimCLR."""
 
     planned_settings: ClassVar[Mapping[str, Any]] = {
-        "batch_size": 128,
         "drop_path": 0.0,
         "min_crop": 0.35,
         "auto_augment": "three",
         "color_jitter": 0.4,
     }
+    planned_batch = 128
     pass_cost = 2.0  # two views
     # measured for the size of photographs in 20 minutes, and for small images in 4: lab-notebook.md
     passes_factor, tiny_passes_factor = 12.0, 2.0

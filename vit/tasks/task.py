@@ -323,6 +323,8 @@ class Task(ABC):
     """Whether `vit plan` has rules for its network and settings."""
     planned_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings that the plan takes as given, unless the user chose them."""
+    planned_batch: ClassVar[int | None] = None
+    """Images of a planned step on a CPU, where they are not those of a training with labels."""
     pass_cost: ClassVar[float] = 1.0
     """Cost of a pass over the images for the plan, as a multiple of that with labels."""
     passes_factor: ClassVar[float] = 1.0

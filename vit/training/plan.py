@@ -25,6 +25,7 @@ from vit.config.training_config import TASKS, TrainingConfig
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
+from vit.data.device_cache import free_device_memory
 from vit.data.free_space import free_bytes
 from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
@@ -294,9 +295,13 @@ def facts_of(
         device=device,
         flops=0.0,
         memory=free_shared_memory(accelerator),
+        device_memory=least_over_processes(
+            accelerator, free_device_memory(accelerator.device) or 0
+        ),
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
         sharded=is_sharded(accelerator),
+        task_batch=task.planned_batch,
         pass_cost=task.pass_cost,
         passes_factor=factor,
         captions=caption_stats(splits.train, config) if config.training.captions else None,
@@ -308,7 +313,12 @@ def facts_of(
 def free_shared_memory(accelerator: Accelerator) -> int:
     """Free bytes of shared memory, the least of all processes, which may differ over machines."""
     free = free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0
-    return int(-max_over_processes(accelerator, -free))
+    return least_over_processes(accelerator, free)
+
+
+def least_over_processes(accelerator: Accelerator, number: int) -> int:
+    """The smallest `number` of all processes."""
+    return int(-max_over_processes(accelerator, -number))
 
 
 def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
@@ -331,7 +341,7 @@ def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) ->
     Raises:
         RunError: Not one image fits into the memory, also of a chosen network.
     """
-    batch = given.get("batch_size") or usual_batch(facts.images, facts.device)
+    batch = given.get("batch_size") or usual_batch(facts)
     views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
     share = max(batch // facts.processes // (given.get("accumulate") or 1), 1)
     measure = partial(measure, batch=views * share)

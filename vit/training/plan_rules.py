@@ -10,9 +10,11 @@ network begins with fewer steps than the one before had at the end, and with mor
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vit.config import AugmentConfig
+from vit.data.batched_transform import unbatched_setting
 from vit.text import format_bytes
 
 if TYPE_CHECKING:
@@ -149,12 +151,16 @@ class Facts:
     """
     memory: int
     """Bytes that a cache in memory may take; 0 where there can be none."""
+    device_memory: int = 0
+    """Free bytes of a GPU, for a cache there."""
     seconds: float | None = None
     """Time for the whole training; None where nobody gave one."""
     processes: int = 1
     """Among which a batch is divided."""
     sharded: bool = False
     """Whether each process holds a part of the network (FSDP)."""
+    task_batch: int | None = None
+    """Images of a step on a CPU, where the task and not their number decides."""
     pass_cost: float = 1.0
     """Cost of a pass over the images, as a multiple of that with labels."""
     passes_factor: float = 1.0
@@ -409,12 +415,13 @@ def decide_optimisation(plan: Plan) -> None:
     facts = plan.facts
     shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
     timed = plan.given.get("time") is not None  # which is then the length
-    usual = usual_batch(facts.images, facts.device)
+    usual = usual_batch(facts)
     if plan.fits is not None and plan.given.get("accumulate") is None:
         needed = usual / (plan.fits * facts.processes)
         shares.append(2 ** max(math.ceil(math.log2(needed)), 0))
     batch = even_batch(facts.images, usual, facts.processes * math.prod(shares))
-    batch = plan.decide("batch_size", batch, f"for {facts.images:,} images on {facts.device}")
+    why = "images to compare" if facts.task_batch else f"for {facts.images:,} images"
+    batch = plan.decide("batch_size", batch, f"{why} on {facts.device}")
     decide_micro_batches(plan, batch)
     if plan.given.get("steps") is not None:
         plan.passes = plan.given["steps"] * batch / facts.images
@@ -505,15 +512,25 @@ def decide_validation(plan: Plan, seconds: float) -> None:
 
 
 def decide_cache(plan: Plan) -> None:
-    """Decoded images in memory, where they fit."""
+    """Decoded images in memory, where they fit: of a GPU, if it can vary them as training does."""
     facts = plan.facts
     side = plan.given.get("image_size", plan.settings.get("image_size", facts.side))
     crop = plan.given.get("min_crop", plan.settings.get("min_crop", 1.0))
     kept = min(side / math.sqrt((crop + 1) / 2), facts.side)
     bytes_needed = 3 * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
-    if fits and plan.given.get("decode") != "exact":
-        plan.decide("cache", "ram", f"{format_bytes(bytes_needed)} decoded once")
+    if not fits or plan.given.get("decode") == "exact":
+        return
+    every = {**plan.given, **plan.settings}
+    augment = AugmentConfig(
+        **{one.name: every[one.name] for one in fields(AugmentConfig) if one.name in every}
+    )
+    decoded = f"{format_bytes(bytes_needed)} decoded once"
+    on_device = bytes_needed < CACHE_SHARE * facts.device_memory
+    if on_device and unbatched_setting(augment) is None:
+        plan.decide("cache", "device", f"{decoded}; the GPU crops and varies them")
+    else:
+        plan.decide("cache", "ram", decoded)
 
 
 def image_side(native: int, row: Network) -> int:
@@ -524,11 +541,11 @@ def image_side(native: int, row: Network) -> int:
     return max(min(row.side, native // row.patch * row.patch), 48)
 
 
-def usual_batch(images: int, device: str) -> int:
+def usual_batch(facts: Facts) -> int:
     """Images of a step, for so many training images on a device of this type."""
     sizes = ((400, 16), (1200, 32), (20_000, 64), (200_000, 128), (math.inf, 256))
-    batch = next(size for most, size in sizes if images < most)
-    return batch if device == "cpu" else 4 * batch
+    batch = facts.task_batch or next(size for most, size in sizes if facts.images < most)
+    return batch if facts.device == "cpu" else 4 * batch
 
 
 def even_batch(images: int, size: int, parts: int) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from vit.config import Config
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.device_cache import DeviceCache
 from vit.data.image_cache import ImageCache
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
@@ -44,7 +45,7 @@ class TrainingState:
     task: Task = field(default_factory=Classification)
     tokenizer: Tokenizer | None = None
     """Tokenizer of the captions; None without a captioning task."""
-    cache: ImageCache | None = None
+    cache: ImageCache | DeviceCache | None = None
     """Cache of decoded training images, if any."""
     workers: int | None = None
     """Measured number of loader processes; None if the setting `workers` is given."""

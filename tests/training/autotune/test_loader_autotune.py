@@ -33,13 +33,14 @@ def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_c
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("cache", ["disk", "device"])
 def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
-    tiny_config, tmp_path, monkeypatch
+    tiny_config, tmp_path, monkeypatch, cache
 ):
     def config(workers: int):
-        folder = str(tmp_path / "cache")
+        folder = str(tmp_path / "cache") if cache == "disk" else None
         return tiny_config(
-            epochs=2, cache="disk", cache_folder=folder, min_crop=0.3, workers=workers
+            epochs=2, cache=cache, cache_folder=folder, min_crop=0.3, workers=workers
         )
 
     train(config(0), tmp_path / "whole")
@@ -59,6 +60,12 @@ def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
     assert weights[0] == weights[1]
     with pytest.raises(ConfigError, match="cache='none' differs"):
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
+
+
+def test_augmentation_that_a_device_has_not_is_refused(tiny_config, tmp_path):
+    config = tiny_config(cache="device", min_crop=1.0, rotate=10.0)
+    with pytest.raises(ConfigError, match=r"but not rotate=10\.0; use --cache ram"):
+        train(config, tmp_path / "run")
 
 
 def test_a_cache_for_a_linear_probe_is_refused(tiny_config, tmp_path):

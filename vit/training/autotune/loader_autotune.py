@@ -12,10 +12,12 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from vit.config import Config
+from vit.data.batched_transform import unbatched_setting
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
 from vit.data.dataset_types import Sample, Splits
-from vit.data.image_cache import ImageCache, cache_side, open_cache
+from vit.data.device_cache import DeviceCache
+from vit.data.image_cache import SHARED_MEMORY, ImageCache, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
@@ -75,13 +77,22 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
 
     Raises:
         DataError: It does not fit, or cannot be written.
-        ConfigError: The method reads each image once.
+        ConfigError: The method reads each image once, or a device cannot augment images so.
     """
     data = config.data
     if data.cache == "none":
         return splits
     if config.finetune.method == "probe":
         raise ConfigError(f"cache={data.cache}: method=probe reads each image once; leave it out")
+    unbatched = unbatched_setting(config.augment)
+    if data.cache == "device" and unbatched is not None:
+        raise ConfigError(
+            f"cache=device: a device crops, mirrors and shifts images and has 3-Augment, but not "
+            f"{unbatched}; use --cache ram"
+        )
+    kind: Kind = "disk" if data.cache == "disk" else "ram"
+    if data.cache == "device" and not SHARED_MEMORY.is_dir():
+        kind = "disk"
     paths = [sample.path for sample in splits.train]
     visible = accelerator.is_local_main_process
     with tqdm(
@@ -90,7 +101,7 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
         cache = open_cache(
             paths,
             side=cache_side(config.model.image_size, config.augment.min_crop),
-            kind=data.cache,
+            kind=kind,
             folder=None if data.cache_folder is None else Path(data.cache_folder).expanduser(),
             intensity_range=data.intensity_range,
             threads=max(data.workers or default_workers(1), 1),
@@ -98,8 +109,10 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
             advance=bar.update,
         )
     accelerator.wait_for_everyone()
-    if data.cache == "ram":
+    if kind == "ram":
         keep_or_release(cache)
+    if data.cache == "device":
+        return dataclasses.replace(splits, cache=DeviceCache(cache, accelerator.device))
     return dataclasses.replace(splits, cache=cache)
 
 

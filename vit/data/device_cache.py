@@ -1,0 +1,155 @@
+"""Decoded training images in the memory of the device, where batches are augmented at once.
+
+    image cache (image_cache.py) -> flat bytes on the device, copied once
+    keys of a batch -> its pixels, gathered -> BatchedTransform -> batch on the device
+
+No loader process is needed, and no image is copied in a step.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.data.batched_transform import BatchedTransform
+from vit.data.dataset import AllocateBatch, Batch, ImageDataset
+from vit.data.image_cache import UNREADABLE, ImageCache
+from vit.data.image_io import read_image
+from vit.data.random_seed import random_seed
+from vit.data.sampler import SampleKey
+from vit.data.transforms import Transform
+from vit.errors import BadImage, DataError
+from vit.text import format_bytes
+
+CHUNK_BYTES = 2**27
+"""Of the floating-point pixels of images that are transformed together."""
+COPIED_PIXELS = 2**24
+"""That are copied to the device at a time."""
+CACHE_SHARE = 0.5
+"""Most of the free memory of a GPU that the images may take."""
+
+
+class DeviceCache:
+    """Decoded images on a device.
+
+    Args:
+        images: The same images in the memory of the host.
+        device: Where they are kept.
+
+    Raises:
+        DataError: They do not fit.
+    """
+
+    def __init__(self, images: ImageCache, device: torch.device) -> None:
+        index = images.index
+        sizes = np.stack([index["height"], index["width"]], 1)
+        sizes[index["offset"] == UNREADABLE] = 0
+        counts = sizes.prod(1)
+        ends = counts.cumsum()
+        self.sizes = torch.from_numpy(sizes)
+        """(height, width) of each, on the CPU; 0 of those that cannot be read."""
+        total = int(ends[-1])
+        free = free_device_memory(device)
+        if free is not None and 3 * total > CACHE_SHARE * free:
+            raise DataError(
+                f"cache=device: the images take {format_bytes(3 * total)}, and "
+                f"{format_bytes(CACHE_SHARE * free)}, half of the free memory of the GPU, are the "
+                "most for them; use --cache ram"
+            )
+        self.pixels = torch.empty(total, 3, dtype=torch.uint8, device=device)
+        self.starts = torch.from_numpy(ends - counts).to(device)
+        self.device_sizes = self.sizes.to(device)
+        first = 0
+        while first < len(index):  # whole images, about COPIED_PIXELS of them
+            most = ends[first] - counts[first] + COPIED_PIXELS
+            last = max(int(np.searchsorted(ends, most, side="right")), first + 1)
+            found = [images.pixels(number) for number in range(first, last)]
+            flat = [each.reshape(-1, 3) for each in found if each is not None]
+            if flat:
+                begin = int(ends[first] - counts[first])
+                block = torch.from_numpy(np.concatenate(flat))
+                self.pixels[begin : begin + len(block)] = block.to(device)
+            first = last
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.pixels.device
+
+    def gather(self, samples: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The pixels of images, and their sizes.
+
+        Args:
+            samples: Their numbers, (images,) int64, on the CPU.
+            chosen: The same on the device.
+
+        Returns:
+            (images, height, width, 3) uint8 of the largest height and width, undefined beyond each
+            image, and (height, width) of each, (images, 2) int64.
+        """
+        height, width = self.sizes[samples].amax(0).tolist()
+        sizes = self.device_sizes[chosen]
+        rows, cols = (torch.arange(side, device=self.device) for side in (height, width))
+        places = self.starts[chosen][:, None, None] + rows[:, None] * sizes[:, 1, None, None] + cols
+        return self.pixels[places.clamp_(max=len(self.pixels) - 1)], sizes
+
+
+def free_device_memory(device: torch.device) -> int | None:
+    """Free bytes of a GPU; None of other devices."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+class DeviceDataset(ImageDataset):
+    """Batches of the images of a DeviceCache, augmented on its device.
+
+    Args:
+        cache: The images, those of `samples`.
+        arguments: As for ImageDataset; without a seed there is no augmentation to do here.
+    """
+
+    def __init__(self, cache: DeviceCache, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.images = cache
+        assert self.seed is not None
+        self.augment_seed = random_seed(self.seed, "device augment")
+        self.batched: tuple[Transform, BatchedTransform] | None = None
+
+    def _load_batch(self, keys: list[SampleKey], allocate: AllocateBatch) -> Batch:  # noqa: ARG002
+        transform = self._transform(keys[0].epoch)
+        if self.batched is None or self.batched[0] is not transform:
+            self.batched = transform, BatchedTransform(transform, self.augment_seed)
+        unread = (self.images.sizes[[key.sample for key in keys]] == 0).any(1).tolist()
+        failed = [self._error(key) for key, wrong in zip(keys, unread, strict=True) if wrong]
+        loaded = [key for key, wrong in zip(keys, unread, strict=True) if not wrong]
+        if not loaded:
+            return self.empty_batch(transform)._replace(failed=failed)
+        samples = torch.tensor([key.sample for key in loaded], dtype=torch.int64)
+        counters = torch.tensor([(k.pass_index, k.sample, k.repetition) for k in loaded])
+        transform_all = self.batched[1]
+        numbers = torch.cat([samples[:, None], transform_all.seeds(counters)], 1)
+        if self.images.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        numbers = numbers.to(self.images.device, non_blocking=True)
+        largest = self.images.sizes[samples].amax(0).prod().item()
+        size = max(int(CHUNK_BYTES / (12 * largest)), 1)
+        parts = [
+            transform_all(
+                *self.images.gather(samples[at : at + size], numbers[at : at + size, 0]),
+                numbers[at : at + size, 1:],
+            )
+            for at in range(0, len(samples), size)
+        ]
+        images = parts[0] if len(parts) == 1 else torch.cat(parts)
+        positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
+        batch = Batch(images, self.labels[samples], samples, positions, failed)
+        return self._with_captions(batch, loaded)
+
+    def _error(self, key: SampleKey) -> BadImage:
+        """Why an image is not in the cache."""
+        path = self.path(key.sample)
+        try:
+            read_image(path)
+        except BadImage as bad:
+            return BadImage(bad.path, bad.reason)
+        return BadImage(path, "it could not be read when the training began")
