@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
-from vit.config import AugmentConfig
+from vit.config import AugmentConfig, Config, DataConfig
 from vit.data.auto_augment import COLOURS, adjust_colours
 from vit.data.batched_transform import (
     CROP_NUMBERS,
@@ -17,18 +17,23 @@ from vit.data.batched_transform import (
     BatchedTransform,
     View,
     axis_matrix,
-    unbatched_setting,
     uniform_numbers,
 )
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ConstantTransform
-from vit.data.device_cache import DeviceCache, DeviceDataset
+from vit.data.device_cache import (
+    DeviceCache,
+    DeviceDataset,
+    check_device_memory,
+    free_device_memory,
+    similar_chunks,
+)
 from vit.data.image_cache import open_cache
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler, SampleKey
 from vit.data.transforms import TrainingTransform, random_crop_box, translated
-from vit.errors import BadImage, DataError
+from vit.errors import BadImage, ConfigError, DataError
 
 CPU = torch.device("cpu")
 WHOLE = {"min_crop": 1.0, "hflip": 0.0}
@@ -246,7 +251,12 @@ def test_views_of_an_image_have_random_numbers_of_their_own():
     ],
 )
 def test_settings_without_a_batched_form_are_named(settings, name):
-    assert unbatched_setting(AugmentConfig(**settings)) == name
+    assert AugmentConfig(**settings).unbatched == name
+    if name is not None:
+        with pytest.raises(ConfigError, match=f"cache=device: .* not {name}; use --cache ram"):
+            Config(
+                data=DataConfig(data="photos", cache="device"), augment=AugmentConfig(**settings)
+            )
 
 
 # --- images in the memory of a device -------------------------------------------------------------
@@ -291,11 +301,36 @@ def test_an_image_is_the_same_in_any_batch_and_differs_from_pass_to_pass(samples
         assert not torch.equal(dataset.load_batch([other], None).images[0], together.images[0])
 
 
-def test_chunks_do_not_change_a_batch(samples, cache, monkeypatch):
-    whole = epoch(samples, cache)
-    monkeypatch.setattr("vit.data.device_cache.CHUNK_BYTES", 2 * 12 * 12 * 12)
-    for one, other in zip(whole, epoch(samples, cache), strict=True):
-        assert torch.equal(one.images, other.images)
+def test_chunks_do_not_change_a_batch(samples, tmp_path, monkeypatch):
+    for number, size in ((3, (12, 90)), (8, (90, 12)), (11, (70, 13))):
+        Image.fromarray(photograph(*size, number)).save(samples[number].path)
+    paths = [sample.path for sample in samples]
+    images = open_cache(paths, side=12, kind="disk", folder=tmp_path / "cache")
+    dataset = DeviceDataset(DeviceCache(images, CPU), samples, TRANSFORM, seed=3)
+    gathered, gather = [], dataset.images.gather
+
+    def counted(samples, chosen):
+        gathered.append(samples.tolist())
+        return gather(samples, chosen)
+
+    monkeypatch.setattr(dataset.images, "gather", counted)
+    keys = [SampleKey(0, sample, sample, 0, 0) for sample in range(20)]
+    whole = dataset.load_batch(keys, None).images
+    monkeypatch.setattr("vit.data.device_cache.CHUNK_BYTES", 6 * 4 * 3 * 12 * 12)
+    assert torch.equal(dataset.load_batch(keys, None).images, whole)
+    parts = gathered[1:]
+    assert sorted(number for part in parts for number in part) == [*range(20)]
+    assert len(parts) > 4
+    for long in (3, 8, 11):
+        assert [long] in parts
+
+
+def test_long_images_are_chunked_apart():
+    sizes = torch.tensor([[40, 40], [40, 900], [900, 40], [40, 44], [41, 40], [40, 880]])
+    chunks = similar_chunks(sizes, lambda height, width: height * width * 2**10)
+    assert sorted(sorted(chunk.tolist()) for chunk in chunks) == [[0, 3, 4], [1], [2], [5]]
+    whole = similar_chunks(sizes, lambda height, width: height * width)
+    assert [chunk.tolist() for chunk in whole] == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_an_epoch_of_a_device_can_start_at_any_step(samples, cache):
@@ -321,10 +356,19 @@ def test_unreadable_images_of_a_device_are_listed_or_stop(samples, tmp_path):
         epoch(samples, cache)
 
 
-def test_images_that_do_not_fit_into_a_gpu_are_refused(cache, monkeypatch):
-    monkeypatch.setattr("vit.data.device_cache.free_device_memory", lambda _device: 2000)
+def test_images_that_do_not_fit_into_a_gpu_are_refused(cache):
+    needed = sum(cache.pixels(number).nbytes for number in range(20))
+    check_device_memory(cache, 2 * needed)
     with pytest.raises(DataError, match=r"half of the free memory of the GPU.*--cache ram"):
-        DeviceCache(cache, CPU)
+        check_device_memory(cache, 2 * needed - 2)
+
+
+def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch):
+    sizes = {"memory_reserved": 50, "memory_allocated": 20, "mem_get_info": (100, 1000)}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda _device, size=size: size)
+    assert free_device_memory(torch.device("cuda")) == 130
+    assert free_device_memory(CPU) is None
 
 
 @pytest.mark.gpu
@@ -341,6 +385,7 @@ def test_a_gpu_augments_as_a_cpu(gpu_wait_is_an_error):
     transform(*there)  # copies its constants
     with gpu_wait_is_an_error():
         made = transform(*there)
+    assert made.is_cuda
     different = (made.cpu().int() - transform(pixels, sizes, seeds).int()).abs()
     assert different.float().mean() < 0.01
     assert (different > 1).float().mean() < 0.001

@@ -766,6 +766,7 @@ def test_a_task_that_compares_images_has_a_batch_of_its_own(images, device, batc
         ({}, {"auto_augment": "three", "translate": 0.1}, "device"),
         ({}, {"auto_augment": "randaugment"}, "ram"),
         ({}, {"erase": 0.25}, "ram"),
+        ({"side": 28, "grey": True}, {"cache": "device"}, "device"),  # then without rotation
         ({"side": 28, "grey": True}, {}, "ram"),  # characters are rotated
         ({"device_memory": 2**26}, {}, "ram"),
         ({"device": "cpu", "device_memory": 0}, {}, "ram"),
@@ -776,6 +777,16 @@ def test_a_task_that_compares_images_has_a_batch_of_its_own(images, device, batc
 def test_images_are_kept_on_a_gpu_that_can_augment_them(changes, given, cache):
     facts = dataclasses.replace(PHOTOS, **{**GPU, "device_memory": 2**36, **changes})
     assert planned(facts, **given).data.cache == cache
+
+
+@pytest.mark.parametrize(("holds", "batch"), [(10**6, 512), (400, 128), (600, 256), (100, 128)])
+def test_a_batch_whose_images_are_compared_is_rather_small_than_divided(holds, batch):
+    simclr = {"task_batch": 128, "pass_cost": 2.0, "images": 40_000}
+    measure = functools.partial(launch_bound, holds=holds)
+    facts = with_speeds(dataclasses.replace(ON_GPU, **simclr), {"task": "simclr"}, measure)
+    settings = make_plan(facts, {"task": "simclr"}).settings
+    assert settings["batch_size"] == batch
+    assert settings.get("accumulate", 1) == (4 if holds == 100 else 1)
 
 
 def test_a_batch_that_somebody_divided_is_left_alone():

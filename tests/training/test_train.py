@@ -318,13 +318,26 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_the_third_in_a_row_sto
 
 def test_a_finite_gradient_ends_a_row_of_others():
     class Run:
-        step, skipped = 3, 0
+        step, skipped, skipped_in_row = 3, 0, 0
         accelerator = type("A", (), {"mixed_precision": "no", "is_main_process": False})
 
+    Run.step = 1000
     norms = (math.inf, math.inf, 1.0, math.nan, math.nan)
     assert [updates_weights(Run, 1.0, norm) for norm in norms] == [False, False, True, False, False]
-    with pytest.raises(RunError, match="the gradient became inf at step 3"):
+    with pytest.raises(RunError, match="the gradient became inf at step 1000"):
         updates_weights(Run, 1.0, math.inf)
+
+
+def test_more_than_a_hundredth_of_the_steps_without_a_finite_gradient_stops():
+    class Run:
+        step, skipped, skipped_in_row = 500, 0, 0
+        accelerator = type("A", (), {"mixed_precision": "no", "is_main_process": False})
+
+    for _ in range(7):
+        assert not updates_weights(Run, 1.0, math.nan)
+        assert updates_weights(Run, 1.0, 1.0)
+    with pytest.raises(RunError, match="the gradient became nan at step 500"):
+        updates_weights(Run, 1.0, math.nan)
 
 
 def test_a_bad_image_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_image):

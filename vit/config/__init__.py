@@ -60,6 +60,7 @@ class Config:
         self._check_balance()
         self._check_repeats()
         self._check_crop_ratio()
+        self._check_device_cache()
         self._check_probe()
         self._check_teacher()
         if isinstance(self.model, PartialModelConfig):
@@ -146,6 +147,14 @@ class Config:
             raise ConfigError(
                 f"crop_ratio={ratio}: min_crop=1 switches random crops off; leave it out, or use a "
                 "smaller --min-crop"
+            )
+
+    def _check_device_cache(self) -> None:
+        unbatched = self.augment.unbatched
+        if self.data.cache == "device" and unbatched is not None:
+            raise ConfigError(
+                "cache=device: a device crops, mirrors and shifts images and has 3-Augment, but "
+                f"not {unbatched}; use --cache ram"
             )
 
     def _check_probe(self) -> None:

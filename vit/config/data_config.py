@@ -54,7 +54,7 @@ class DataConfig(Section):
     cache: Literal["none", "ram", "disk", "device"] = "none"
     """Cache decoded images, at the size that is needed; device: in a GPU, which augments them."""
     cache_folder: str | None = None
-    """Folder of cache=disk; in the user's cache folder when left empty."""
+    """Folder of cache=disk, in the user's cache folder when left empty; also for cache=device."""
     decode: Literal["fast", "exact"] = "fast"
     """Training crops: by torch from JPEGs decoded at a reduced size, or by Pillow in full size."""
     val_share: float = 0.2
@@ -82,7 +82,7 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         self.check_at_least(1, "batch_size")
-        if self.cache_folder is not None and self.cache != "disk":
+        if self.cache_folder is not None and self.cache not in ("disk", "device"):
             self.refuse(
                 "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
             )
@@ -183,6 +183,18 @@ class AugmentConfig(Section):
             for name in ("min_crop", "crop_ratio"):
                 if getattr(self, name) != getattr(AugmentConfig, name):
                     self.refuse(name, "does not apply to random_crop=simple; leave it out")
+
+    @property
+    def unbatched(self) -> str | None:
+        """A setting that `cache: device` has not, as NAME=VALUE; None if there is none."""
+        unlike = {
+            "random_crop": self.random_crop != "resized",
+            "rotate": self.rotate != 0,
+            "auto_augment": self.auto_augment not in ("none", "three"),
+            "erase": self.erase != 0,
+        }
+        name = next((name for name, wrong in unlike.items() if wrong), None)
+        return None if name is None else f"{name}={getattr(self, name)}"
 
     @property
     def mixes(self) -> bool:

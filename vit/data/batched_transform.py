@@ -21,13 +21,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from vit.config import AugmentConfig
 from vit.data.auto_augment import BLUR_SIGMA, LUMA, THREE_JITTER
 from vit.data.multi_view import LocalCrop, MultiViewTransform
 from vit.data.preprocessing import Interpolation, Preprocessing
 from vit.data.transforms import MAX_ATTEMPTS, TrainingTransform, Transform
 
-BATCHED_POLICIES = ("none", "three")
 CROP_NUMBERS = 4 * MAX_ATTEMPTS
 NUMBERS = CROP_NUMBERS + 10
 """Random numbers of a view."""
@@ -45,23 +43,12 @@ class Boxes(NamedTuple):
     height: Tensor
 
 
-def unbatched_setting(config: AugmentConfig) -> str | None:
-    """A setting of which there is no batched form, as NAME=VALUE; None if there is none."""
-    unlike = {
-        "random_crop": config.random_crop != "resized",
-        "rotate": config.rotate != 0,
-        "auto_augment": config.auto_augment not in BATCHED_POLICIES,
-        "erase": config.erase != 0,
-    }
-    name = next((name for name, wrong in unlike.items() if wrong), None)
-    return None if name is None else f"{name}={getattr(config, name)}"
-
-
 class BatchedTransform:
     """`transform` of a batch of images.
 
     Args:
-        transform: Of training images, without an `unbatched_setting`; it may give several views.
+        transform: Of training images, without an `AugmentConfig.unbatched`; it may give several
+            views.
         seed: Of the random numbers.
     """
 
@@ -79,6 +66,18 @@ class BatchedTransform:
             assert isinstance(transform, TrainingTransform)
             self.kinds.append((View(transform), [(0, 0)]))
         self.num_views = sum(len(boxes) for _, boxes in self.kinds)
+
+    def floats_of(self, height: int, width: int) -> int:
+        """Numbers in the largest tensor for an image of (height, width), with all views of a kind.
+
+        That is the image, the image after one product, a view, or a matrix.
+        """
+        most = 0
+        for view, boxes in self.kinds:
+            rows, cols = view.image_size
+            sizes = (3 * height * width, 3 * rows * width, 3 * rows * cols, rows * height)
+            most = max(most, len(boxes) * max(*sizes, cols * width))
+        return most
 
     def seeds(self, counters: Tensor) -> Tensor:
         """The seeds of the views of each image, (images, views) int64.
@@ -109,12 +108,11 @@ class BatchedTransform:
         for view, boxes in self.kinds:
             count = len(boxes)
             flat = rearrange(seeds[:, first : first + count], "images views -> (views images)")
-            views = view(
-                floats.repeat(count, 1, 1, 1), sizes.repeat(count, 1), uniform_numbers(flat)
-            )
+            images = floats.repeat(count, 1, 1, 1) if count > 1 else floats
+            views = view(images, sizes.repeat(count, 1), uniform_numbers(flat))
             rows, cols = views.shape[1:3]
-            for (top, left), images in zip(boxes, views.chunk(count), strict=True):
-                result[:, top : top + rows, left : left + cols] = images
+            for (top, left), made in zip(boxes, views.chunk(count), strict=True):
+                result[:, top : top + rows, left : left + cols] = made
             first += count
         return rearrange(result, "images height width rgb -> images rgb height width")
 

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     """One micro-batch; images that could not be read are missing from the tensors."""
 
     images: Tensor
-    """Bytes, (batch, 3, height, width)."""
+    """Bytes, (batch, 3, height, width); on the device where they are cached there."""
     labels: Tensor
     """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes)."""
     indices: Tensor

@@ -6,6 +6,7 @@
 No loader process is needed, and no image is copied in a step.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from vit.data.transforms import Transform
 from vit.errors import BadImage, DataError
 from vit.text import format_bytes
 
-CHUNK_BYTES = 2**27
-"""Of the floating-point pixels of images that are transformed together."""
+CHUNK_BYTES = 2**28
+"""Of the largest tensor of images that are transformed together; several are alive at once."""
 COPIED_PIXELS = 2**24
 """That are copied to the device at a time."""
 CACHE_SHARE = 0.5
@@ -36,9 +37,6 @@ class DeviceCache:
     Args:
         images: The same images in the memory of the host.
         device: Where they are kept.
-
-    Raises:
-        DataError: They do not fit.
     """
 
     def __init__(self, images: ImageCache, device: torch.device) -> None:
@@ -50,13 +48,6 @@ class DeviceCache:
         self.sizes = torch.from_numpy(sizes)
         """(height, width) of each, on the CPU; 0 of those that cannot be read."""
         total = int(ends[-1])
-        free = free_device_memory(device)
-        if free is not None and 3 * total > CACHE_SHARE * free:
-            raise DataError(
-                f"cache=device: the images take {format_bytes(3 * total)}, and "
-                f"{format_bytes(CACHE_SHARE * free)}, half of the free memory of the GPU, are the "
-                "most for them; use --cache ram"
-            )
         self.pixels = torch.empty(total, 3, dtype=torch.uint8, device=device)
         self.starts = torch.from_numpy(ends - counts).to(device)
         self.device_sizes = self.sizes.to(device)
@@ -96,8 +87,27 @@ class DeviceCache:
 
 
 def free_device_memory(device: torch.device) -> int | None:
-    """Free bytes of a GPU; None of other devices."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    """Free bytes of a GPU, with those that torch keeps for itself; None of other devices."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def check_device_memory(images: ImageCache, free: int) -> None:
+    """Check that `images` leave enough of the `free` bytes of a device to the training.
+
+    Raises:
+        DataError: They do not.
+    """
+    readable = images.index["offset"] != UNREADABLE
+    needed = 3 * int((images.index["height"] * images.index["width"])[readable].sum())
+    if needed > CACHE_SHARE * free:
+        raise DataError(
+            f"cache=device: the images take {format_bytes(needed)}, and "
+            f"{format_bytes(CACHE_SHARE * free)}, half of the free memory of the GPU, are the most "
+            "for them; end what else uses it, or train with --cache ram"
+        )
 
 
 class DeviceDataset(ImageDataset):
@@ -131,16 +141,14 @@ class DeviceDataset(ImageDataset):
         if self.images.device.type == "cuda":
             numbers = numbers.pin_memory()
         numbers = numbers.to(self.images.device, non_blocking=True)
-        largest = self.images.sizes[samples].amax(0).prod().item()
-        size = max(int(CHUNK_BYTES / (12 * largest)), 1)
+        chunks = similar_chunks(self.images.sizes[samples], transform_all.floats_of)
         parts = [
             transform_all(
-                *self.images.gather(samples[at : at + size], numbers[at : at + size, 0]),
-                numbers[at : at + size, 1:],
+                *self.images.gather(samples[chunk], numbers[chunk, 0]), numbers[chunk, 1:]
             )
-            for at in range(0, len(samples), size)
+            for chunk in chunks
         ]
-        images = parts[0] if len(parts) == 1 else torch.cat(parts)
+        images = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(chunks).argsort()]
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images, self.labels[samples], samples, positions, failed)
         return self._with_captions(batch, loaded)
@@ -153,3 +161,32 @@ class DeviceDataset(ImageDataset):
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)
         return BadImage(path, "it could not be read when the training began")
+
+
+def similar_chunks(sizes: Tensor, floats_of: Callable[[int, int], int]) -> list[Tensor]:
+    """Divide images into chunks of CHUNK_BYTES at most, long images apart from others.
+
+    Args:
+        sizes: (height, width) of each, (images, 2), on the CPU.
+        floats_of: (height, width) -> numbers that an image of a chunk needs.
+
+    Returns:
+        Places of the images of each chunk, (images,) int64 each; in order if there is one.
+    """
+
+    def fits(height: int, width: int, count: int) -> bool:
+        return 4 * count * floats_of(height, width) <= CHUNK_BYTES
+
+    height, width = sizes.amax(0).tolist()
+    if fits(height, width, len(sizes)):
+        return [torch.arange(len(sizes))]
+    chunks: list[list[int]] = []
+    height = width = 0
+    for place in (sizes[:, 1] - sizes[:, 0]).argsort(stable=True).tolist():
+        rows, cols = sizes[place].tolist()
+        height, width = max(height, rows), max(width, cols)
+        if not chunks or not fits(height, width, len(chunks[-1]) + 1):
+            chunks.append([])
+            height, width = rows, cols
+        chunks[-1].append(place)
+    return [torch.tensor(chunk) for chunk in chunks]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit.config import AugmentConfig
-from vit.data.batched_transform import unbatched_setting
 from vit.text import format_bytes
 
 if TYPE_CHECKING:
@@ -416,6 +415,9 @@ def decide_optimisation(plan: Plan) -> None:
     shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
     timed = plan.given.get("time") is not None  # which is then the length
     usual = usual_batch(facts)
+    if plan.fits is not None and facts.task_batch is not None:  # images of a part are compared
+        held = 2 ** int(math.log2(max(plan.fits * facts.processes, 1)))
+        usual = min(usual, max(facts.task_batch, held))
     if plan.fits is not None and plan.given.get("accumulate") is None:
         needed = usual / (plan.fits * facts.processes)
         shares.append(2 ** max(math.ceil(math.log2(needed)), 0))
@@ -467,7 +469,8 @@ def decide_augmentation(plan: Plan) -> None:
         plan.decide("hflip", 0.0, why)
         if plan.given.get("random_crop") != "simple":
             plan.decide("min_crop", 1.0, why)
-        plan.decide("rotate", 10.0, "characters lean")
+        if plan.given.get("cache") != "device":  # which does not rotate
+            plan.decide("rotate", 10.0, "characters lean")
         plan.decide("translate", 0.08, "and are not centred")
     elif tiny and not {"random_crop", "min_crop"} & set(plan.given):
         plan.decide("min_crop", 1.0, "of so few pixels none can be missed")
@@ -526,8 +529,9 @@ def decide_cache(plan: Plan) -> None:
         **{one.name: every[one.name] for one in fields(AugmentConfig) if one.name in every}
     )
     decoded = f"{format_bytes(bytes_needed)} decoded once"
-    on_device = bytes_needed < CACHE_SHARE * facts.device_memory
-    if on_device and unbatched_setting(augment) is None:
+    # of a GPU that holds a part of the batch at a time, nothing is left
+    on_device = plan.fits is None and bytes_needed < CACHE_SHARE * facts.device_memory
+    if on_device and augment.unbatched is None:
         plan.decide("cache", "device", f"{decoded}; the GPU crops and varies them")
     else:
         plan.decide("cache", "ram", decoded)

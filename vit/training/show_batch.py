@@ -93,6 +93,7 @@ def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[s
         batch = next(loader.epoch(0))
     finally:
         loader.close()
+    batch = batch._replace(images=batch.images.cpu())
     if batch.failed and run.config.data.on_bad_image == "stop":
         raise BadImage(batch.failed[0].path, batch.failed[0].reason)
     if not len(batch.images):

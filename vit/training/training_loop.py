@@ -28,8 +28,8 @@ from vit.training.optimizers import set_lr
 from vit.training.training_state import Step, TrainingState
 
 MIN_LOSS_SCALE = 1e-4
-MOST_SKIPPED = 3
-"""Steps in a row without a finite gradient that end a training."""
+MOST_IN_ROW, SKIPPED = 3, 0.01
+"""Steps without a finite gradient that end a training: in a row, and beyond as many the share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,8 @@ def train_one_epoch(
         after_step: Called with the results of every step.
 
     Raises:
-        RunError: The loss is not finite; the weights are those of the previous step.
+        RunError: The loss is not finite, or several gradients; the weights are those of the
+            previous step.
         BadImage: An image cannot be read and `on_bad_image` is stop; weights likewise.
     """
     run.model.train()
@@ -205,7 +206,7 @@ def forward_losses(
 
     Args:
         run: The training.
-        batch: A micro-batch, on the CPU.
+        batch: A micro-batch, on the CPU; its images may be on the device.
         epoch: The epoch, from 0.
         micro_batch: Index of the micro-batch in its step.
         reduce_routers: Whether routers' statistics are summed over processes, which then must
@@ -250,8 +251,8 @@ def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
     scaler skips that step itself.
 
     Raises:
-        RunError: The loss is not finite, or the gradients of MOST_SKIPPED steps in a row are not,
-            or the fp16 loss scale underflows.
+        RunError: The loss is not finite, or the gradients of too many steps are not, or the fp16
+            loss scale underflows.
     """
     scaled = run.accelerator.mixed_precision == "fp16"
     if scaled and run.accelerator.scaler.get_scale() < MIN_LOSS_SCALE:
@@ -260,10 +261,12 @@ def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
             "--precision bf16 or fp32"
         )
     if math.isfinite(loss):
-        run.skipped = 0 if scaled or math.isfinite(norm) else run.skipped + 1
-        if not run.skipped:
+        if scaled or math.isfinite(norm):
+            run.skipped_in_row = 0
             return True
-        if run.skipped < MOST_SKIPPED:
+        run.skipped += 1
+        run.skipped_in_row += 1
+        if run.skipped_in_row < MOST_IN_ROW and run.skipped < MOST_IN_ROW + SKIPPED * run.step:
             notifier(run.accelerator)(
                 f"note: the gradient became {norm} at step {run.step}: the step is left out"
             )

@@ -51,7 +51,9 @@ class TrainingState:
     """Measured number of loader processes; None if the setting `workers` is given."""
     step: int = 0
     skipped: int = 0
-    """Steps in a row whose gradient was not finite, up to the last one."""
+    """Steps whose gradient was not finite, in this process."""
+    skipped_in_row: int = 0
+    """Those of them up to the last step."""
     failed: dict[str, str] = field(default_factory=dict)
     """Images that were left out, with the reason."""
     interruption: Interruption = field(default_factory=Interruption)

@@ -13,6 +13,7 @@ from vit.training import final_report, training_loaders, training_loop
 from vit.training.autotune import loader_autotune
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
+from vit.training.show_batch import show_batch
 from vit.training.train import train
 
 
@@ -62,10 +63,13 @@ def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
 
 
-def test_augmentation_that_a_device_has_not_is_refused(tiny_config, tmp_path):
-    config = tiny_config(cache="device", min_crop=1.0, rotate=10.0)
-    with pytest.raises(ConfigError, match=r"but not rotate=10\.0; use --cache ram"):
-        train(config, tmp_path / "run")
+@pytest.mark.gpu
+def test_trainings_with_images_on_a_gpu_follow_each_other(tiny_config, tmp_path):
+    config = tiny_config(epochs=2, cache="device", min_crop=0.3, device="cuda", precision="fp32")
+    train(config, tmp_path / "one")
+    show_batch(config, tmp_path / "batch.png")
+    train(config, tmp_path / "two")
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
 
 
 def test_a_cache_for_a_linear_probe_is_refused(tiny_config, tmp_path):

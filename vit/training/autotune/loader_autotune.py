@@ -12,17 +12,17 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from vit.config import Config
-from vit.data.batched_transform import unbatched_setting
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
 from vit.data.dataset_types import Sample, Splits
-from vit.data.device_cache import DeviceCache
+from vit.data.device_cache import DeviceCache, check_device_memory, free_device_memory
 from vit.data.image_cache import SHARED_MEMORY, ImageCache, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
 from vit.text import Notify, plural
+from vit.training.distributed.collectives import max_over_processes
 from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
@@ -77,21 +77,21 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
 
     Raises:
         DataError: It does not fit, or cannot be written.
-        ConfigError: The method reads each image once, or a device cannot augment images so.
+        ConfigError: The method reads each image once.
     """
     data = config.data
     if data.cache == "none":
         return splits
     if config.finetune.method == "probe":
         raise ConfigError(f"cache={data.cache}: method=probe reads each image once; leave it out")
-    unbatched = unbatched_setting(config.augment)
-    if data.cache == "device" and unbatched is not None:
-        raise ConfigError(
-            f"cache=device: a device crops, mirrors and shifts images and has 3-Augment, but not "
-            f"{unbatched}; use --cache ram"
+    on_device, device = data.cache == "device", accelerator.device
+    if on_device and device.type != "cuda":
+        notify(
+            f"note: cache=device on a {device.type} augments images in this process, which is slow "
+            "for photographs; --cache ram has loader processes for it"
         )
-    kind: Kind = "disk" if data.cache == "disk" else "ram"
-    if data.cache == "device" and not SHARED_MEMORY.is_dir():
+    kind: Kind = "disk" if data.cache == "disk" or data.cache_folder else "ram"
+    if on_device and not SHARED_MEMORY.is_dir():
         kind = "disk"
     paths = [sample.path for sample in splits.train]
     visible = accelerator.is_local_main_process
@@ -111,8 +111,10 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
     accelerator.wait_for_everyone()
     if kind == "ram":
         keep_or_release(cache)
-    if data.cache == "device":
-        return dataclasses.replace(splits, cache=DeviceCache(cache, accelerator.device))
+    if on_device:
+        if (free := free_device_memory(device)) is not None:  # all processes raise, or none
+            check_device_memory(cache, int(-max_over_processes(accelerator, -free)))
+        return dataclasses.replace(splits, cache=DeviceCache(cache, device))
     return dataclasses.replace(splits, cache=cache)
 
 

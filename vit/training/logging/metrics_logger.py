@@ -230,6 +230,6 @@ def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
         "help where cores are idle, and smaller files on a nearer disk where they are not",
         "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
         "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
-        "device": "larger images than needed (--image-size), or a GPU that others use",
+        "device": "fewer and smaller images a step, or --cache ram with loader processes (-j)",
     }
     return f"note: {share:.0%} of the epoch was spent waiting for images: {ways[data.cache]}"
