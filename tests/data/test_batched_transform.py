@@ -81,15 +81,15 @@ def most_different(one: torch.Tensor, other: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("resize", ["crop", "squash"])
 @pytest.mark.parametrize("share", [1.0, 0.8])
-@pytest.mark.parametrize(("filters", "tolerance"), [("bilinear", 1), ("bicubic", 6)])
+@pytest.mark.parametrize("filters", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("flips", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
-def test_whole_images_equal_those_of_pillow(resize, share, filters, tolerance, flips):
+def test_whole_images_equal_those_of_pillow(resize, share, filters, flips):
     config = AugmentConfig(min_crop=1.0, hflip=flips[0], vflip=flips[1])
     settings = {"resize": resize, "crop_share": share, "interpolation": filters}
     ours = batched(config, **settings)
     assert ours.shape == (4, 3, 32, 32)
     assert ours.is_contiguous(memory_format=torch.channels_last)
-    assert most_different(ours, singly(config, **settings)) <= tolerance
+    assert most_different(ours, singly(config, **settings)) <= 1
 
 
 def test_random_crops_equal_those_of_pillow_at_the_same_boxes():
@@ -307,13 +307,13 @@ def test_chunks_do_not_change_a_batch(samples, tmp_path, monkeypatch):
     paths = [sample.path for sample in samples]
     images = open_cache(paths, side=12, kind="disk", folder=tmp_path / "cache")
     dataset = DeviceDataset(DeviceCache(images, CPU), samples, TRANSFORM, seed=3)
-    gathered, gather = [], dataset.images.gather
+    gathered, gather = [], dataset.device_cache.gather
 
     def counted(samples, chosen):
         gathered.append(samples.tolist())
         return gather(samples, chosen)
 
-    monkeypatch.setattr(dataset.images, "gather", counted)
+    monkeypatch.setattr(dataset.device_cache, "gather", counted)
     keys = [SampleKey(0, sample, sample, 0, 0) for sample in range(20)]
     whole = dataset.load_batch(keys, None).images
     monkeypatch.setattr("vit.data.device_cache.CHUNK_BYTES", 6 * 4 * 3 * 12 * 12)

@@ -26,6 +26,7 @@ from vit.tasks.task import get_task
 from vit.training import plan as planning
 from vit.training import training_speed
 from vit.training.autotune import auto_batch_size
+from vit.training.distributed import collectives
 from vit.training.plan import (
     PROBE,
     is_planned,
@@ -163,7 +164,7 @@ def test_the_plan_counts_on_the_least_shared_memory_of_all_processes(monkeypatch
     others = [5 * 2**30, 2 * 2**30]
     monkeypatch.setattr(planning, "free_bytes", lambda *_, **__: 3 * 2**30)
     monkeypatch.setattr(
-        planning, "max_over_processes", lambda _, mine: float(max(mine, *(-n for n in others)))
+        collectives, "max_over_processes", lambda _, mine: float(max(mine, *(-n for n in others)))
     )
     monkeypatch.setattr(planning, "SHARED_MEMORY", Path("/"))
     assert planning.free_shared_memory(SimpleNamespace()) == 2 * 2**30
@@ -756,7 +757,7 @@ def test_a_task_that_compares_images_has_a_batch_of_its_own(images, device, batc
     facts = dataclasses.replace(TINY, images=images, device=device, task_batch=task_batch)
     plan = make_plan(facts, {"task": "simclr"})
     assert plan.settings["batch_size"] == batch
-    assert plan.choices["batch_size"].reason == f"images to compare on {device}"
+    assert plan.choices["batch_size"].reason == f"its images are compared, on {device}"
 
 
 @pytest.mark.parametrize(
@@ -780,7 +781,7 @@ def test_images_are_kept_on_a_gpu_that_can_augment_them(changes, given, cache):
 
 
 @pytest.mark.parametrize(("holds", "batch"), [(10**6, 512), (400, 128), (600, 256), (100, 128)])
-def test_a_batch_whose_images_are_compared_is_rather_small_than_divided(holds, batch):
+def test_a_batch_of_compared_images_is_made_smaller_before_it_is_divided(holds, batch):
     simclr = {"task_batch": 128, "pass_cost": 2.0, "images": 40_000}
     measure = functools.partial(launch_bound, holds=holds)
     facts = with_speeds(dataclasses.replace(ON_GPU, **simclr), {"task": "simclr"}, measure)

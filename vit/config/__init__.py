@@ -153,7 +153,7 @@ class Config:
         unbatched = self.augment.unbatched
         if self.data.cache == "device" and unbatched is not None:
             raise ConfigError(
-                "cache=device: a device crops, mirrors and shifts images and has 3-Augment, but "
+                "cache=device: a device has crops, flips, shifts, colour jitter and 3-Augment, but "
                 f"not {unbatched}; use --cache ram"
             )
 

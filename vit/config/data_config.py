@@ -52,9 +52,9 @@ class DataConfig(Section):
     fold: int | None = None
     """The fold to train, from 1; all when left empty."""
     cache: Literal["none", "ram", "disk", "device"] = "none"
-    """Cache decoded images, at the size that is needed; device: in a GPU, which augments them."""
+    """Keep decoded training images, as large as needed; device: on the GPU, which augments them."""
     cache_folder: str | None = None
-    """Folder of cache=disk, in the user's cache folder when left empty; also for cache=device."""
+    """Folder of cache=disk (else the user's cache folder) and of cache=device (else memory)."""
     decode: Literal["fast", "exact"] = "fast"
     """Training crops: by torch from JPEGs decoded at a reduced size, or by Pillow in full size."""
     val_share: float = 0.2
@@ -84,7 +84,7 @@ class DataConfig(Section):
         self.check_at_least(1, "batch_size")
         if self.cache_folder is not None and self.cache not in ("disk", "device"):
             self.refuse(
-                "cache_folder", f"is for cache=disk, and cache={self.cache}: add --cache disk"
+                "cache_folder", f"is for cache=disk and device, not {self.cache}: add --cache disk"
             )
         if self.decode == "exact" and self.cache != "none":
             why = f"cache={self.cache} keeps images made smaller, which is not exact"
@@ -186,7 +186,7 @@ class AugmentConfig(Section):
 
     @property
     def unbatched(self) -> str | None:
-        """A setting that `cache: device` has not, as NAME=VALUE; None if there is none."""
+        """The first setting that cache=device does not support, as NAME=VALUE; None without one."""
         unlike = {
             "random_crop": self.random_crop != "resized",
             "rotate": self.rotate != 0,

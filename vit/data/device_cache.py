@@ -27,7 +27,7 @@ CHUNK_BYTES = 2**28
 """Of the largest tensor of images that are transformed together; several are alive at once."""
 COPIED_PIXELS = 2**24
 """That are copied to the device at a time."""
-CACHE_SHARE = 0.5
+MOST_OF_FREE_MEMORY = 0.5
 """Most of the free memory of a GPU that the images may take."""
 
 
@@ -102,11 +102,12 @@ def check_device_memory(images: ImageCache, free: int) -> None:
     """
     readable = images.index["offset"] != UNREADABLE
     needed = 3 * int((images.index["height"] * images.index["width"])[readable].sum())
-    if needed > CACHE_SHARE * free:
+    if needed > MOST_OF_FREE_MEMORY * free:
+        most = format_bytes(MOST_OF_FREE_MEMORY * free)
         raise DataError(
-            f"cache=device: the images take {format_bytes(needed)}, and "
-            f"{format_bytes(CACHE_SHARE * free)}, half of the free memory of the GPU, are the most "
-            "for them; end what else uses it, or train with --cache ram"
+            f"cache=device: the images take {format_bytes(needed)}, and {most}, half of the free "
+            "memory of the GPU, are the most for them; end what else uses it, or train with "
+            "--cache ram"
         )
 
 
@@ -115,12 +116,12 @@ class DeviceDataset(ImageDataset):
 
     Args:
         cache: The images, those of `samples`.
-        arguments: As for ImageDataset; without a seed there is no augmentation to do here.
+        arguments, named: As for ImageDataset, without a cache; a seed is required.
     """
 
     def __init__(self, cache: DeviceCache, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.images = cache
+        self.device_cache = cache
         assert self.seed is not None
         self.augment_seed = random_seed(self.seed, "device augment")
         self.batched: tuple[Transform, BatchedTransform] | None = None
@@ -129,7 +130,7 @@ class DeviceDataset(ImageDataset):
         transform = self._transform(keys[0].epoch)
         if self.batched is None or self.batched[0] is not transform:
             self.batched = transform, BatchedTransform(transform, self.augment_seed)
-        unread = (self.images.sizes[[key.sample for key in keys]] == 0).any(1).tolist()
+        unread = (self.device_cache.sizes[[key.sample for key in keys]] == 0).any(1).tolist()
         failed = [self._error(key) for key, wrong in zip(keys, unread, strict=True) if wrong]
         loaded = [key for key, wrong in zip(keys, unread, strict=True) if not wrong]
         if not loaded:
@@ -138,13 +139,13 @@ class DeviceDataset(ImageDataset):
         counters = torch.tensor([(k.pass_index, k.sample, k.repetition) for k in loaded])
         transform_all = self.batched[1]
         numbers = torch.cat([samples[:, None], transform_all.seeds(counters)], 1)
-        if self.images.device.type == "cuda":
+        if self.device_cache.device.type == "cuda":
             numbers = numbers.pin_memory()
-        numbers = numbers.to(self.images.device, non_blocking=True)
-        chunks = similar_chunks(self.images.sizes[samples], transform_all.floats_of)
+        numbers = numbers.to(self.device_cache.device, non_blocking=True)
+        chunks = similar_chunks(self.device_cache.sizes[samples], transform_all.floats_of)
         parts = [
             transform_all(
-                *self.images.gather(samples[chunk], numbers[chunk, 0]), numbers[chunk, 1:]
+                *self.device_cache.gather(samples[chunk], numbers[chunk, 0]), numbers[chunk, 1:]
             )
             for chunk in chunks
         ]

@@ -35,7 +35,7 @@ from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
 from vit.training.data_setup import check_channels, list_data, open_data
-from vit.training.distributed.collectives import max_over_processes, on_main
+from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
@@ -295,9 +295,7 @@ def facts_of(
         device=device,
         flops=0.0,
         memory=free_shared_memory(accelerator),
-        device_memory=least_over_processes(
-            accelerator, free_device_memory(accelerator.device) or 0
-        ),
+        device_memory=min_over_processes(accelerator, free_device_memory(accelerator.device) or 0),
         seconds=config.training.seconds,
         processes=accelerator.num_processes,
         sharded=is_sharded(accelerator),
@@ -313,12 +311,7 @@ def facts_of(
 def free_shared_memory(accelerator: Accelerator) -> int:
     """Free bytes of shared memory, the least of all processes, which may differ over machines."""
     free = free_bytes(SHARED_MEMORY, memory=True) if SHARED_MEMORY.is_dir() else 0
-    return least_over_processes(accelerator, free)
-
-
-def least_over_processes(accelerator: Accelerator, number: int) -> int:
-    """The smallest `number` of all processes."""
-    return int(-max_over_processes(accelerator, -number))
+    return min_over_processes(accelerator, free)
 
 
 def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:

@@ -422,7 +422,7 @@ def decide_optimisation(plan: Plan) -> None:
         needed = usual / (plan.fits * facts.processes)
         shares.append(2 ** max(math.ceil(math.log2(needed)), 0))
     batch = even_batch(facts.images, usual, facts.processes * math.prod(shares))
-    why = "images to compare" if facts.task_batch else f"for {facts.images:,} images"
+    why = "its images are compared," if facts.task_batch else f"for {facts.images:,} images"
     batch = plan.decide("batch_size", batch, f"{why} on {facts.device}")
     decide_micro_batches(plan, batch)
     if plan.given.get("steps") is not None:
@@ -515,7 +515,7 @@ def decide_validation(plan: Plan, seconds: float) -> None:
 
 
 def decide_cache(plan: Plan) -> None:
-    """Decoded images in memory, where they fit: of a GPU, if it can vary them as training does."""
+    """Keep decoded images in memory, where they fit: in that of a GPU if it can augment them."""
     facts = plan.facts
     side = plan.given.get("image_size", plan.settings.get("image_size", facts.side))
     crop = plan.given.get("min_crop", plan.settings.get("min_crop", 1.0))

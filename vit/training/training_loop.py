@@ -28,8 +28,9 @@ from vit.training.optimizers import set_lr
 from vit.training.training_state import Step, TrainingState
 
 MIN_LOSS_SCALE = 1e-4
-MOST_IN_ROW, SKIPPED = 3, 0.01
-"""Steps without a finite gradient that end a training: in a row, and beyond as many the share."""
+STOP_IN_ROW, STOP_SHARE = 3, 0.01
+"""Steps without a finite gradient end a training: so many in a row, or so many plus this share of
+all steps in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +246,7 @@ def clip_gradients(run: TrainingState) -> Tensor:
 
 
 def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
-    """Whether a step is taken: not if only its gradient is not finite, which leaves no trace then.
+    """Whether the optimiser makes this step: not if its gradient is not finite.
 
     Every process has the same numbers. With fp16 an infinite gradient is expected now and then: the
     scaler skips that step itself.
@@ -266,9 +267,9 @@ def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
             return True
         run.skipped += 1
         run.skipped_in_row += 1
-        if run.skipped_in_row < MOST_IN_ROW and run.skipped < MOST_IN_ROW + SKIPPED * run.step:
+        if run.skipped_in_row < STOP_IN_ROW and run.skipped < STOP_IN_ROW + STOP_SHARE * run.step:
             notifier(run.accelerator)(
-                f"note: the gradient became {norm} at step {run.step}: the step is left out"
+                f"note: the gradient became {norm} at step {run.step + 1}: the step is left out"
             )
             return False
     what = f"the loss became {loss}" if not math.isfinite(loss) else f"the gradient became {norm}"

@@ -53,7 +53,7 @@ class TrainingState:
     skipped: int = 0
     """Steps whose gradient was not finite, in this process."""
     skipped_in_row: int = 0
-    """Those of them up to the last step."""
+    """Those of them directly before this step."""
     failed: dict[str, str] = field(default_factory=dict)
     """Images that were left out, with the reason."""
     interruption: Interruption = field(default_factory=Interruption)

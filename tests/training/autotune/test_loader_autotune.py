@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.training.runs import events
-from vit.errors import ConfigError
+from vit.errors import ConfigError, DataError
 from vit.stop_signals import Interrupted
 from vit.training import final_report, training_loaders, training_loop
 from vit.training.autotune import loader_autotune
@@ -63,6 +63,14 @@ def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
 
 
+def test_a_full_host_memory_names_the_folder_for_images_of_a_device(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("vit.data.image_cache.free_bytes", lambda _folder, memory: 9 * memory)
+    with pytest.raises(DataError, match=r"of memory are free.*, or in --cache-folder FOLDER\)"):
+        train(tiny_config(cache="device"), tmp_path / "run")
+
+
 @pytest.mark.gpu
 def test_trainings_with_images_on_a_gpu_follow_each_other(tiny_config, tmp_path):
     config = tiny_config(epochs=2, cache="device", min_crop=0.3, device="cuda", precision="fp32")
@@ -73,7 +81,7 @@ def test_trainings_with_images_on_a_gpu_follow_each_other(tiny_config, tmp_path)
 
 
 def test_a_cache_for_a_linear_probe_is_refused(tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match="cache_folder='x': is for cache=disk"):
+    with pytest.raises(ConfigError, match="is for cache=disk and device, not none: add"):
         tiny_config(cache_folder="x")
     with pytest.raises(ConfigError, match="decode='exact': cache=ram keeps images made smaller"):
         tiny_config(cache="ram", decode="exact")

@@ -38,7 +38,7 @@ def test_advice_about_slow_data_fits_the_settings():
     told = data_wait_note(event(0.4, 100), DataConfig())
     assert told is not None
     assert told.startswith("note: 40% of the epoch was spent waiting for images: --cache ram")
-    for kind in ("disk", "ram"):
+    for kind in ("disk", "ram", "device"):
         told = data_wait_note(event(0.4, 100), DataConfig(cache=kind))
         assert told is not None
         assert "--cache disk" not in told

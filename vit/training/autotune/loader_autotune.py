@@ -19,10 +19,10 @@ from vit.data.device_cache import DeviceCache, check_device_memory, free_device_
 from vit.data.image_cache import SHARED_MEMORY, ImageCache, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, DataError
 from vit.precision import autocast
 from vit.text import Notify, plural
-from vit.training.distributed.collectives import max_over_processes
+from vit.training.distributed.collectives import min_over_processes
 from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
@@ -88,16 +88,23 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
     if on_device and device.type != "cuda":
         notify(
             f"note: cache=device on a {device.type} augments images in this process, which is slow "
-            "for photographs; --cache ram has loader processes for it"
+            "for photographs; a new run with --cache ram has loader processes for it"
         )
     kind: Kind = "disk" if data.cache == "disk" or data.cache_folder else "ram"
     if on_device and not SHARED_MEMORY.is_dir():
         kind = "disk"
     paths = [sample.path for sample in splits.train]
     visible = accelerator.is_local_main_process
-    with tqdm(
-        desc="cache", total=len(paths), unit="img", disable=None if visible else True, leave=False
-    ) as bar:
+    with (
+        tqdm(
+            desc="cache",
+            total=len(paths),
+            unit="img",
+            disable=None if visible else True,
+            leave=False,
+        ) as bar,
+        explained_for_device() if on_device else contextlib.nullcontext(),
+    ):
         cache = open_cache(
             paths,
             side=cache_side(config.model.image_size, config.augment.min_crop),
@@ -113,9 +120,19 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
         keep_or_release(cache)
     if on_device:
         if (free := free_device_memory(device)) is not None:  # all processes raise, or none
-            check_device_memory(cache, int(-max_over_processes(accelerator, -free)))
+            check_device_memory(cache, min_over_processes(accelerator, free))
         return dataclasses.replace(splits, cache=DeviceCache(cache, device))
     return dataclasses.replace(splits, cache=cache)
+
+
+@contextlib.contextmanager
+def explained_for_device() -> Iterator[None]:
+    """Say in errors of the cache on the host why `cache=device` needs it."""
+    try:
+        yield
+    except DataError as error:
+        why = "cache=device decodes images there first, or in --cache-folder FOLDER"
+        raise DataError(f"{error} ({why})") from None
 
 
 def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:

@@ -55,6 +55,11 @@ def max_over_processes(accelerator: Accelerator, number: float) -> float:
     return float(accelerator.gather(mine).max())
 
 
+def min_over_processes(accelerator: Accelerator, number: int) -> int:
+    """The smallest `number` of all processes; waits as `max_over_processes`."""
+    return int(-max_over_processes(accelerator, -number))
+
+
 def all_reduce(accelerator: Accelerator, totals: Tensor, counts: Sequence[float]) -> list[float]:
     """Sum `totals`, on the device, and `counts` over all processes, in one message."""
     if accelerator.num_processes == 1:

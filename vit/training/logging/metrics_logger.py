@@ -215,7 +215,7 @@ def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
         "epoch": epoch,
         "loss": step.loss,
         "lr": step.lr,
-        # fp16 skips a step whose gradient overflows, and JSON has no infinity
+        # a step whose gradient is not finite is left out, and JSON has no infinity
         "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
     }
 
@@ -230,6 +230,7 @@ def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
         "help where cores are idle, and smaller files on a nearer disk where they are not",
         "disk": "--cache ram is nearer; more loader processes (-j) help where cores are idle",
         "ram": "more loader processes (-j) help where cores are idle, or fewer augmentations",
-        "device": "fewer and smaller images a step, or --cache ram with loader processes (-j)",
+        "device": "on a GPU a larger batch (-b) takes hardly longer; else a new run with --cache "
+        "ram, which has loader processes (-j)",
     }
     return f"note: {share:.0%} of the epoch was spent waiting for images: {ways[data.cache]}"
