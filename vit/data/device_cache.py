@@ -138,18 +138,19 @@ class DeviceDataset(ImageDataset):
         samples = torch.tensor([key.sample for key in loaded], dtype=torch.int64)
         counters = torch.tensor([(k.pass_index, k.sample, k.repetition) for k in loaded])
         transform_all = self.batched[1]
-        numbers = torch.cat([samples[:, None], transform_all.seeds(counters)], 1)
+        chunks = similar_chunks(self.device_cache.sizes[samples], transform_all.floats_of)
+        order = torch.cat(chunks)
+        numbers = torch.cat([samples[:, None], transform_all.seeds(counters)], 1)[order]
+        numbers = torch.cat([numbers, order.argsort()[:, None]], 1)
         if self.device_cache.device.type == "cuda":
             numbers = numbers.pin_memory()
         numbers = numbers.to(self.device_cache.device, non_blocking=True)
-        chunks = similar_chunks(self.device_cache.sizes[samples], transform_all.floats_of)
-        parts = [
-            transform_all(
-                *self.device_cache.gather(samples[chunk], numbers[chunk, 0]), numbers[chunk, 1:]
-            )
-            for chunk in chunks
-        ]
-        images = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(chunks).argsort()]
+        parts, first = [], 0
+        for chunk in chunks:  # slices: an index on the CPU would wait for the device
+            some, first = numbers[first : first + len(chunk)], first + len(chunk)
+            pixels, sizes = self.device_cache.gather(samples[chunk], some[:, 0])
+            parts.append(transform_all(pixels, sizes, some[:, 1:-1]))
+        images = parts[0] if len(parts) == 1 else torch.cat(parts)[numbers[:, -1]]
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images, self.labels[samples], samples, positions, failed)
         return self._with_captions(batch, loaded)
