@@ -23,6 +23,14 @@ class VitError(Exception):
     """Whether all processes of a distributed run raise it, so that only one prints it."""
 
 
+def error_text(error: BaseException, limit: int = 200) -> str:
+    """Message of an error on one line; of another library's its first characters, or its type."""
+    if isinstance(error, VitError):
+        return str(error)
+    unnamed = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return printable(" ".join(str(error).split())[:limit] or unnamed)
+
+
 class ConfigError(VitError, ValueError):
     """A setting is unknown, has the wrong type, or contradicts another one."""
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from vit.data.tar_index import TarIndex, read_index
-from vit.errors import BadImage, DataError
+from vit.errors import BadImage, DataError, error_text
 from vit.text import printable
 
 SHARD, TABLE = ".tar", ".arrow"
@@ -265,8 +265,7 @@ def open_arrow_table(file: str) -> Any:
         try:
             _TABLES[key] = pa.ipc.open_stream(pa.memory_map(file)).read_all()
         except (OSError, pa.ArrowException) as error:
-            words = " ".join(str(error).split())
-            raise DataError(f"{printable(file)}: no Arrow table ({printable(words)})") from None
+            raise DataError(f"{printable(file)}: no Arrow table ({error_text(error)})") from None
     return _TABLES[key]
 
 

@@ -36,7 +36,7 @@ import simplejpeg
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
-from vit.errors import BadImage
+from vit.errors import BadImage, error_text
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 """RGB, (height, width, 3) uint8."""
@@ -301,8 +301,7 @@ def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
     except Image.DecompressionBombError:
         raise BadImage(name, f"declares more than {MAX_PIXELS:,} pixels") from None
     except Exception as error:  # any parser, any exception: one file must not end a run
-        message = " ".join(str(error).split())[:120]
-        raise BadImage(name, f"damaged or cut short ({message or type(error).__name__})") from None
+        raise BadImage(name, f"damaged or cut short ({error_text(error, 120)})") from None
 
 
 def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:

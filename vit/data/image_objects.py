@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.image_io import NEARLY_BLACK, IntensityRange, deep_to_rgb, upright_rgb
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ def to_rgb_image(
     except BadImage:
         raise
     except Exception as error:  # any parser, any exception: one image must not end a list
-        message = " ".join(str(error).split())[:120] or type(error).__name__
-        raise BadImage(name, f"cannot be read: {message}") from None
+        raise BadImage(name, f"cannot be read: {error_text(error, 120)}") from None
 
 
 def to_pixels(source: Any, name: str) -> Array:

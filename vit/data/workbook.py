@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, BinaryIO
 
-from vit.errors import DataError, VitError
+from vit.errors import DataError, VitError, error_text
 from vit.text import join_names, printable
 
 SUFFIX = ".xlsx"
@@ -81,7 +81,7 @@ def read_sheet(path: str) -> Iterator[list[str]]:
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # any error of a parser
-        reason = printable(" ".join(str(error).split())[:120] or type(error).__name__)
+        reason = error_text(error, 120)
         raise DataError(f"{name}: not a readable workbook ({reason}); save it as CSV") from None
 
 

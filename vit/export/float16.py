@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import ConfigError, VitError
+from vit.errors import ConfigError, VitError, error_text
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
 from vit.text import printable
 
@@ -49,9 +49,9 @@ def convert_to_float16(proto: Any) -> Any:
             deduplicate_casts(half)
             OnnxModel(half).topological_sort()  # casts that it adds come last
         except Exception as error:  # the library has no common class of its errors
-            words = printable(" ".join(str(error).split())[:200])
             raise VitError(
-                f"precision='fp16': the network cannot be converted ({words}); choose fp32"
+                f"precision='fp16': the network cannot be converted ({error_text(error)}); choose "
+                "fp32"
             ) from error
     del half.graph.value_info[:]
     return half

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.errors import ConfigError, VitError
+from vit.errors import ConfigError, VitError, error_text
 from vit.exported.onnx_session import LIBRARIES, Array, OnnxSession
 from vit.model.attention import apply_mask, weighted_values
-from vit.text import printable
 
 
 def decomposed_attention(
@@ -122,7 +121,7 @@ def trace_module(part: Part, opset: int) -> Any:
                 verbose=False,
             )
         except Exception as error:  # of torch's compiler, ONNX's or ours
-            words = printable(" ".join(str(_first(error)).split())[:200])
+            words = error_text(_first(error))
             raise VitError(f"torch cannot export the {part.name}: {words}") from error
     assert program is not None, "an exporter without a file gives a program"
     proto = program.model_proto

@@ -27,7 +27,7 @@ from vit.data.image_io import (
 )
 from vit.data.image_objects import ImageInput, NamedImage, named_images, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, error_text
 from vit.exported.onnx_session import Array
 from vit.text import Notify
 
@@ -178,4 +178,4 @@ def decode_image(
     except ConfigError:  # an array that is no image
         raise
     except (ValueError, OSError, MemoryError) as error:
-        return BadImage(one.name, f"cannot be prepared: {error}")
+        return BadImage(one.name, f"cannot be prepared: {error_text(error)}")

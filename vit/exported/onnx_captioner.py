@@ -16,7 +16,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.image_io import IntensityRange
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError
+from vit.errors import BadImage, ConfigError, WeightsError, error_text
 from vit.exported.image_prefetch import (
     PathLike,
     prefetch_images,
@@ -155,7 +155,7 @@ class ExportedCaptioner:
                     continue
                 result = next(results)
                 if isinstance(result, Exception):
-                    yield Prediction(path, error=str(result))
+                    yield Prediction(path, error=error_text(result))
                 else:
                     caption, classes = result
                     yield Prediction(path, classes, captions=(caption,))

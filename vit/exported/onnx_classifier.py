@@ -17,7 +17,7 @@ import numpy as np
 from vit.data.image_io import IntensityRange
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError
+from vit.errors import BadImage, ConfigError, WeightsError, error_text
 from vit.exported.image_prefetch import (
     DecodedImage,
     PathLike,
@@ -318,7 +318,7 @@ class ExportedClassifier:
         try:
             arrays = self._compute(images)
         except (WeightsError, MemoryError) as error:
-            return [BadImage(path, str(error)) for path, _ in images]
+            return [BadImage(path, error_text(error)) for path, _ in images]
         return self._to_rows(images, arrays, names)
 
     def _compute(self, images: Sequence[DecodedImage]) -> list[Array]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vit.errors import ConfigError, VitError, WeightsError
+from vit.errors import ConfigError, VitError, WeightsError, error_text
 from vit.exported.onnx_metadata import check_external_data
 from vit.text import printable
 
@@ -122,8 +122,3 @@ class OnnxSession:
 def source_name(source: Source) -> str:
     """Name of a file or of its bytes in messages."""
     return "the graph" if isinstance(source, bytes) else printable(source)
-
-
-def error_text(error: Exception) -> str:
-    """Message of an engine's error, shortened to one line."""
-    return printable(" ".join(str(error).split())[:200])

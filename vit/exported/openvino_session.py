@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vit.errors import ConfigError, VitError, WeightsError
+from vit.errors import ConfigError, VitError, WeightsError, error_text
 from vit.exported.onnx_metadata import check_external_data
-from vit.exported.onnx_session import Array, Source, error_text, source_name
+from vit.exported.onnx_session import Array, Source, source_name
 from vit.paths import did_you_mean
 from vit.text import printable
 

@@ -25,7 +25,7 @@ from vit.data.image_io import MAX_PIXELS, EncodedImage, check_pixels, read_image
 from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, RunError, is_out_of_memory
+from vit.errors import BadImage, ConfigError, RunError, error_text, is_out_of_memory
 from vit.text import Notify
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class ImageReader:
         except BadImage as error:
             return error
         except (ValueError, OSError, MemoryError) as error:
-            return BadImage(name, f"cannot be resized: {error}")
+            return BadImage(name, f"cannot be resized: {error_text(error)}")
         finally:
             for pixels in held:
                 self.budget.release(pixels)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.errors import BadImage, RunError, WeightsError
+from vit.errors import BadImage, RunError, WeightsError, error_text
 from vit.serving.served_model import ServedModel
 
 SLICES = 2
@@ -105,7 +105,7 @@ def _run(
     try:
         outputs = model.adapter.run(names, images, size)
     except (WeightsError, MemoryError) as error:
-        raise RunError(f"{model.name} cannot be served: {error}") from None
+        raise RunError(f"{model.name} cannot be served: {error_text(error)}") from None
     seconds[size] = min(seconds.get(size, float("inf")), time.perf_counter() - began)
     for output in outputs:
         if isinstance(output, BadImage):

@@ -23,7 +23,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
-from vit.errors import ConfigError, RunError, WeightsError
+from vit.errors import ConfigError, RunError, WeightsError, error_text
 from vit.text import Notify, printable
 from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_processor import processor_notes
@@ -344,9 +344,8 @@ def check_parity(
         try:
             same, other = compare(folder, ours, image, bool(pretrained.config.num_classes))
         except Exception as error:  # whatever another library raises
-            reason = printable(" ".join(str(error).split()))[:160]
             raise WeightsError(
-                f"{to} cannot open the converted folder, so nothing is written: {reason}"
+                f"{to} cannot open the converted folder, so nothing is written: {error_text(error)}"
             ) from None
     spread = float(mine.abs().max()) or 1.0
     difference = float((mine - same).abs().max()) / spread

@@ -18,7 +18,7 @@ from typing import Any
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import COMPRESSED, expand_braces, read_shards
-from vit.errors import DataError
+from vit.errors import DataError, error_text
 from vit.file_lock import locked
 from vit.paths import user_cache
 from vit.text import format_megabytes, plural, printable
@@ -187,6 +187,5 @@ def _readable_errors(address: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DataError(f"{printable(address)}: no such shard") from None
     except Exception as error:  # each kind of storage has exceptions of its own
-        message = " ".join(str(error).split())[:200] or type(error).__name__
-        reason = printable(f"{type(error).__name__}: {message}")
+        reason = f"{type(error).__name__}: {error_text(error)}"
         raise DataError(f"{printable(address)}: cannot be reached ({reason})") from None

@@ -16,7 +16,7 @@ from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.sources.dataset_export import atomic_folder, write_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import read_shards
-from vit.errors import DataError
+from vit.errors import DataError, error_text
 from vit.paths import user_cache
 from vit.text import printable
 
@@ -127,11 +127,11 @@ def _build(dataset_class: Any, data: str, cache: Path, **settings: Any) -> Any:
         cache.mkdir(parents=True, exist_ok=True)
         return dataset_class(str(cache), download=True, **settings)
     except Exception as error:  # downloads raise errors of many libraries
-        message = " ".join(str(error).split())[:200] or type(error).__name__
+        message = error_text(error)
         if "split" in settings and isinstance(error, ValueError) and "split" in message:
             return None
         raise DataError(
-            f"{printable(data)}: cannot be downloaded ({printable(message)}); copy it to "
+            f"{printable(data)}: cannot be downloaded ({message}); copy it to "
             f"{printable(cache)}, or go online once"
         ) from None
 

@@ -41,7 +41,7 @@ from vit.data.dataloader import OnBadImage, default_workers
 from vit.data.dataset_types import Sample
 from vit.data.image_io import check_header, read_image
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, DataError, RunError, WeightsError
+from vit.errors import BadImage, DataError, RunError, WeightsError, error_text
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.text import Notify, plural, printable
@@ -255,7 +255,7 @@ class ImagePass(ABC):
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)  # without the traceback, which holds memory
         except (ValueError, OSError, MemoryError) as error:
-            return BadImage(path, f"cannot be resized: {error}")
+            return BadImage(path, f"cannot be resized: {error_text(error)}")
         if content_key(path) != key:  # the cache would have its features under another content
             return BadImage(path, "it changed while it was read")
         return image

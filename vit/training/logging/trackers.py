@@ -30,8 +30,7 @@ from accelerate.tracking import (
     get_available_trackers,
 )
 
-from vit.errors import ConfigError
-from vit.text import printable
+from vit.errors import ConfigError, error_text
 from vit.training.logging.training_progress import notify
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
@@ -198,7 +197,7 @@ class Tracking:
         # loader processes are forked soon: no thread should be importing then
         wait([self.started], timeout=None if step == 0 else CLOSE_SECONDS)
         if step == 0 and (failure := self.started.exception()) is not None:
-            why = reason(failure)
+            why = error_text(failure)
             raise ConfigError(f"track={name!r} cannot start: {why}; fix it, or leave it out")
 
     def close(self) -> None:
@@ -218,13 +217,13 @@ class Tracking:
             except BaseException as error:  # some raise SystemExit if nobody is logged in
                 self.started.set_exception(error)
                 if self.record.step:
-                    self._report(reason(error))
+                    self._report(error_text(error))
                 return
             self.started.set_result(None)
             try:
                 self._follow(tracker)
             except Exception as error:
-                self._report(reason(error))
+                self._report(error_text(error))
 
     def _start(self) -> GeneralTracker:
         tracker, key = start_tracker(self.name, self.record)
@@ -336,9 +335,3 @@ def plain(value: object) -> bool | int | float | str:
     if isinstance(value, list | tuple):
         return ", ".join(str(each) for each in value)
     return "none" if value is None else str(value)
-
-
-def reason(error: BaseException) -> str:
-    """The message of `error` on one line of at most about 200 characters."""
-    words = printable(" ".join(str(error).split())) or type(error).__name__
-    return words if len(words) <= 200 else f"{words[:200]}..."
