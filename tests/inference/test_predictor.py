@@ -148,6 +148,9 @@ def test_full_memory_is_an_error_with_a_remedy(tiny_run, input_images, monkeypat
     monkeypatch.setattr(predictor.runner, "run", full)
     with pytest.raises(RunError, match="out of memory: use another --device"):
         predictor(input_images)
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(RunError, match="out of memory: use another --device"):
+        Predictor(tiny_run, precision="fp32")
 
 
 def test_no_images_give_no_predictions(tiny_run):

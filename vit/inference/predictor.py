@@ -162,7 +162,8 @@ class Predictor:
         self.preprocessing = loaded.preprocessing
         if intensity_range is not None:
             self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
-        self.model = loaded.model.eval().to(self.device)
+        with explain_full_memory():
+            self.model = loaded.model.eval().to(self.device)
         self.caption_generator = make_caption_generator(loaded, search)
         captions = self.caption_generator is not None
         if self.caption_generator is not None and self.device.type == "cpu" and run is not loaded:
