@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit.data.image_io import read_image
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
+from vit.export import sample_images
 from vit.export.export_options import Options
 from vit.export.sample_images import calibration_images
 
@@ -37,6 +39,20 @@ def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_pat
     assert all(note.startswith("left out of the calibration: ") for note in notes)
     with pytest.raises(DataError, match=f"{len(paths) - 2} of its images can be decoded, and"):
         chosen(len(paths))
+
+
+def test_only_the_chosen_images_are_opened(tiny_data, monkeypatch):
+    opened = []
+
+    def read(path, **options):
+        opened.append(path)
+        return read_image(path, **options)
+
+    monkeypatch.setattr(sample_images, "read_image", read)
+    data = str(tiny_data / "val")
+    options = Options(precision="int8", calibration=data, samples=3, validation=data)
+    classes = tuple(sorted(one.name for one in (tiny_data / "val").iterdir()))
+    assert opened == calibration_images(options, classes, ()).paths
 
 
 def test_undivided_images_are_calibrated_with_or_measured_on(tiny_data):

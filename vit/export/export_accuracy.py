@@ -1,5 +1,6 @@
 """Accuracy of a run and of its exported file: the score of the task on the same labelled images."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,13 @@ from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, VitError
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.tasks.task import calibrated_activation, get_task
-from vit.text import printable
+from vit.text import Notify, format_clock, printable
 from vit.weights.saved_model import LoadedRun
+
+BATCH_SIZE = 16
+"""Images that torch computes at once."""
+SECONDS = 30.0
+"""Between two lines about a long comparison."""
 
 
 @dataclass(frozen=True)
@@ -66,47 +72,68 @@ class Accuracy:
         )
 
 
-def compare(run: LoadedRun, session: OnnxSession, samples: Sequence[Sample]) -> Accuracy:
+def compare(
+    run: LoadedRun,
+    session: OnnxSession,
+    samples: Sequence[Sample],
+    notify: Notify = lambda _line: None,
+) -> Accuracy:
     """Accuracy of `run` in float32, and of the file that `session` computes.
+
+    Args:
+        run, session: The network and its file.
+        samples: Images with their labels.
+        notify: Called every `SECONDS` with what is done and the time that is left.
 
     Raises:
         DataError: No image can be read.
         VitError: An output of the file is not finite.
     """
     task = get_task(run.task_name)
-    computed: list[tuple[Array, Array]] = []
+    ours: list[Array] = []
+    theirs: list[Array] = []
     readable: list[Sample] = []
-    for sample in samples:
-        try:
-            image = read_image(sample.path, intensity_range=run.preprocessing.intensity_range)
-        except BadImage:
-            continue
-        exported = session({"images": np.asarray(image)[None]})[0][0]
-        if not np.isfinite(exported).all():
-            raise VitError(
-                f"{printable(sample.path)}: the exported network overflows; nothing was written; "
-                "choose precision fp32"
-            )
-        computed.append((probabilities(run, image), exported))
-        readable.append(sample)
+    start = last = time.monotonic()
+    for number in range(0, len(samples), BATCH_SIZE):
+        images: list[Image.Image] = []
+        for sample in samples[number : number + BATCH_SIZE]:
+            try:
+                image = read_image(sample.path, intensity_range=run.preprocessing.intensity_range)
+            except BadImage:
+                continue
+            theirs.append(session({"images": np.asarray(image)[None]})[0][0])
+            if not np.isfinite(theirs[-1]).all():
+                raise VitError(
+                    f"{printable(sample.path)}: the exported network overflows; nothing was "
+                    "written; choose precision fp32"
+                )
+            images.append(image)
+            readable.append(sample)
+        if images:
+            ours.extend(probabilities(run, images))
+        done, now = number + BATCH_SIZE, time.monotonic()
+        if now - last >= SECONDS and done < len(samples):
+            left = format_clock((now - start) / done * (len(samples) - done))
+            notify(f"compared {done:,} of {len(samples):,} images with the run, {left} left")
+            last = now
     if not readable:
         raise DataError(f"none of {len(samples)} images can be read; choose other data")
-    ours, theirs = (np.stack(rows) for rows in zip(*computed, strict=True))
-    same = task.decisions(ours, run.thresholds) == task.decisions(theirs, run.thresholds)
+    before, after = np.stack(ours), np.stack(theirs)
+    same = task.decisions(before, run.thresholds) == task.decisions(after, run.thresholds)
     return Accuracy(
         count=len(readable),
         failed=len(samples) - len(readable),
-        before=task.score(ours, readable),
-        after=task.score(theirs, readable),
+        before=task.score(before, readable),
+        after=task.score(after, readable),
         agreement=float(same.all(axis=1).mean()),
-        difference=float(np.abs(ours - theirs).max()),
+        difference=float(np.abs(before - after).max()),
         score=task.score_name,
     )
 
 
 @torch.inference_mode()
-def probabilities(run: LoadedRun, image: Image.Image) -> Array:
-    """Outputs of the network for one image, in float32."""
-    floats = run.preprocessing.normalise(run.preprocessing(image).unsqueeze(0))
-    computed: Array = calibrated_activation(run)(run.model(floats))[0].numpy()
+def probabilities(run: LoadedRun, images: Sequence[Image.Image]) -> Array:
+    """Outputs of the network for images of any size, (images, outputs), in float32."""
+    floats = run.preprocessing.normalise(torch.stack([*map(run.preprocessing, images)]))
+    computed: Array = calibrated_activation(run)(run.model(floats)).numpy()
     return computed

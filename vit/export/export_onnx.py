@@ -160,7 +160,7 @@ def classifier_file(
         session = OnnxSession(staged)
         tolerance = TOLERANCES[options.precision]
         difference = export_classifier.check_images(part, session, run.preprocessing, tolerance)
-        accuracy = compare(run, session, samples) if samples else None
+        accuracy = compare(run, session, samples, notify) if samples else None
         if accuracy is not None:
             notify(accuracy.line())
             drop = MAX_DROP if options.max_drop is None else options.max_drop

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image
 
 from vit.config.stored_config import stored_config
 from vit.data.dataset_types import Sample
-from vit.data.image_io import IntensityRange, check_header, read_image
+from vit.data.image_io import IntensityRange, read_image
 from vit.data.intensity_range import evenly_spaced
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
@@ -101,11 +101,11 @@ def calibration_images(
         paths = [sample.path for sample in found]
     except DataError:  # no train folder: a folder of images of any kind
         paths = list_images([options.calibration])
-    readable = [path for path in paths if is_readable(path)]
-    paths = [path for path in readable if path not in excluded]
+    everything = paths
+    paths = [path for path in everything if path not in excluded]
     if not paths and options.validation is None:
-        count = min(options.samples or SAMPLES, len(readable) // 2)
-        paths = evenly_spaced(readable, count)
+        count = min(options.samples or SAMPLES, len(everything) // 2)
+        paths = evenly_spaced(everything, count)
     if not paths or (options.samples or 0) > len(paths):
         raise DataError(
             f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
@@ -145,15 +145,6 @@ def _decoding_error(path: str, intensity_range: IntensityRange | None) -> BadIma
     except BadImage as error:
         return error
     return None
-
-
-def is_readable(path: str) -> bool:
-    """Whether the header of an image is valid."""
-    try:
-        check_header(path)
-    except BadImage:
-        return False
-    return True
 
 
 MAX_COMPARED = 50
