@@ -1,6 +1,7 @@
 """Workbooks: what is written comes back, formulas do not run, and damage is one line."""
 
 import datetime
+import zipfile
 
 import openpyxl
 import pytest
@@ -87,3 +88,13 @@ def test_more_rows_than_excel_takes_are_refused():
     check_size(1_048_575, 3, what="x")
     with pytest.raises(VitError, match="more than Excel's"):
         check_size(1_048_576, 3, what="x")
+
+
+def test_rows_beyond_the_stated_size_are_read(save, tmp_path):
+    path = save(list=[["image", "label"], *([f"{n}.jpg", n] for n in range(30))])
+    stated = tmp_path / "stated.xlsx"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(stated, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, content.replace(b'ref="A1:B31"', b'ref="A1:B10"'))
+    assert [row[0] for row in read_sheet(str(stated))][1:] == [f"{n}.jpg" for n in range(30)]

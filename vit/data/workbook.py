@@ -62,6 +62,8 @@ def read_sheet(path: str) -> Iterator[list[str]]:
         with open(path, "rb") as file:
             _check_archive(file, name)
             book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            for one in book.worksheets:
+                one.reset_dimensions()  # some programs state fewer rows than they write
             sheets = {one.title: one for one in book.worksheets if _has_content(one)}
             if len(sheets) != 1:
                 have = f"{len(sheets)} sheets with content ({join_names(sheets)})"

@@ -14,7 +14,7 @@ from vit.commands.main import main
 from vit.data.archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.huggingface_datasets import read_dataset
+from vit.data.sources.huggingface_datasets import read_dataset, split_names
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import BadImage, DataError
@@ -246,3 +246,28 @@ def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
             open_member(record.path).read(): record.labels for record in streamed.splits[split]
         }
         assert found == {open_member(record.path).read(): record.labels for record in records}
+
+
+def test_no_split_replaces_another(tmp_path):
+    loaded = {}
+    for split, rows in (("train", 6), ("dev", 4), ("validation", 2)):
+        images = [{"bytes": png(n), "path": None} for n in range(rows)]
+        columns = {"image": images, "label": [n % 2 for n in range(rows)]}
+        loaded[split] = datasets.Dataset.from_dict(columns, features=typed())
+    datasets.DatasetDict(loaded).save_to_disk(tmp_path / "saved")
+    listed = read_dataset(DatasetSpec(f"hf:{tmp_path}/saved"))
+    assert {name: len(rows) for name, rows in listed.splits.items()} == {
+        "train": 6,
+        "dev": 4,
+        "val": 2,
+    }
+    assert listed.notes == ["the split dev, 4 images, is none that a training reads"]
+    assert split_names(["training", "dev", "test"])["dev"] == "val"
+    assert split_names(["training", "train"])["training"] == "training"
+
+
+def test_minus_one_may_be_a_class(tmp_path):
+    images = [png(value) for value in range(4)]
+    pq.write_table(pa.table({"image": images, "label": [-1, 1, -1, 1]}), tmp_path / "x.parquet")
+    listed = read_dataset(DatasetSpec(f"hf:{tmp_path}/x.parquet", image_column="image"))
+    assert [record.labels[0] for record in listed.splits[""]] == ["-1", "1", "-1", "1"]

@@ -237,7 +237,7 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
         ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
         ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
-        ('{"image": "x.png"}', "line 21: no label"),
+        ('{"image": "x.png"}', "line 21: no 'label' in this record"),
         ("[1]", "line 21: a list; expected an object"),
         ("{", "line 21: not JSON"),
         ('{"image": "x\\u0000.png", "label": "a"}', "line 21: a file name with a NUL"),
@@ -580,3 +580,44 @@ def test_names_of_cells_are_looked_up_and_not_searched(tmp_path):
     below = {base: Names({"a/x1b": "a\x1b", "b": "b"}), f"{base}/b": Names({"c": "c"})}
     names = [original_name(cell, base, below) for cell in ("a/x1b", "'b/c", "b/d", "missing")]
     assert names == ["a\x1b", "b/c", "b/d", "missing"]
+
+
+def test_a_record_without_the_label_of_others_has_not_none_of_the_classes(write):
+    lines = [json.dumps({"image": name, "labels": [name[0]]}) for name in NAMES]
+    path = write("\n".join([*lines, '{"image": "x.png", "lables": ["a"]}']), "list.jsonl")
+    with pytest.raises(DataError, match="line 21: no 'labels' in this record; write null"):
+        opened(path)
+    lines[0] = '{"image": "a/0.png", "labels": null}'
+    splits = opened(write("\n".join(lines), "list.jsonl"), multilabel=True)
+    assert labels_by_name(splits)["a/0.png"] == []
+
+
+def test_errors_of_a_spreadsheet_are_no_class(write):
+    with pytest.raises(DataError, match="line 22: the label is #N/A, an error of a spreadsheet"):
+        opened(write(table([*ROWS, ("a/99.png", "#N/A")])))
+
+
+def test_names_without_a_suffix_are_those_of_images(write, images):
+    def classes(path, **asked):
+        splits = opened(path, **asked)
+        samples = (*splits.train, *splits.val)
+        found = {relative(one.path, splits.root): splits.classes[one.label] for one in samples}
+        return found, splits
+
+    rows = [(name.removesuffix(".png"), label) for name, label in ROWS]
+    columns = {"image_column": "id", "label_column": "breed"}
+    path = write(table(rows, header="id,breed"))
+    found, splits = classes(path, **columns)
+    assert found == dict(ROWS)
+    assert noted(splits, "20 names without a suffix: a/0 is read as a/0.png")
+    below = write(table([(str(n), "xy"[n % 2]) for n in range(10)]), "below.csv")
+    assert len(classes(below, images=str(images / "a"))[0]) == 10
+    (images / "a/0.jpg").touch()  # of two images, none is guessed
+    assert "a/0" in classes(path, **columns)[0]
+
+
+def test_other_words_in_a_column_of_splits_are_no_matter_of_a_prediction(write):
+    path = write("image,split\na/0.png,fold1\nb/1.png,fold2\n")
+    assert [one[-7:] for one in list_images([path])] == ["a/0.png", "b/1.png"]
+    splits = opened(write(table(), "all.csv"), exclude=path)
+    assert len((*splits.train, *splits.val)) == 18

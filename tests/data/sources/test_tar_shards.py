@@ -537,3 +537,16 @@ def test_a_compressed_shard_among_others_is_not_left_out(pair, tmp_path):
     (shards / "train-0001.tar.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(DataError, match=r"compressed shards \(train-0001\.tar\.gz\)"):
         open_data(shards)
+
+
+def test_classes_that_are_called_by_numbers_keep_their_images(tmp_path):
+    table = {"txt": "1\n10\n2\n"}
+    members = {f"{n}.jpg": b"x" for n in range(3)}
+    values = ("2", 2, "10")
+    files = {f"{n}.json": json.dumps({"label": value}).encode() for n, value in enumerate(values)}
+    names, _ = labelled(tmp_path, members | files, **table)
+    assert names == [("2",), ("2",), ("10",)]
+    with pytest.raises(DataError, match=r"its \.cls is '1', the name of a class and the number of"):
+        labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, **table)
+    names, _ = labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, txt="0\n1\n2\n")
+    assert names == [("1",)] * 3

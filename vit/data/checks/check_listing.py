@@ -22,7 +22,12 @@ from vit.data.sources.dataset_spec import (
     resolve_folder,
 )
 from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker, unsupported_advice
-from vit.data.sources.image_folder import EMPTY_CLASS, split_folders
+from vit.data.sources.image_folder import (
+    EMPTY_CLASS,
+    renamed_splits,
+    split_folders,
+    without_classes,
+)
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import (
     is_folder_source,
@@ -99,10 +104,10 @@ class DatasetListing:
             if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
         ]
         lines = locate_in_lists(self.spec, {path for one in fixable for path in one.images})
-        located = []
+        located, fixed = [], {id(one) for one in fixable}
         for one in problems:
             where = [printable(lines[path]) for path in one.images[:4] if path in lines]
-            if where and one in fixable:
+            if where and id(one) in fixed:
                 one = dataclasses.replace(one, detail=f"{one.detail} ({'; '.join(where)})")
             located.append(one)
         return located
@@ -192,6 +197,10 @@ def list_folder(root: Path) -> DatasetListing:
     except DataError:  # a split is a file, or a folder cannot be listed
         folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
         beside = []
+    for note in renamed_splits(folders):
+        listing.report("source", note, str(root))
+    if note := without_classes(folders):
+        listing.report("source", note, str(folders.pop("test")))
     if beside:
         names = join_names(beside)
         places = (str(root / name) for name in beside)

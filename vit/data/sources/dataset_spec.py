@@ -75,6 +75,8 @@ class DatasetSpec:
     """The only split to read; None: training and validation images."""
     all_splits: bool = False
     """Read every split; `split` is ignored then."""
+    reads_splits: bool = True
+    """Whether the column of splits of a list is read; without it, all its images are in one."""
     captions: bool = False
     """Whether the images have captions."""
     labels: bool = True

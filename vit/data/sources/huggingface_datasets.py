@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vit.data import archives
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
     caption_columns,
     cell_captions,
@@ -29,8 +29,8 @@ PREFIX = "hf:"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 SAVED_FILES = ("dataset_dict.json", "state.json")
 """Files in folders that `save_to_disk` of the library wrote."""
-SPLIT_ALIASES = {"valid": "val", "validation": "val", "dev": "val", "training": "train"}
-"""Other names of splits -> ours."""
+SPLIT_ALIASES = {"validation": "val", "valid": "val", "dev": "val", "training": "train"}
+"""Other names of splits -> ours, the first one that a dataset has."""
 IMAGE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
 LABEL_COLUMNS = ("label", "labels", "class", "classes", "target", "category", "cls")
 LIST_FEATURES = ("List", "LargeList", "Sequence")
@@ -85,8 +85,13 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     splits: dict[str, list[ImageRecord]] = {}
     notes: list[str] = []
     multilabel, has_groups = False, []
-    for split, rows in _load(data, streaming=False).items():
-        name = SPLIT_ALIASES.get(str(split), str(split))
+    loaded = _load(data, streaming=False)
+    names = split_names([*map(str, loaded)])
+    for split, rows in loaded.items():
+        name = names[str(split)]
+        if name not in SPLIT_NAMES:
+            images = plural(len(rows), "image")
+            notes.append(f"the split {printable(name)}, {images}, is none that a training reads")
         columns = find_columns(rows.features, spec)
         cells = {
             column: rows.data.column(column).to_pylist()
@@ -139,9 +144,18 @@ def stream_splits(spec: DatasetSpec) -> Iterator[StreamedSplit]:
         columns = find_columns(features, spec)
         if columns.is_image:
             rows = rows.cast_column(columns.image, Image(decode=False))
-        name = "" if set(splits) == {"train"} else SPLIT_ALIASES.get(str(split), str(split))
+        name = "" if set(splits) == {"train"} else split_names([*map(str, splits)])[str(split)]
         streamed = _stream_rows(iter(rows), columns, spec.data)
         yield StreamedSplit(name, columns.class_names, columns.multilabel, streamed)
+
+
+def split_names(splits: Sequence[str]) -> dict[str, str]:
+    """Our names of the splits of a dataset; of two with one name, the second keeps its own."""
+    names = {split: split for split in splits}
+    for split, name in SPLIT_ALIASES.items():
+        if split in names and name not in names.values():
+            names[split] = name
+    return names
 
 
 def _stream_rows(source: Iterator[Any], columns: ColumnSelection, data: str) -> Iterator[ImageFile]:
@@ -298,7 +312,7 @@ def read_label_column(
         return None
     labels = []
     for row, (cell, is_missing) in enumerate(zip(cells, unlabelled, strict=True)):
-        if is_missing:
+        if is_missing and (cell is None or columns.class_names):  # -1 may be a class
             raise DataError(f"{printable(data)}: row {row} has no label, and others have")
         values = cell if columns.multilabel else [cell]
         labels.append(tuple(dict.fromkeys(_class_name(one, columns, data, row) for one in values)))

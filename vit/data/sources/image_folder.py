@@ -1,19 +1,35 @@
 """Image folder reader: the class of an image is the name of its folder.
 
-    DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test)
+    DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg      (or valid, validation, test; Training ...)
     DATA/CLASS/*.jpg
 
 Built-in datasets are written as such folders. Without labels, all images under a folder are read.
 """
 
+import contextlib
+import os
 from pathlib import Path
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
-from vit.data.sources.dataset_spec import LAYOUT, SPLIT_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources.dataset_spec import (
+    LAYOUT,
+    SPLIT_NAMES,
+    VAL_NAMES,
+    DatasetSpec,
+    resolve_folder,
+)
 from vit.data.sources.file_walk import FolderWalker
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
+SPLIT_ALIASES = {
+    **{name: name for name in SPLIT_NAMES},
+    "training": "train",
+    "dev": "val",
+    "testing": "test",
+    "evaluation": "test",
+}
+"""Names of splits in lower case -> ours, for folders that hold class folders."""
 UNLABELLED = (
     "; if a list has the labels of these images, vit train --labels LIST; without labels, vit "
     "pretrain learns from them, and vit suggest names those to label first"
@@ -43,18 +59,30 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
         if folders and "train" not in folders:
             names = join_names(folders)
             raise DataError(f"{printable(root)} has {names} but no train; {LAYOUT}")
+        notes += renamed_splits(folders)
         if others:
             names = join_names(others)
             notes.append(f"left out folders beside train: {names}")
+        if spec.labels and (without := without_classes(folders)):
+            notes.append(without)
     folders = folders or {"": root}
     splits: dict[str, list[ImageRecord]] = {}
-    for name in spec.select_splits(folders):
+    selected = spec.select_splits(folders)
+    if spec.labels and len(selected) > 1 and without_classes(folders):
+        selected.remove("test")
+    for name in selected:
         # One walker a split: a validation folder may be a link to another split.
         walker = FolderWalker(str(root)) if splits else walker
         if not spec.labels:
             splits[name] = read_unlabelled(folders[name], walker)
             notes += walker.notes()
             continue
+        if others and name == "train" and not _class_folders(folders[name]):
+            raise DataError(
+                f"{printable(folders[name])} has no class folders, and {join_names(others)} beside "
+                "it: the name train is that of the training images; if it is a class, rename it, "
+                f"such as to train_; {LAYOUT}"
+            )
         classes = read_classes(folders[name], walker)
         if spec.optional_labels and walker.unclassified:
             raise DataError(f"{printable(folders[name])} has images outside of class folders")
@@ -73,7 +101,9 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
 def split_folders(root: Path, walker: FolderWalker) -> tuple[dict[str, Path], list[str]]:
     """The split folders in `root` by name, and the names of the other folders.
 
-    Without `train` and with other folders, each folder is a class and there are no splits.
+    Without `train` and with other folders, each folder is a class and there are no splits. Folders
+    of other names for splits, such as Training and Testing, are splits if class folders are in
+    Training, and beside it there are no other folders, or a split with a class of the same name.
 
     Raises:
         DataError: A file has the name of a split.
@@ -82,9 +112,55 @@ def split_folders(root: Path, walker: FolderWalker) -> tuple[dict[str, Path], li
         if (root / name).is_file():
             raise DataError(f"{printable(root / name)} is a file, not a folder; {LAYOUT}")
     names = walker.subfolders(str(root))
-    splits = {name: root / name for name in SPLIT_NAMES if name in names}
-    others = [name for name in names if name not in splits]
+    found: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: name not in SPLIT_NAMES):  # the usual names first
+        found.setdefault(SPLIT_ALIASES.get(name.casefold(), ""), name)
+    found.pop("", None)
+    train = found.get("train", "train")
+    if train not in names or (train != "train" and not _holds_splits(root, train, names, found)):
+        found = {name: name for name in SPLIT_NAMES if name in names}
+    splits = {name: root / found[name] for name in SPLIT_NAMES if name in found}
+    others = [name for name in names if name not in found.values()]
     return (splits, others) if "train" in splits or not others else ({}, [])
+
+
+def _holds_splits(root: Path, train: str, names: list[str], splits: dict[str, str]) -> bool:
+    """Whether `train`, such as Training, is a split of `root` and not a class."""
+    classes = _class_folders(root / train)
+    others = [name for name in splits.values() if name != train]
+    only_splits = {*names} == {train, *others}
+    return bool(classes) and (
+        only_splits or any(classes & _class_folders(root / name) for name in others)
+    )
+
+
+def renamed_splits(folders: dict[str, Path]) -> list[str]:
+    """A note on folders that have other names than their splits, if there are any."""
+    renamed = [f"{one.name} as {name}" for name, one in folders.items() if one.name != name]
+    return [f"read {join_names(renamed)}"] if renamed else []
+
+
+def without_classes(folders: dict[str, Path]) -> str:
+    """A note on a `test` folder of images without labels; empty if there is none.
+
+    It cannot be validated on, and training goes on without it, as it does beside a `val`.
+    """
+    test = folders.get("test")
+    own_validation = any(name in folders for name in VAL_NAMES if name != "test")
+    if "train" not in folders or test is None or own_validation or _class_folders(test):
+        return ""
+    images = FolderWalker(str(test)).loose_images(str(test))
+    if not images:
+        return ""
+    found = plural(len(images), "image")
+    return f"left out {printable(test.name)}: {found} straight in it, and no class folders"
+
+
+def _class_folders(folder: Path) -> set[str]:
+    """Names of the folders in `folder`; none of a folder that cannot be listed."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
+    return set()
 
 
 def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:

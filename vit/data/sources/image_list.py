@@ -55,6 +55,7 @@ from vit.data.sources.list_files import (
     common_folders,
     find_lists,
     images_folder,
+    suffixed_names,
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
@@ -304,7 +305,9 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
                 value = plain
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
         contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
-        split = cell_split(values.get(columns.split), path, line) if columns.split else ""
+        split = ""
+        if columns.split and spec.reads_splits:
+            split = cell_split(values.get(columns.split), path, line)
         group = cell_group(values.get(columns.group), path, line) if columns.group else ""
         kind = "contradiction"
         cells = tuple(
@@ -481,7 +484,7 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     Raises:
         DataError: It is damaged, or no list of images.
     """
-    spec = DatasetSpec(path, allow_outside=True, labels=False)
+    spec = DatasetSpec(path, allow_outside=True, labels=False, reads_splits=False)
     collected = [] if notes is None else notes
     contents = read_list(path, spec, collected)
     return [*_placed("", contents, spec, collected).entries]
@@ -502,7 +505,7 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
     """The images of a list by path."""
     base = images_folder(contents.path, contents.entries, spec.images, notes)
-    contents = _with_original_names(contents, base)
+    contents = _with_suffixes(_with_original_names(contents, base), base, notes)
     # a list of captions may name images anywhere, unless their folder is given
     outside = spec.allow_outside or (spec.captions and spec.images is None)
     if any(os.path.isabs(name) for name in contents.entries):
@@ -523,6 +526,21 @@ def _with_original_names(contents: ImageList, base: str) -> ImageList:
     original = {name: original_name(name, base, below) for name in lacking}
     entries = {original.get(name, name): entry for name, entry in contents.entries.items()}
     return dataclasses.replace(contents, entries=entries)
+
+
+def _with_suffixes(contents: ImageList, base: str, notes: list[str]) -> ImageList:
+    """`contents` with the names of files for names that lack their suffix, with a note."""
+    found = suffixed_names(base, contents.entries)
+    if not found:
+        return contents
+    name, file = next(iter(found.items()))
+    notes.append(
+        f"{printable(contents.path)}: {plural(len(found), 'name')} without a suffix: "
+        f"{printable(name)} is read as {printable(file)}"
+    )
+    entries = {found.get(name, name): entry for name, entry in contents.entries.items()}
+    relabelled = [(found.get(name, name), a, b) for name, a, b in contents.relabelled]
+    return dataclasses.replace(contents, entries=entries, relabelled=relabelled)
 
 
 def original_name(cell: str, base: str, below: dict[str, dict[str, str]]) -> str:

@@ -203,7 +203,13 @@ def _matched(
     labels: bool,
 ) -> tuple[dict[str, Entry], str]:
     """The entries of a list by the path of the image, and the beginning of a note."""
-    columns = DatasetSpec(path, allow_outside=True, labels=labels, multilabel=spec.multilabel)
+    columns = DatasetSpec(
+        path,
+        allow_outside=True,
+        labels=labels,
+        multilabel=spec.multilabel,
+        reads_splits=False,
+    )
     entries = read_list(path, columns, []).entries
     places = {name: find(name) for name in entries}
     found = _by_place(places, entries, path)

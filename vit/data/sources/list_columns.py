@@ -45,6 +45,12 @@ WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
 
 
+SPREADSHEET_ERRORS = frozenset(
+    ("#N/A", "#REF!", "#VALUE!", "#NAME?", "#DIV/0!", "#NULL!", "#NUM!", "#SPILL!", "#CALC!")
+)
+"""What Excel and others show in cells of formulas without a result."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """Names of the columns that are read, as the list has them; empty if there is none."""
@@ -184,7 +190,7 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
 def check_record(
     names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a JSON record with a split, group or class under another key than the first one.
+    """Refuse a JSON record that lacks the group or class of the first one, or has another key.
 
     Args:
         names: Keys of the record.
@@ -194,7 +200,7 @@ def check_record(
         line: Of the record.
 
     Raises:
-        DataError: A key would be ignored.
+        DataError: A key would be ignored, or its lack taken for an empty value.
     """
     others = [name for name in names if name != columns.image]
     expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
@@ -208,6 +214,8 @@ def check_record(
             there = f"the first one has {column!r}" if column else "the first one does not"
             advice = "give every record the same keys"
             raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
+        if column and column not in names and column != columns.split:
+            raise wrong(path, f"no {column!r} in this record; write null where it has none", line)
 
 
 def clean_path(written: str, path: str, line: int, *, outside: bool = False) -> str:
@@ -368,6 +376,13 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
     name = "" if value is None else str(value).strip()
     if "\0" in name:
         raise wrong(path, "a label with a NUL character", line)
+    if name in SPREADSHEET_ERRORS:
+        raise wrong(
+            path,
+            f"the label is {name}, an error of a spreadsheet, such as of a formula that finds "
+            "nothing; write the label",
+            line,
+        )
     if is_workbook(path) and WORKBOOK_DATE.fullmatch(name):
         raise wrong(
             path,

@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
-from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, FolderWalker
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
 from vit.data.sources.list_columns import choose_columns
 from vit.data.sources.list_formats import has_captions, has_classes, read_rows
@@ -282,10 +282,34 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
 
 
 def _has_any(folder: str, names: Sequence[str]) -> bool:
-    """Whether any of these files exists in `folder`."""
-    return os.path.isdir(folder) and any(
-        os.path.lexists(os.path.join(folder, name)) for name in names
+    """Whether any of these files exists in `folder`, perhaps with a suffix that the name lacks."""
+    return os.path.isdir(folder) and (
+        any(os.path.lexists(os.path.join(folder, name)) for name in names)
+        or bool(suffixed_names(folder, names))
     )
+
+
+def suffixed_names(folder: str, names: Iterable[str]) -> dict[str, str]:
+    """Names of images that lack their suffix, such as ids, and those of their files.
+
+    Only names that are no file, and of which there is one image in `folder`.
+    """
+    found: dict[str, str] = {}
+    below: dict[str, dict[str, list[str]]] = {}  # by folder and name without suffix
+    for name in names:
+        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or os.path.isabs(name):
+            continue
+        head, tail = os.path.split(name)
+        if head not in below:
+            below[head] = {}
+            for file in _listed(os.path.join(folder, head)):
+                stem, suffix = os.path.splitext(file)
+                if suffix.lower() in IMAGE_SUFFIXES:
+                    below[head].setdefault(stem, []).append(file)
+        files = below[head].get(tail, ())
+        if len(files) == 1 and not os.path.lexists(os.path.join(folder, name)):
+            found[name] = os.path.join(head, files[0])
+    return found
 
 
 def common_folders(base: str, names: Iterable[str]) -> list[str]:

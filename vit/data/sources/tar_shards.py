@@ -427,6 +427,7 @@ class _Annotations:
         self.label_suffix = self.group_key = ""
         if spec.labels:
             self.class_names = _read_class_tables(members.class_tables)
+            self.known_names = {*self.class_names.values()}
             self.label_suffix = next((s for s in LABEL_SUFFIXES if any(self.files[s])), "")
         keys = self._first_keys() if spec.group or self.label_suffix == ".json" else None
         if spec.group:
@@ -471,10 +472,10 @@ class _Annotations:
         file = self.files[self.label_suffix][number]
         if not file:
             return None
-        value: object
+        value: Any
         if self.label_suffix == ".cls":
             value = _read_text(image.file, file).strip()
-            if not value or "\n" in str(value):
+            if not value or "\n" in value:
                 raise _error(image, "its .cls is not the name or number of one class")
         else:
             value = values.get("labels", values.get("label"))
@@ -486,14 +487,23 @@ class _Annotations:
                 )
         self.multilabel |= isinstance(value, list)
         names = value if isinstance(value, list) else [value]
-        return tuple(dict.fromkeys(self._class_name(str(name), image) for name in names))
+        return tuple(dict.fromkeys(self._class_name(name, image) for name in names))
 
-    def _class_name(self, label: str, image: ShardImage) -> str:
-        table = self.class_names
-        if not table or label in table:
-            return table.get(label, label)
-        if label in table.values():
+    def _class_name(self, value: str | int, image: ShardImage) -> str:
+        """The name of a class of a file: a number of JSON is one, text a name before a number."""
+        table, label = self.class_names, str(value)
+        is_name, number_of = label in self.known_names, table.get(label, label)
+        if self.label_suffix == ".cls" and is_name and number_of != label:
+            raise _error(
+                image,
+                f"its .cls is {label!r}, the name of a class and the number of another, "
+                f"{number_of!r}; write NAME.json, where "
+                '{"label": "1"} is a name and {"label": 1} a number',
+            )
+        if not table or (is_name and isinstance(value, str)):
             return label
+        if label in table:
+            return table[label]
         known = plural(len(table), "class", "classes")
         raise _error(
             image, f"label {label!r} is none of the {known} in classes.json or classes.txt"
