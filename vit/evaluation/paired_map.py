@@ -123,11 +123,17 @@ class PairedMap(PairedComparison):
         return max(self.difference - half, -1.0), min(self.difference + half, 1.0)
 
     def images_needed(self, level: float = LEVEL) -> int | None:
-        """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
-        if not (self.difference and self.error) or math.isnan(self.error):
-            return None
+        """As of right answers; None without an error too."""
+        return super().images_needed(level) if self.error > 0 else None  # not of NaN
+
+    def expected_images(self, level: float) -> float:
+        """`images_needed` of a difference, by the formula above."""
         quantiles = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)
-        return math.ceil(self.count * (quantiles * self.error / self.difference) ** 2)
+        return self.count * (quantiles * self.error / self.difference) ** 2
+
+    def fewest_groups(self, _level: float) -> int:
+        """Those from which on there is an error."""
+        return MIN_GROUPS
 
     def side(self, place: int) -> dict[str, Any]:
         """The scores of A (0) or B (1)."""
