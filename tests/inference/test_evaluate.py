@@ -1,5 +1,6 @@
 """evaluate: names decide, unreadable images are left out and listed, own splits are honoured."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,13 +12,19 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
+from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.image_groups import number_groups, share_interval
-from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
+from vit.inference.evaluate import (
+    evaluate,
+    held_out_images,
+    held_out_spec,
+    with_training_settings,
+)
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
@@ -191,6 +198,20 @@ def test_settings_of_a_training_hold_in_another_working_folder(tmp_path, monkeyp
     assert (found.exclude, found.corrections) == (str(work / "bad.csv"), str(work / "new.csv"))
     monkeypatch.chdir(work)
     assert with_training_settings(DatasetSpec("photos"), run).exclude == "bad.csv"
+
+
+def test_settings_that_are_given_win_over_those_of_the_training(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch, corrections="new.csv")
+    lists = {"exclude": "mine.csv", "corrections": "fixed.csv", "label_list": "labels.csv"}
+    for data in (str(work / "photos"), "list.csv"):
+        found = with_training_settings(DatasetSpec(data, **lists), run)
+        assert {name: getattr(found, name) for name in lists} == lists
+
+
+def test_lists_of_a_training_elsewhere_are_found_for_its_held_out_images(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch)
+    spec = dataclasses.replace(held_out_spec(stored_config(run).data), data=str(work / "photos"))
+    assert with_training_settings(spec, run).exclude == str(work / "bad.csv")
 
 
 def test_a_run_folder_in_the_folder_of_the_training_is_enough(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from vit.config import DataConfig
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
@@ -408,12 +409,19 @@ def evaluate_held_out(
         settings: As for `evaluate`.
     """
     config = stored_config(Path(run))
-    spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
+    spec = held_out_spec(config.data)
     if data is not None:
         spec = dataclasses.replace(spec, data=os.fspath(data))
     if device is None and config.run.device != "auto":
         device = config.run.device
     return evaluate(run, spec, device=device, **settings)
+
+
+def held_out_spec(data: DataConfig) -> DatasetSpec:
+    """The validation images of a training; `with_training_settings` finds its lists of images."""
+    return dataclasses.replace(
+        DatasetSpec.from_config(data), split="val", exclude=None, corrections=None, label_list=None
+    )
 
 
 def source_of(
@@ -576,9 +584,9 @@ def with_training_settings(
             caption_column=spec.caption_column or data.caption_column,
             allow_outside=spec.allow_outside or (own and data.allow_outside),
             group=spec.group or (data.group if own else None),
-            exclude=located(data.exclude),
-            corrections=located(data.corrections),
-            label_list=located(data.labels),
+            exclude=spec.exclude or located(data.exclude),
+            corrections=spec.corrections or located(data.corrections),
+            label_list=spec.label_list or located(data.labels),
         )
     applied = {**vars(found), "labels": found.label_list}
     columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
