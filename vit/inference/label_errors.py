@@ -272,7 +272,8 @@ def add_row_errors(
     suspected = []
     for found in find_suspect_rows(known):
         image = listed[os.path.realpath(found.row.image)]
-        if image.labels == (found.row.label,):  # a label that was corrected since is no problem
+        own = label_indices(image.labels, [found.row.label])
+        if own == [0]:  # a label that was corrected since is no problem
             suspected.append(_label_problem(image, found.likely, found.margin))
     problems = [*report.problems, *report.listing.with_lines(suspected)]
     return dataclasses.replace(report, problems=sort_by_severity(problems))
