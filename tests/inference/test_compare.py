@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
 from vit.errors import ConfigError, DataError
+from vit.evaluation import paired_map
 from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import AllPairs
 from vit.inference.compare import Answer, SharedAnswers, compare, compare_runs
@@ -240,22 +242,27 @@ def test_all_pairs_take_one_pass_over_the_answers():
     assert Counted.reads == 2 * 8 * 2
 
 
-def test_intervals_of_map_are_computed_once_for_each_run(monkeypatch):
-    counted = []
+def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
+    counted: Counter[str] = Counter()
 
-    def count(*arguments):
-        counted.append(arguments)
-        return map_interval(*arguments)
+    def count(name):
+        original = getattr(paired_map, name)
 
-    for module in ("inference.compare", "evaluation.paired_map"):
-        monkeypatch.setattr(f"vit.{module}.map_interval", count)
+        def counting(*arguments, **settings):
+            counted[name] += 1
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(paired_map, name, counting)
+
+    count("map_interval")
+    count("jackknife_weights")
     draw = torch.Generator().manual_seed(0)
     targets = (torch.rand(40, 3, generator=draw) < 0.4).to(torch.uint8)
     scores = [torch.rand(40, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
     found = {f"{place}": Answer("cat", "cat", 1.0, 1.0) for place in range(40)}
     answers = SharedAnswers([*found], [found] * 4, [], scores, targets)
     pairs = AllPairs.of(answers.right, answers.compared).pairs
-    assert (len(pairs), len(counted)) == (6, 4)
+    assert (len(pairs), counted) == (6, {"map_interval": 4, "jackknife_weights": 4})
     expected = tuple(map_interval(scores[place], targets) for place in (1, 3))
     assert pairs[1, 3].intervals == expected
     assert None not in expected

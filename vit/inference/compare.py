@@ -20,13 +20,11 @@ from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError
-from vit.evaluation.bootstrap_intervals import Interval
 from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
 from vit.evaluation.image_groups import number_groups
-from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
 from vit.evaluation.paired_groups import PairedGroups
-from vit.evaluation.paired_map import PairedMap
+from vit.evaluation.paired_map import MapScores, PairedMap
 from vit.inference.evaluate import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
@@ -119,22 +117,16 @@ class SharedAnswers:
         """The comparison of two classifiers by their places."""
         both = self.right[a], self.right[b]
         if self.scores:
-            return PairedMap.of_scores(
-                self.scores[a],
-                self.scores[b],
-                self.targets,
-                both,
-                self.groups,
-                intervals=(self.map_intervals[a], self.map_intervals[b]),
-            )
+            maps = self.maps[a], self.maps[b]
+            return PairedMap.between(*maps, self.targets, both, self.groups)
         if self.groups is not None:
             return PairedGroups.of_groups(*both, self.groups)
         return PairedComparison.of(*both)
 
     @cached_property
-    def map_intervals(self) -> list[Interval]:
-        """`map_interval` of each multi-label classifier, which all its pairs share."""
-        return [map_interval(scores, self.targets, self.groups) for scores in self.scores]
+    def maps(self) -> list[MapScores]:
+        """Of each multi-label classifier, which all its pairs share."""
+        return [MapScores.of(scores, self.targets, self.groups) for scores in self.scores]
 
     @cached_property
     def right(self) -> Tensor:
