@@ -13,11 +13,12 @@ import torch
 from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
+from vit.data.dataset_types import NO_LABEL, Sample
 from vit.errors import ConfigError, DataError
 from vit.evaluation import paired_map
 from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import AllPairs
-from vit.inference.compare import Answer, SharedAnswers, compare, compare_runs
+from vit.inference.compare import Answer, SharedAnswers, answer_of, compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model, update_run
@@ -233,13 +234,27 @@ def test_all_pairs_take_one_pass_over_the_answers():
             Counted.reads += 1
             return super().__getitem__(key)
 
-    said = Answer("cat", "cat", 1.0, 1.0)
-    found = [Counted(a=said, b=dataclasses.replace(said, answer=name)) for name in ("cat", "dog")]
+    said = Answer("cat", "cat", 1.0, 1.0, right=True)
+    wrong = dataclasses.replace(said, answer="dog", right=False)
+    found = [Counted(a=said, b=one) for one in (said, wrong)]
     answers = SharedAnswers(["a", "b"], found * 4, [], [], torch.zeros(0))
     pairs = AllPairs.of(answers.right, answers.compared).pairs
     assert len(pairs) == 28
     assert pairs[0, 1].only_a_right == 1
-    assert Counted.reads == 2 * 8 * 2
+    assert Counted.reads == 2 * 8
+
+
+def test_classes_whose_names_look_like_several_are_told_apart():
+    classes, thresholds = ("cat", "dog", "cat, dog", "(no class)"), [0.5] * 4
+
+    def answered(true, named):
+        scores = torch.tensor([0.9 if at in named else 0.1 for at in range(4)])
+        return answer_of(scores, Sample("a.png", NO_LABEL, labels=true), classes, thresholds)
+
+    for true, named in (((2,), (0, 1)), ((), (3,))):
+        found = answered(true, named)
+        assert (found.label == found.answer, found.right) == (True, False)
+        assert answered(true, true).right
 
 
 def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
@@ -259,7 +274,7 @@ def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     targets = (torch.rand(40, 3, generator=draw) < 0.4).to(torch.uint8)
     scores = [torch.rand(40, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
-    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0) for place in range(40)}
+    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0, right=True) for place in range(40)}
     answers = SharedAnswers([*found], [found] * 4, [], scores, targets)
     pairs = AllPairs.of(answers.right, answers.compared).pairs
     assert (len(pairs), counted) == (6, {"map_interval": 4, "jackknife_weights": 4})

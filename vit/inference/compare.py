@@ -35,15 +35,17 @@ NO_CLASS = "(no class)"
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one classifier for an image: class names and probabilities.
+    """The answer of one classifier for an image, and the truth.
 
-    Of several classes an image, a probability is the product of those of each decision.
+    Of several classes an image, a probability is the product of those of each decision, and the
+    names are joined: other classes may have the same text.
     """
 
     label: str
     answer: str
     confidence: float
     likelihood: float
+    right: bool
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,7 @@ class SharedAnswers:
     @cached_property
     def right(self) -> Tensor:
         """Whether each answer is right, (classifiers, images)."""
-        return torch.tensor(
-            [
-                [found[path].answer == found[path].label for path in self.paths]
-                for found in self.answers
-            ]
-        )
+        return torch.tensor([[found[path].right for path in self.paths] for found in self.answers])
 
 
 def compare(
@@ -406,7 +403,11 @@ def answer_of(
     if thresholds is None:
         best, own = int(probabilities.argmax()), sample.label
         return Answer(
-            classes[own], classes[best], float(probabilities[best]), float(probabilities[own])
+            classes[own],
+            classes[best],
+            float(probabilities[best]),
+            float(probabilities[own]),
+            best == own,
         )
     named = probabilities >= torch.tensor(thresholds, dtype=torch.float64)
     true = torch.zeros(len(classes), dtype=torch.bool)
@@ -418,7 +419,8 @@ def answer_of(
     def likelihood(chosen: Tensor) -> float:
         return float(torch.where(chosen, probabilities, 1 - probabilities).prod())
 
-    return Answer(words(true), words(named), likelihood(named), likelihood(true))
+    right = torch.equal(true, named)
+    return Answer(words(true), words(named), likelihood(named), likelihood(true), right)
 
 
 def _disagreements(answers: SharedAnswers) -> list[Disagreement]:
@@ -446,7 +448,7 @@ def _flips(right: dict[str, Answer], wrong: dict[str, Answer], paths: list[str])
             wrong=wrong[path].confidence,
         )
         for path in paths
-        if right[path].answer == right[path].label and wrong[path].answer != wrong[path].label
+        if right[path].right and not wrong[path].right
     ]
 
 
