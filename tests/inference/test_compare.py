@@ -59,7 +59,8 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     assert len(a - b) + len(b - a) > 5
     for key, run in (("a", tiny_run), ("b", other_run)):
         scores = evaluate(run, str(tiny_data), **EXACT)
-        assert found[key] == {name: scores[name] for name in ("top1", "top1_interval")}
+        shared = {name: scores[name] for name in ("top1", "top1_interval")}
+        assert found[key] == {"run": str(run), **shared}
     assert found["count"] == 27
     assert found["difference"] == pytest.approx(found["b"]["top1"] - found["a"]["top1"])
     printed = capsys.readouterr().out
@@ -67,6 +68,13 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     text = page.read_text()
     for path in (a - b) | (b - a):
         assert Path(path).name in text
+
+
+def test_runs_in_folders_of_the_same_name_are_told_apart(tiny_run, tiny_data, tmp_path):
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name / "best")) for name in "ab"]
+    found = compare(*runs, str(tiny_data), **EXACT)
+    assert [found.to_dict()[key]["run"] for key in "ab"] == [str(run) for run in runs]
+    assert all(str(run) in found.page() for run in runs)
 
 
 def test_groups_are_compared_as_a_whole(tiny_run, other_run, tiny_data, tmp_path, capsys):

@@ -8,7 +8,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class Comparison:
     """The result of `compare`.
 
     Args:
-        names: Of both runs.
+        names: Of both runs, as given.
         counts: The paired counts, with test and interval.
         flips: Images that only A, and that only B gets right.
         failed: Unreadable images, each {"image", "error"}.
@@ -66,7 +65,11 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit compare`."""
-        return {**self.counts.to_dict(), "failed": self.failed}
+        found = self.counts.to_dict()
+        named = {
+            key: {"run": name, **found[key]} for key, name in zip("ab", self.names, strict=True)
+        }
+        return {**found, **named, "failed": self.failed}
 
     def page(self) -> str:
         """The HTML page, with thumbnails."""
@@ -171,7 +174,7 @@ def compare(
     answers = _answer((run_a, run_b), spec, notify, progress, settings)
     first, second = answers.answers
     return Comparison(
-        (_name(run_a), _name(run_b)),
+        (os.fspath(run_a), os.fspath(run_b)),
         answers.compared(0, 1),
         (_flips(first, second, answers.paths), _flips(second, first, answers.paths)),
         answers.failed,
@@ -450,8 +453,3 @@ def _flips(right: dict[str, Answer], wrong: dict[str, Answer], paths: list[str])
         for path in paths
         if right[path].right and not wrong[path].right
     ]
-
-
-def _name(run: PathLike) -> str:
-    """The name of a run for a page."""
-    return Path(run).name or os.fspath(run)
