@@ -83,6 +83,21 @@ def check_top_k(top_k: int | None) -> None:
         raise ConfigError(f"top_k={top_k!r}: must be at least 1, a whole number")
 
 
+def check_classes(classes: Sequence[str], **flags: Any) -> None:
+    """Refuse values of `flags` that need classes, of a network without any.
+
+    Raises:
+        ConfigError: The message names the flag.
+    """
+    for flag, value in flags.items():
+        if value not in (None, False) and not classes:
+            captions = ", or ask for several captions with --beams and --n-best"
+            raise ConfigError(
+                f"{flag}={printable(value)}: this network writes captions and has no classes; "
+                f"leave it out{captions if flag == 'top_k' else ''}"
+            )
+
+
 def resolve_top_k(
     classes: Sequence[str],
     thresholds: Sequence[float] | None,
