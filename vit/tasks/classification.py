@@ -215,7 +215,8 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
     if old is None or not (change.kept and change.added):
         return []
     old.model.to(run.device)
-    samples = [sample for sample in run.splits.val if classes[sample.label] in change.kept]
+    kept = set(change.kept)
+    samples = [sample for sample in run.splits.val if classes[sample.label] in kept]
     right: Counter[str] = Counter()
     for batch, logits in run.logits(samples, {}, network=old) if samples else ():
         answers = [old.classes[answer] for answer in logits.argmax(dim=1).tolist()]
