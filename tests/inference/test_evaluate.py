@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
+from vit.evaluation import multilabel_metrics
 from vit.evaluation.image_groups import number_groups, share_interval
 from vit.inference.evaluate import (
     evaluate,
@@ -26,6 +28,7 @@ from vit.inference.evaluate import (
     with_training_settings,
 )
 from vit.inference.predictor import Predictor
+from vit.tasks import classification, multilabel
 from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
@@ -322,6 +325,35 @@ def test_intervals_of_corrupted_images_take_groups_as_independent(
     scores = evaluate(tiny_run, str(photo_list[0]), **settings)
     (row,) = scores["robustness"]["corruptions"]
     assert row["top1_interval"] == scores["top1_interval"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_corrupted_images_have_one_interval_and_it_is_computed_once(
+    request, tiny_run, photo_list, several, monkeypatch
+):
+    """The draws of the others take longer than a small network."""
+    counted: Counter[str] = Counter()
+
+    def count(module, name):
+        original = getattr(module, name)
+
+        def counting(*arguments, **settings):
+            counted[name] += 1
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(classification, "class_intervals")
+    count(multilabel, "multilabel_intervals")
+    count(multilabel_metrics, "map_interval")
+    monkeypatch.setattr("vit.inference.evaluate.SEVERITIES", (1,))
+    named = {name: CORRUPTIONS[name] for name in ("contrast", "brightness")}
+    monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", named)
+    run = request.getfixturevalue("several_run") if several else tiny_run
+    data = request.getfixturevalue("several_list") if several else photo_list[0]
+    evaluate(run, str(data), group=r"(\d)\.\w+$", corruptions=True, **FP32)
+    expected = {"multilabel_intervals": 1, "map_interval": 3} if several else {"class_intervals": 1}
+    assert counted == expected
 
 
 def test_few_groups_are_said(tiny_run, photo_list, capsys):

@@ -288,7 +288,13 @@ def measure_robustness(
                 name=name, severity=severity, preprocessing=predictor.preprocessing
             )
             found = measure(
-                predictor, samples, lambda _note: None, advance, where=where, groups=groups
+                predictor,
+                samples,
+                lambda _note: None,
+                advance,
+                where=where,
+                groups=groups,
+                brief=True,
             )
             interval = f"{score}_interval"
             row = {"corruption": name, "severity": severity, score: found[score]}
@@ -685,6 +691,7 @@ def measure(
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
     columns: Mapping[str, Mapping[str, str]] | None = None,
     groups: Sequence[str] | None = None,
+    brief: bool = False,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
@@ -699,6 +706,7 @@ def measure(
             are right or wrong.
         groups: Names of the groups of the images, which intervals take as independent; by default
             images are.
+        brief: As in `Evaluation`.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
@@ -707,7 +715,7 @@ def measure(
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
-    evaluation.groups = groups
+    evaluation.groups, evaluation.brief = groups, brief
     sliced = columns is not None and evaluation.right is not None
     properties = ImageProperties()
     paths = [sample.path for sample in evaluation.samples]

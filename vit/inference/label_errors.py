@@ -41,13 +41,12 @@ from vit.evaluation.confident_learning import (
     read_labeled_rows,
     weak_predictions,
 )
+from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.evaluate import training_folders
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
 from vit.text import Notify, plural, printable
 
-NEIGHBOURS = 20
-TEMPERATURE = 0.07
 SAME = 0.999
 """Cosine from which on a neighbour is a copy, and not counted."""
 COPY = 0.9
