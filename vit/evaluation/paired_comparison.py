@@ -147,7 +147,7 @@ class PairedComparison:
         fewest = self.fewest_groups(level)
         if self.groups is None or self.groups >= fewest:
             return ""
-        return f"; fewer than {fewest} groups show none: give images of at least {fewest} groups"
+        return f"; fewer than {fewest} groups show nothing: give images of at least {fewest} groups"
 
     def side(self, place: int) -> dict[str, Any]:
         """The scores of A (0) or B (1)."""
