@@ -158,6 +158,14 @@ def test_rare_words_share_a_slice():
     assert names.count("other") == sum(range(1, 21))
 
 
+@pytest.mark.parametrize("times", [1, 99])  # a rare value, and a frequent one
+def test_a_value_called_other_is_not_the_rest(times):
+    words = [f"w{n}" for n in range(50) for _ in range(n + 1)] + ["other"] * times
+    names, order = slice_names(words)
+    assert (len(order), order[-1]) == (31, "(other)")
+    assert names.count("other") == (99 if times == 99 else 0)
+
+
 def test_small_slices_unknown_values_and_left_out_images_are_not_counted():
     values = ["a"] * 20 + ["b"] * 20 + ["c"] * 9 + [None] * 30
     right = [True, None] * 10 + [False] * 20 + [True] * 9 + [True] * 30

@@ -19,6 +19,21 @@ def test_classes_are_compared_by_name():
     assert ClassChange.between(None, CLASSES).added == CLASSES
 
 
+class Unsearched(tuple):
+    """Names that are looked up elsewhere: of 100,000 classes, each search would read them all."""
+
+    __contains__ = index = None
+
+
+def test_many_classes_are_not_searched_one_by_one():
+    old, new = Unsearched(("dog", "ant")), Unsearched(CLASSES)
+    change = ClassChange.between(old, new)
+    assert change.kept == ("ant", "dog")
+    unsearched = ClassChange(*(Unsearched(names) for names in (change.kept, change.added, ())))
+    rows = compare_recall(unsearched, outcomes([0, 1, 3], [0, 1, 0]), new, {"ant": 1})
+    assert [row.before for row in rows[:3]] == [0.5, None, None]
+
+
 def test_recall_is_that_of_each_class_and_of_all_of_an_age():
     change = ClassChange.between(("ant", "dog", "cat"), CLASSES)
     measured = outcomes([0, 0, 0, 0, 1, 1, 3, 3], [0, 0, 0, 1, 1, 3, 3, 3])

@@ -61,6 +61,10 @@ def test_images_that_divide_the_runs_come_first_and_equal_answers_share_a_line(
     )
     assert two.lines() == [("B and C", "owl", 0.7), ("A and D", "cat", 0.4)]
     assert one.lines() == [("A, B and C", "cat", 0.9), ("D", "dog", 0.99)]
+    alike = Disagreement(  # answers of other classes with the same text
+        path="", label="a, b", answers=[("a, b", 0.9), ("a, b", 0.4)], right=[False, True]
+    )
+    assert alike.lines() == [("B", "a, b", 0.4), ("A", "a, b", 0.9)]
     right = torch.tensor([[True, False], [True, True], [True, True], [False, False]])
     page = parse(all_pairs_page(["a", "b", "c", "d"], AllPairs.of(right), [one, two]))
     assert [image["alt"] for image in page.find("img")] == ["owl", "cat"]

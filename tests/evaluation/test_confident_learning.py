@@ -78,6 +78,45 @@ def test_rows_with_the_first_classes_alone_give_the_same_suspects(top):
     assert max(margins) == pytest.approx(float(found.margin[found.suspected].max()))
 
 
+def dense_suspects(rows: list[LabeledRow]) -> list[tuple[LabeledRow, str, float]]:
+    """The rule on a table of all images and classes, where classes that are not listed have 0."""
+    names = sorted({row.label for row in rows} | {n for row in rows for n, _ in row.predictions})
+    table = torch.zeros(len(rows), len(names), dtype=torch.float64)
+    for place, row in enumerate(rows):
+        for name, score in (*row.predictions, (row.label, row.label_score)):
+            table[place, names.index(name)] = score
+    found = find_disagreement(table, torch.tensor([names.index(row.label) for row in rows]))
+    places = sorted(found.suspected.nonzero().flatten(), key=lambda at: rows[at].label_score)
+    pairs = [(at, found.likely[at]) for at in places]
+    return [(rows[at], names[likely], float(table[at, likely])) for at, likely in pairs]
+
+
+@pytest.mark.parametrize("digits", [2, 17])  # with two, probabilities are often equal
+def test_rows_give_the_suspects_of_the_whole_table(digits):
+    for top in (1, 2, 5):
+        probabilities, labels, _ = draw(300)
+        rows = rows_of((probabilities**0.2).div(2).round(decimals=digits), labels, top)
+        found = find_suspect_rows(rows)
+        assert len(found) > 10
+        assert [tuple(one) for one in found] == dense_suspects(rows)
+
+
+def test_many_rows_of_many_classes_need_no_table():
+    rows = [LabeledRow(f"{n}", f"{n}", 0.4, ((f"{n + 1}", 0.6),)) for n in range(200_000)]
+    assert len(find_suspect_rows(rows)) == 199_999  # the last one has an answer that is no label
+
+
+def test_a_class_without_a_labelled_image_is_not_the_likely_one():
+    probabilities = torch.tensor([[0.4, 0.1, 0.5], [0.2, 0.7, 0.1]], dtype=torch.float64)
+    assert not find_disagreement(probabilities, torch.tensor([0, 1])).suspected.any()
+    assert find_disagreement(probabilities, torch.tensor([0, 2])).suspected.tolist() == [
+        True,
+        False,
+    ]
+    pairs = (("horse", 0.5), ("cat", 0.4))
+    assert find_suspect_rows([LabeledRow("a.png", "cat", 0.4, pairs)]) == []
+
+
 ROW = {
     "image": "a.png",
     "label": "cat",

@@ -45,6 +45,22 @@ def test_hostile_names_stay_text(assert_harmless, hostile_names):
     assert "All 5 slices" in page.texts
 
 
+def test_all_scores_groups_and_unreadable_images_are_on_the_page(parse):
+    scores = scores_of(["cat", "dog"], ["x", "my_camera"])
+    failed = [{"image": f"{name}.png", "error": f"no {name}"} for name in ("a", "<script>")]
+    more = {"groups": 40, "nll_interval": [0.1234, 0.5678], "brier_interval": None}
+    html = evaluation_page("run", "data", {**scores, **more, "failed": failed})
+    page = parse(html)
+    assert ", of 40 groups" in page.prose
+    assert f"nll\n{scores['nll']:.4f}\n0.1234 to 0.5678\nbrier\n{scores['brier']:.4f}" in page.lines
+    for key in ("ece_chance", "ece_adaptive", "ece_classwise"):
+        assert f"{key}\n{scores[key]:.4f}" in page.lines
+    assert "a.png\nno a\n<script>.png\nno <script>" in page.lines
+    assert html.count("<script") == 1
+    assert "column:my_camera" in page.lines
+    assert "groups" not in parse(evaluation_page("run", "data", scores)).prose
+
+
 def test_corruptions_have_a_curve_and_a_row(parse):
     page = parse(evaluation_page("runs/a", "photos", scores_of(["cat", "dog"], ["x", "y"])))
     charts = [chart["aria-label"] for chart in page.find("svg")]

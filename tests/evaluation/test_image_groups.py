@@ -5,7 +5,12 @@ from scipy import stats
 
 from vit.evaluation.bootstrap_intervals import class_intervals, draw_weights, jackknife_weights
 from vit.evaluation.classification_metrics import Outcomes
-from vit.evaluation.image_groups import count_groups, number_groups, share_interval
+from vit.evaluation.image_groups import (
+    count_groups,
+    effective_images,
+    number_groups,
+    share_interval,
+)
 from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.wilson_interval import wilson_interval
 
@@ -42,6 +47,16 @@ def test_of_groups_that_do_not_differ_there_are_no_more_than_groups():
     low, high = share_interval(torch.zeros(600, dtype=torch.bool), groups)
     assert (low, high) == (0, pytest.approx(wilson_interval(0, informative)[1], abs=1e-4))
     assert share_interval(groups > 0, groups % 4) == [0, 1]  # four groups tell nothing
+
+
+@pytest.mark.parametrize("size", range(2, 12))
+def test_groups_with_equal_shares_do_not_differ_whatever_the_rounding(size):
+    """A third is no binary fraction, and the sums of such groups are not exactly 0."""
+    groups = torch.arange(40).repeat_interleave(size)
+    alike = 40 * (stats.norm.ppf(0.975) / stats.t.ppf(0.975, 39)) ** 2
+    assert effective_images(torch.arange(40 * size) % size == 0, groups) == pytest.approx(
+        alike, rel=1e-3
+    )
 
 
 def test_the_interval_of_a_share_holds_the_truth_of_other_groups():

@@ -77,6 +77,14 @@ def test_as_many_images_as_needed_show_the_difference():
     assert "to show" not in counts(5, 5).sentence()
 
 
+def test_images_that_show_nothing_are_never_enough():
+    """Five right answers against none: p = 0.06, and 4 by the formula, which is for many images."""
+    few = torch.ones(5, dtype=torch.bool)
+    found = PairedComparison.of(~few, few)
+    assert (found.verdict, found.images_needed()) == ("not distinguishable", None)
+    assert "to show" not in found.sentence()
+
+
 @pytest.mark.parametrize("images", [700, 2000])
 def test_equal_networks_are_called_different_in_five_of_a_hundred_cases(images):
     assert 0.03 <= share_of_verdicts(4000, images, 0.0) <= 0.07

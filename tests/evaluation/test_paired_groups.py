@@ -86,6 +86,32 @@ def test_the_sides_and_the_words_of_several_runs_are_of_groups():
     assert pairs.to_dict("abc")["groups"] == 40
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_too_few_groups_show_nothing_whatever_their_size(number):
+    groups = torch.arange(number).repeat_interleave(500)
+    a, b = torch.arange(500 * number) % 3 > 0, torch.arange(500 * number) % 6 > 0
+    found = PairedGroups.of_groups(a, b, groups)
+    assert (found.verdict, found.interval()) == ("not distinguishable", (-1.0, 1.0))
+    assert found.images_needed() is None
+    assert found.sentence().endswith("give images of at least 6 groups")
+
+
+def test_as_many_groups_as_a_sentence_asks_for_can_show_a_difference():
+    a, b = torch.zeros(60, dtype=torch.bool), torch.ones(60, dtype=torch.bool)
+    assert PairedGroups.of_groups(a, b, torch.arange(60) % 6).verdict == "better"
+
+    def pairs(number: int) -> AllPairs:
+        groups = torch.arange(60) % number
+        return AllPairs.of(
+            torch.stack([a, b, b]),
+            lambda one, two: PairedGroups.of_groups(*((a, b, b)[at] for at in (one, two)), groups),
+        )
+
+    assert pairs(6).sentence().endswith("give images of at least 7 groups")
+    assert pairs(6).needed((0, 1)) is None
+    assert "B is better than A" in pairs(7).sentence()
+
+
 def test_the_error_of_map_is_that_of_groups():
     random = torch.Generator().manual_seed(0)
     groups = torch.arange(40).repeat_interleave(6)

@@ -7,7 +7,7 @@ from scipy.stats import t as student
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation.paired_comparison import AllPairs
-from vit.evaluation.paired_map import PairedMap, student_tails
+from vit.evaluation.paired_map import MapScores, PairedMap, student_tails
 
 NEITHER = torch.zeros(60, dtype=torch.bool)
 
@@ -98,6 +98,18 @@ def test_few_groups_of_images_show_nothing(groups):
     _, b = scored(0.3, 1)
     numbers = torch.arange(60) % groups
     assert is_unknown(PairedMap.of_scores(a, b, targets, (NEITHER, NEITHER), numbers))
+
+
+def test_the_error_of_large_tables_is_that_of_fewer_parts(monkeypatch):
+    targets, a = scored(1.5, 0, images=400)
+    _, b = scored(0.6, 1, images=400)
+    whole = compared(a, b, targets)
+    assert MapScores.of(a, targets).left_out.shape == (4, 200)
+    monkeypatch.setattr("vit.evaluation.paired_map.MAX_WORK", 50 * a.numel())
+    assert MapScores.of(a, targets).left_out.shape == (4, 50)
+    assert compared(a, b, targets).error == pytest.approx(whole.error, rel=0.3)
+    monkeypatch.setattr("vit.evaluation.paired_map.MAX_WORK", 1)
+    assert MapScores.of(a, targets).left_out.shape == (4, 20)
 
 
 @pytest.mark.slow

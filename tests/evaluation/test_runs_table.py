@@ -197,6 +197,22 @@ def test_only_shares_of_images_have_an_interval_and_a_soup_that_is_better_counts
     assert (records["bad soup"].score, records["bad soup"].best_epoch) == (0.5, 1)
 
 
+def test_the_page_and_the_json_are_two_files(add_run, tmp_path, capsys):
+    add_run("one", [epoch(1)])
+    out = tmp_path / "table"
+    words = ["runs", str(tmp_path / "runs"), "--html", str(out), "--json"]
+    assert main([*words, str(out)]) == 2
+    assert "--html and --json are one file: give two names" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*words, "-"]) == 0
+    assert out.exists()
+
+
+def test_images_in_groups_have_no_interval_of_independent_images(add_run, found):
+    add_run("patients", [epoch(1)], group="patient")
+    assert (found()["patients"].score, found()["patients"].interval) == (0.5, None)
+
+
 def test_the_corrections_of_a_time_budget_are_not_compared(add_run, tmp_path):
     usual = {"schedule": "wsd", "epochs": 5, "cooldown_epochs": 3}
     add_run("a", [epoch(1)], **usual, cooldown_shares=(0.9, 0.5))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
+from vit.data.dataset_types import NO_LABEL, Sample
 from vit.errors import ConfigError, DataError
+from vit.evaluation import paired_map
 from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import AllPairs
-from vit.inference.compare import Answer, SharedAnswers, compare, compare_runs
+from vit.inference.compare import Answer, SharedAnswers, answer_of, compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model, update_run
@@ -56,7 +59,8 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     assert len(a - b) + len(b - a) > 5
     for key, run in (("a", tiny_run), ("b", other_run)):
         scores = evaluate(run, str(tiny_data), **EXACT)
-        assert found[key] == {name: scores[name] for name in ("top1", "top1_interval")}
+        shared = {name: scores[name] for name in ("top1", "top1_interval")}
+        assert found[key] == {"run": str(run), **shared}
     assert found["count"] == 27
     assert found["difference"] == pytest.approx(found["b"]["top1"] - found["a"]["top1"])
     printed = capsys.readouterr().out
@@ -64,6 +68,13 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     text = page.read_text()
     for path in (a - b) | (b - a):
         assert Path(path).name in text
+
+
+def test_runs_in_folders_of_the_same_name_are_told_apart(tiny_run, tiny_data, tmp_path):
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name / "best")) for name in "ab"]
+    found = compare(*runs, str(tiny_data), **EXACT)
+    assert [found.to_dict()[key]["run"] for key in "ab"] == [str(run) for run in runs]
+    assert all(str(run) in found.page() for run in runs)
 
 
 def test_groups_are_compared_as_a_whole(tiny_run, other_run, tiny_data, tmp_path, capsys):
@@ -231,31 +242,50 @@ def test_all_pairs_take_one_pass_over_the_answers():
             Counted.reads += 1
             return super().__getitem__(key)
 
-    said = Answer("cat", "cat", 1.0, 1.0)
-    found = [Counted(a=said, b=dataclasses.replace(said, answer=name)) for name in ("cat", "dog")]
+    said = Answer("cat", "cat", 1.0, 1.0, right=True)
+    wrong = dataclasses.replace(said, answer="dog", right=False)
+    found = [Counted(a=said, b=one) for one in (said, wrong)]
     answers = SharedAnswers(["a", "b"], found * 4, [], [], torch.zeros(0))
     pairs = AllPairs.of(answers.right, answers.compared).pairs
     assert len(pairs) == 28
     assert pairs[0, 1].only_a_right == 1
-    assert Counted.reads == 2 * 8 * 2
+    assert Counted.reads == 2 * 8
 
 
-def test_intervals_of_map_are_computed_once_for_each_run(monkeypatch):
-    counted = []
+def test_classes_whose_names_look_like_several_are_told_apart():
+    classes, thresholds = ("cat", "dog", "cat, dog", "(no class)"), [0.5] * 4
 
-    def count(*arguments):
-        counted.append(arguments)
-        return map_interval(*arguments)
+    def answered(true, named):
+        scores = torch.tensor([0.9 if at in named else 0.1 for at in range(4)])
+        return answer_of(scores, Sample("a.png", NO_LABEL, labels=true), classes, thresholds)
 
-    for module in ("inference.compare", "evaluation.paired_map"):
-        monkeypatch.setattr(f"vit.{module}.map_interval", count)
+    for true, named in (((2,), (0, 1)), ((), (3,))):
+        found = answered(true, named)
+        assert (found.label == found.answer, found.right) == (True, False)
+        assert answered(true, true).right
+
+
+def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
+    counted: Counter[str] = Counter()
+
+    def count(name):
+        original = getattr(paired_map, name)
+
+        def counting(*arguments, **settings):
+            counted[name] += 1
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(paired_map, name, counting)
+
+    count("map_interval")
+    count("jackknife_weights")
     draw = torch.Generator().manual_seed(0)
     targets = (torch.rand(40, 3, generator=draw) < 0.4).to(torch.uint8)
     scores = [torch.rand(40, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
-    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0) for place in range(40)}
+    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0, right=True) for place in range(40)}
     answers = SharedAnswers([*found], [found] * 4, [], scores, targets)
     pairs = AllPairs.of(answers.right, answers.compared).pairs
-    assert (len(pairs), len(counted)) == (6, 4)
+    assert (len(pairs), counted) == (6, {"map_interval": 4, "jackknife_weights": 4})
     expected = tuple(map_interval(scores[place], targets) for place in (1, 3))
     assert pairs[1, 3].intervals == expected
     assert None not in expected

@@ -1,8 +1,10 @@
 """evaluate: names decide, unreadable images are left out and listed, own splits are honoured."""
 
+import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,22 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
+from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
+from vit.evaluation import multilabel_metrics
 from vit.evaluation.image_groups import number_groups, share_interval
-from vit.inference.evaluate import evaluate, held_out_images, with_training_settings
+from vit.inference.evaluate import (
+    evaluate,
+    held_out_images,
+    held_out_spec,
+    with_training_settings,
+)
 from vit.inference.predictor import Predictor
+from vit.tasks import classification, multilabel
 from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
@@ -193,6 +203,20 @@ def test_settings_of_a_training_hold_in_another_working_folder(tmp_path, monkeyp
     assert with_training_settings(DatasetSpec("photos"), run).exclude == "bad.csv"
 
 
+def test_settings_that_are_given_win_over_those_of_the_training(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch, corrections="new.csv")
+    lists = {"exclude": "mine.csv", "corrections": "fixed.csv", "label_list": "labels.csv"}
+    for data in (str(work / "photos"), "list.csv"):
+        found = with_training_settings(DatasetSpec(data, **lists), run)
+        assert {name: getattr(found, name) for name in lists} == lists
+
+
+def test_lists_of_a_training_elsewhere_are_found_for_its_held_out_images(tmp_path, monkeypatch):
+    work, run = trained_elsewhere(tmp_path, monkeypatch)
+    spec = dataclasses.replace(held_out_spec(stored_config(run).data), data=str(work / "photos"))
+    assert with_training_settings(spec, run).exclude == str(work / "bad.csv")
+
+
 def test_a_run_folder_in_the_folder_of_the_training_is_enough(tmp_path, monkeypatch):
     work, run = trained_elsewhere(tmp_path, monkeypatch)
     (run / "split.json").unlink()
@@ -301,6 +325,35 @@ def test_intervals_of_corrupted_images_take_groups_as_independent(
     scores = evaluate(tiny_run, str(photo_list[0]), **settings)
     (row,) = scores["robustness"]["corruptions"]
     assert row["top1_interval"] == scores["top1_interval"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_corrupted_images_have_one_interval_and_it_is_computed_once(
+    request, tiny_run, photo_list, several, monkeypatch
+):
+    """The draws of the others take longer than a small network."""
+    counted: Counter[str] = Counter()
+
+    def count(module, name):
+        original = getattr(module, name)
+
+        def counting(*arguments, **settings):
+            counted[name] += 1
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(classification, "class_intervals")
+    count(multilabel, "multilabel_intervals")
+    count(multilabel_metrics, "map_interval")
+    monkeypatch.setattr("vit.inference.evaluate.SEVERITIES", (1,))
+    named = {name: CORRUPTIONS[name] for name in ("contrast", "brightness")}
+    monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", named)
+    run = request.getfixturevalue("several_run") if several else tiny_run
+    data = request.getfixturevalue("several_list") if several else photo_list[0]
+    evaluate(run, str(data), group=r"(\d)\.\w+$", corruptions=True, **FP32)
+    expected = {"multilabel_intervals": 1, "map_interval": 3} if several else {"class_intervals": 1}
+    assert counted == expected
 
 
 def test_few_groups_are_said(tiny_run, photo_list, capsys):

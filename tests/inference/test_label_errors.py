@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.data.checks.check_listing import DatasetListing
+from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
+from vit.evaluation.confident_learning import LabeledRow
 from vit.inference.label_errors import (
+    add_row_errors,
     check,
     has_learned,
     label_indices,
@@ -105,6 +107,22 @@ def test_labels_match_classes_in_other_unicode():
     assert label_indices(["Hüte", "Hu\u0308te", "cat", "dog"], ["cat", "Hüte"]) == [1, 1, 0, None]
     both = ["Hu\u0308te", "Hüte"]
     assert label_indices(both, both) == [0, 1]
+
+
+def test_rows_name_classes_in_other_unicode():
+    """As on macOS, whose folders are decomposed."""
+    images = [
+        ListedImage(f"/data/{place}.png", "train", (label,))
+        for place, label in enumerate(["Hu\u0308te", "cat", "cat"])
+    ]
+    report = CheckReport(DatasetListing(Path("/data"), images=images), {}, [])
+    rows = [
+        LabeledRow("/data/0.png", "Hüte", 0.1, (("cat", 0.9),)),
+        LabeledRow("/data/1.png", "cat", 0.9, ()),
+        LabeledRow("/data/2.png", "Hüte", 0.2, (("cat", 0.9),)),  # its label was corrected
+    ]
+    found = add_row_errors(report, rows, where="rows.jsonl").problems
+    assert [(one.kind, *one.images) for one in found] == [("suspected_label", "/data/0.png")]
 
 
 @pytest.mark.auto_precision

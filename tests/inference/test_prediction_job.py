@@ -65,6 +65,14 @@ def test_settings_that_exclude_each_other_are_refused(tiny_run):
         vit.predict(tiny_run, ["a.jpg"], resume=True)
 
 
+@pytest.mark.parametrize("top_k", [0, -1, 2.5])
+def test_a_number_of_classes_that_is_none_is_refused(tiny_run, input_images, tmp_path, top_k):
+    out = tmp_path / "rows.csv"
+    with pytest.raises(ConfigError, match=f"top_k={top_k}: must be at least 1, a whole number"):
+        vit.predict(tiny_run, input_images, top_k=top_k, out=str(out))
+    assert not out.exists()
+
+
 def test_settings_have_the_names_of_the_flags():
     parser = argparse.ArgumentParser()
     add_arguments(parser)

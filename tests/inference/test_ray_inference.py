@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.inference.captioners import save_captioner
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
+from vit.inference import ray_inference
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (
     AttemptCounter,
@@ -246,6 +249,23 @@ def test_without_ray_the_remedy_is_told(monkeypatch):
     with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
         predict_with_ray(
             "x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, notify=print
+        )
+
+
+def test_a_number_of_classes_of_a_captioner_is_refused(monkeypatch):
+    """With a cluster that only says what the network is."""
+    about = {"several": False, "classes": []}
+    ray = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": 1.0},
+        remote=lambda **_share: lambda _about: SimpleNamespace(remote=lambda *_: about),
+        get=lambda found: found,
+    )
+    monkeypatch.setattr(ray_inference, "cluster", lambda _workers: nullcontext(ray))
+    for name in ("ordered_and_quiet", "raise_worker_errors"):
+        monkeypatch.setattr(ray_inference, name, nullcontext)
+    with pytest.raises(ConfigError, match="top_k=3: this network writes captions and has no class"):
+        predict_with_ray(
+            "x", ["a"], "b", style="jsonl", top_k=3, settings={}, workers=1, notify=print
         )
 
 

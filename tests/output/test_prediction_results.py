@@ -24,7 +24,7 @@ from vit.output.prediction_results import (
     write_workbook,
     xlsx_lines,
 )
-from vit.text import printable
+from vit.text import printable, without_formula_guards
 
 NASTY = [
     "plain.jpg",
@@ -261,6 +261,16 @@ def test_multilabel_rows_are_unknown_as_a_whole():
     assert table_lines(layout)[1](answer).split()[1:] == [
         *("cat", "60.00%", "dog", "50.00%", "unknown:", "uncertain", "set:", "cat|dog|cow")
     ]
+
+
+@pytest.mark.parametrize("names", [("a", "-20 C"), ("-20 C", "a"), ("a,=b", "+c")])
+def test_true_and_predicted_classes_are_written_alike_and_read_back(names):
+    answer = Prediction("a.png", tuple((name, 0.5) for name in names), truth={"true_labels": names})
+    header, line = csv_lines(Layout(2, names, (), multilabel=True, truth=["true_labels"]))
+    (row,) = csv.DictReader([header, line(answer)])
+    assert row["true_labels"] == row["labels"]
+    assert not row["labels"].startswith(("-", "+"))
+    assert tuple(without_formula_guards(row["labels"]).split("|")) == names
 
 
 def test_sets_of_classes_with_the_separator_are_refused_in_csv():

@@ -190,7 +190,8 @@ def slice_names(
 ) -> tuple[list[str], list[str]]:
     """The slice of each value, and the slices in their order.
 
-    Words are slices, the most frequent ones; the others share `other`. Numbers are divided at
+    Words are slices, the most frequent ones; the others share `other`, or `(other)` if that is one
+    of the words. Numbers are divided at
     `edges`, or at their quartiles, and equal ones are never separated; a slice is named by its
     smallest and its largest number.
     """
@@ -198,7 +199,10 @@ def slice_names(
         words = list(map(str, values))
         frequent = [word for word, _ in Counter(words).most_common(MAX_CATEGORIES)]
         kept = set(frequent)
-        names = [word if word in kept else OTHER for word in words]
+        rest, distinct_words = OTHER, set(words)
+        while rest in distinct_words:
+            rest = f"({rest})"
+        names = [word if word in kept else rest for word in words]
         return names, list(dict.fromkeys([*frequent, *names]))
     if not values:
         return [], []

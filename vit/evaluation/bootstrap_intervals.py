@@ -68,13 +68,15 @@ def draw_weights(
         yield weights if groups is None else weights[:, groups]
 
 
-def jackknife_weights(images: int, groups: Tensor | None = None) -> Iterator[Tensor]:
+def jackknife_weights(
+    images: int, groups: Tensor | None = None, *, most: int = PARTS
+) -> Iterator[Tensor]:
     """1 for all images but those of a part, of each part in turn, in pieces (parts, images).
 
-    A part has whole `groups` of images.
+    A part has whole `groups` of images. There are `most` parts, or 20 if that is more.
     """
     units = torch.arange(images) if groups is None else groups
-    parts = min(count_groups(units), max(FEWEST_PARTS, min(PARTS, MAX_DRAWN // images)))
+    parts = min(count_groups(units), max(FEWEST_PARTS, min(most, PARTS, MAX_DRAWN // images)))
     rows = max(1, CHUNK // images)
     for first in range(0, parts, rows):
         left_out = torch.arange(first, min(first + rows, parts))

@@ -37,11 +37,11 @@ class ClassChange:
     @staticmethod
     def between(network: Sequence[str] | None, data: Sequence[str]) -> "ClassChange":
         """Compare names; a network without known names has no class of the data."""
-        known = network or ()
+        known, present = set(network or ()), set(data)
         return ClassChange(
             kept=tuple(name for name in data if name in known),
             added=tuple(name for name in data if name not in known),
-            lost=tuple(name for name in known if name not in data),
+            lost=tuple(name for name in network or () if name not in present),
         )
 
 
@@ -80,6 +80,8 @@ def compare_recall(
         classes: Class names of the new network.
         before: Images of each kept class that the old network predicts right.
     """
+    index = {name: place for place, name in enumerate(classes)}
+    kept = set(change.kept)
     right = [0] * len(classes)
     images = [0] * len(classes)
     for label, rank in zip(outcomes.labels.tolist(), outcomes.ranks.tolist(), strict=True):
@@ -87,12 +89,12 @@ def compare_recall(
         right[label] += rank == 0
 
     def row(names: Sequence[str], title: str, *, summary: bool = False) -> RecallRow | None:
-        places = [classes.index(name) for name in names]
+        places = [index[name] for name in names]
         count = sum(images[place] for place in places)
         if not count:
             return None
         old = None
-        if all(name in change.kept for name in names):
+        if kept.issuperset(names):
             old = sum(before.get(name, 0) for name in names) / count
         return RecallRow(title, count, old, sum(right[at] for at in places) / count, summary)
 

@@ -77,14 +77,14 @@ class Disagreement:
 
         The others are sorted by their probability.
         """
-        places: dict[str, list[int]] = {}
+        places: dict[tuple[bool, str], list[int]] = {}
         for place, (answer, _) in enumerate(self.answers):
-            places.setdefault(answer, []).append(place)
+            places.setdefault((not self.right[place], answer), []).append(place)
         lines = [
-            (letters(alike), answer, max(self.answers[place][1] for place in alike))
-            for answer, alike in places.items()
+            (wrong, -max(self.answers[place][1] for place in alike), letters(alike), answer)
+            for (wrong, answer), alike in places.items()
         ]
-        return sorted(lines, key=lambda line: (line[1] != self.label, -line[2]))
+        return [(who, answer, -share) for _, share, who, answer in sorted(lines)]
 
 
 def all_pairs_page(

@@ -1,6 +1,7 @@
 """Confident learning: labels that out-of-sample probabilities contradict.
 
-    threshold of class j    mean of p(j | x) over the images x labelled j
+    threshold of class j    mean of p(j | x) over the images x labelled j; without one, none
+                            suspects of j
     suspected               p(j | x) >= threshold of j, and p(j | x) > p(label | x), for a class j
     margin                  p(j | x) - p(label | x), of the most probable such class j
     order                   by p(label | x), the least probable label first
@@ -13,6 +14,7 @@ arXiv:1911.00068.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,13 +43,25 @@ class Disagreement(NamedTuple):
 
 def find_disagreement(probabilities: Tensor, labels: Tensor) -> Disagreement:
     """Compare out-of-sample `probabilities`, (images, classes), with `labels`, (images,)."""
-    classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None]).squeeze(1)
-    count = torch.bincount(labels, minlength=classes).clamp(min=1)
-    threshold = own.new_zeros(classes).scatter_add_(0, labels, own) / count
+    threshold = class_thresholds(own, labels, probabilities.shape[1])
     best, likely = probabilities.masked_fill(probabilities < threshold, -1.0).max(1)
     suspected = (best > own) & (likely != labels) & (best > 0)
     return Disagreement(suspected, likely, best - own)
+
+
+def class_thresholds(own: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Probability from which on a label of each class is suspected, (classes,); infinity of classes
+    that no image is labelled with.
+
+    Args:
+        own: Probability of the label of each image, (images,).
+        labels: (images,).
+        classes: Number of classes.
+    """
+    count = torch.bincount(labels, minlength=classes)
+    means = own.new_zeros(classes).scatter_add_(0, labels, own) / count.clamp(min=1)
+    return means.masked_fill(count == 0, torch.inf)
 
 
 @dataclass(frozen=True)
@@ -81,20 +95,23 @@ def find_suspect_rows(rows: Sequence[LabeledRow]) -> list[SuspectRow]:
     An image whose other classes share the probability has a small margin, and yet a wrong label. A
     class that is not among the predictions of a row counts as improbable.
     """
-    names = sorted({row.label for row in rows} | {n for row in rows for n, _ in row.predictions})
-    index = {name: place for place, name in enumerate(names)}
-    table = torch.zeros(len(rows), len(names), dtype=torch.float64)
-    for place, row in enumerate(rows):
-        for name, score in row.predictions:
-            table[place, index[name]] = score
-        table[place, index[row.label]] = row.label_score
-    found = find_disagreement(table, torch.tensor([index[row.label] for row in rows]))
-    scores = torch.tensor([row.label_score for row in rows], dtype=torch.float64)
-    order = scores.masked_fill(~found.suspected, torch.inf).argsort(stable=True)
-    return [
-        SuspectRow(rows[at], names[int(found.likely[at])], float(table[at, found.likely[at]]))
-        for at in order[: int(found.suspected.sum())].tolist()
-    ]
+    index = {name: place for place, name in enumerate(dict.fromkeys(row.label for row in rows))}
+    labels = torch.tensor([index[row.label] for row in rows])
+    own = torch.tensor([row.label_score for row in rows], dtype=torch.float64)
+    thresholds = dict(zip(index, class_thresholds(own, labels, len(index)).tolist(), strict=True))
+    found = []
+    for row in rows:
+        likely = [
+            (-score, name)
+            for name, score in row.predictions
+            if name != row.label
+            and score > row.label_score
+            and score >= thresholds.get(name, math.inf)
+        ]
+        if likely:
+            score, name = min(likely)  # of equal scores, the first name
+            found.append(SuspectRow(row, name, -score))
+    return sorted(found, key=lambda one: one.row.label_score)
 
 
 def weak_predictions(rows: Sequence[LabeledRow]) -> str | None:

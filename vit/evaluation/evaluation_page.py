@@ -27,6 +27,15 @@ def check_page(score: str, *, captions: bool) -> None:
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
 
 
+def score_rows(scores: Mapping[str, Any]) -> list[tuple[str, float, Any]]:
+    """Key, value and 95 % interval of each score that is a fraction; None without an interval."""
+    return [
+        (key, value, scores.get(f"{key}_interval"))
+        for key, value in scores.items()
+        if isinstance(value, float)
+    ]
+
+
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
@@ -49,6 +58,7 @@ def evaluation_page(
         scores=scores,
         key=key,
         interval=scores[f"{key}_interval"],
+        numbers=score_rows(scores),
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),

@@ -21,6 +21,8 @@ from vit.evaluation.wilson_interval import Z95, wilson_interval
 
 FEWEST_DEGREES = 3.0
 """Degrees of freedom below which no interval is wider: of a class with three or four images."""
+ROUNDING = 1e-12
+"""Variance of a mean, as a share of that of an image, up to which groups do not differ."""
 MIN_GROUPS = 5
 """Groups from which on there is an interval of a share: fewer tell nothing about others."""
 
@@ -75,7 +77,8 @@ def effective_images(values: Tensor, groups: Tensor) -> float:
     residuals = values.double() - values.double().mean()
     sums = groups.bincount(residuals)
     variance = number / (number - 1) * float(sums.square().sum()) / images**2
-    effective = float(residuals.square().mean()) / variance if variance else float(number)
+    spread = float(residuals.square().mean())
+    effective = spread / variance if variance > ROUNDING * spread else float(number)
     return min(effective, images) * (Z95 / student_quantile(number - 1)) ** 2
 
 

@@ -211,7 +211,11 @@ def _best_threshold(ranked: RankedImages, positives: int) -> float:
 
 
 def summarize_multilabel(
-    probabilities: Tensor, targets: Tensor, classes: Sequence[str], thresholds: Sequence[float]
+    probabilities: Tensor,
+    targets: Tensor,
+    classes: Sequence[str],
+    thresholds: Sequence[float],
+    groups: Tensor | None = None,
 ) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes.
 
@@ -222,7 +226,7 @@ def summarize_multilabel(
     that of the squared error, `ece` the distance between probability and share of yes over all
     decisions (`ece_chance` and `ece_debiased` as in `classification_metrics`), `ece_classwise` its
     mean over classes. In `per_class`, undefined precision, recall and F1 are 0, and an undefined
-    average precision is None.
+    average precision is None. `map_interval` takes `groups` of images as independent, if given.
 
     Raises:
         ValueError: There is no image, a shape does not fit, or a probability is not finite.
@@ -246,7 +250,7 @@ def summarize_multilabel(
     return {
         "count": len(probabilities),
         "map": nanmean(precisions),
-        "map_interval": map_interval(probabilities, targets),
+        "map_interval": map_interval(probabilities, targets, groups),
         "macro_f1": nanmean(f1_scores(answers, targets)),
         "micro_f1": 2 * float(right.sum()) / decisions if decisions else 0.0,
         "subset_accuracy": float((~wrong.any(dim=1)).double().mean()),

@@ -13,11 +13,7 @@ from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.classification_metrics import reliability
 from vit.evaluation.classification_report import MAX_MISTAKES, class_table
 from vit.evaluation.html_page import thumbnails
-from vit.evaluation.multilabel_metrics import (
-    calibration_scores,
-    map_interval,
-    summarize_multilabel,
-)
+from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -67,12 +63,12 @@ def write_multilabel_report(
         RunError: The disk is full, or the folder cannot be written.
     """
     scores = summarize_multilabel(
-        outcomes.probabilities, outcomes.targets, facts.classes, outcomes.thresholds
+        outcomes.probabilities,
+        outcomes.targets,
+        facts.classes,
+        outcomes.thresholds,
+        outcomes.groups,
     )
-    if outcomes.groups is not None:
-        scores["map_interval"] = map_interval(
-            outcomes.probabilities, outcomes.targets, outcomes.groups
-        )
     epochs = select_epochs(events)
     score = {"score_key": "val_map", "score_name": "Mean average precision"}
     wrong, mistakes = find_mistakes(outcomes, facts)

@@ -120,14 +120,34 @@ class PairedComparison:
         return max(centre - half, -1.0), min(centre + half, 1.0)
 
     def images_needed(self, level: float = LEVEL) -> int | None:
-        """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
-        difference = abs(self.difference)
-        if not difference:
+        """Images that show a difference of this size in 8 of 10 cases.
+
+        None if there is no difference, there are too few groups, or the formula, which is for many
+        images, says that these images are enough where they are not.
+        """
+        if not self.difference or self.few_groups(level):
             return None
+        needed = self.expected_images(level)
+        return math.ceil(needed) if needed > self.count or self.p_value < level else None
+
+    def expected_images(self, level: float) -> float:
+        """`images_needed` of a difference, by the formula above."""
+        difference = abs(self.difference)
         share = (self.only_a_right + self.only_b_right) / self.count
         false, true = map(NormalDist().inv_cdf, (1 - level / 2, POWER))
         root = false * math.sqrt(share) + true * math.sqrt(max(share - difference**2, 0.0))
-        return math.ceil((root / difference) ** 2)
+        return (root / difference) ** 2
+
+    def fewest_groups(self, _level: float) -> int:
+        """Groups of images from which on a difference can be shown at a level."""
+        return 0
+
+    def few_groups(self, level: float = LEVEL) -> str:
+        """Why no difference can be shown, and the remedy; empty where one can."""
+        fewest = self.fewest_groups(level)
+        if self.groups is None or self.groups >= fewest:
+            return ""
+        return f"; fewer than {fewest} groups show nothing: give images of at least {fewest} groups"
 
     def side(self, place: int) -> dict[str, Any]:
         """The scores of A (0) or B (1)."""
@@ -171,7 +191,9 @@ class PairedComparison:
             return f"B is {self.verdict} than A on {self.images}: {numbers}"
         needed = self.images_needed()
         remedy = (
-            "" if needed is None else f"; it would take about {needed:,} to show this difference"
+            self.few_groups()
+            if needed is None
+            else f"; it would take about {needed:,} to show this difference"
         )
         return f"A and B are not distinguishable with {self.images}: {numbers}{remedy}"
 
@@ -232,9 +254,14 @@ class AllPairs:
         """Whether the second of each pair is better than the first, worse, or neither is shown."""
         return {key: pair.verdict_at(self.adjusted[key]) for key, pair in self.pairs.items()}
 
+    @property
+    def strictest(self) -> float:
+        """Level of the strictest test (Bonferroni)."""
+        return LEVEL / len(self.pairs)
+
     def needed(self, pair: tuple[int, int]) -> int | None:
-        """As `PairedComparison.images_needed`, at the level of the strictest test (Bonferroni)."""
-        return self.pairs[pair].images_needed(LEVEL / len(self.pairs))
+        """As `PairedComparison.images_needed`, at the level of the strictest test."""
+        return self.pairs[pair].images_needed(self.strictest)
 
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The JSON of `vit compare` with more than two runs, of these names."""
@@ -278,7 +305,7 @@ class AllPairs:
         if not worse:
             return (
                 f"None of the {self.runs} runs is distinguishable from another with {images} "
-                f"({method})"
+                f"({method}){self.pairs[0, 1].few_groups(self.strictest)}"
             )
         found = [
             f"{ascii_uppercase[winner]} is better than {letters(sorted(worse[winner]))}"

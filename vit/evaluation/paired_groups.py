@@ -7,6 +7,8 @@ The exact test of sign flips: without a difference, A and B may be exchanged wit
 groups of one image it is McNemar's test. The interval of the difference is that of
 vit/evaluation/paired_comparison.py for the effective number of images (image_groups.py).
 
+The smallest p of G groups is 2^(1 - G), so fewer than 6 show no difference at 5 %.
+
 Source: Fisher, "The Design of Experiments", section 21, 1935.
 """
 
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.evaluation.image_groups import count_groups, effective_images, share_interval
-from vit.evaluation.paired_comparison import LEVEL, PairedComparison
+from vit.evaluation.paired_comparison import PairedComparison
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,17 @@ class PairedGroups(PairedComparison):
         """Number of independent images that say as much."""
         return self.effective
 
-    def images_needed(self, level: float = LEVEL) -> int | None:
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the difference; [-1, 1] of too few groups."""
+        return (-1.0, 1.0) if self.few_groups() else super().interval()
+
+    def expected_images(self, level: float) -> float:
         """As of independent images, times the images that tell as much as one of these."""
-        needed = super().images_needed(level)
-        return None if needed is None else math.ceil(needed * self.count / self.effective)
+        return super().expected_images(level) * self.count / self.effective
+
+    def fewest_groups(self, level: float) -> int:
+        """The smallest number G with 2^(1 - G) < `level`."""
+        return math.floor(2 - math.log2(level))
 
     def side(self, place: int) -> dict[str, Any]:
         """The scores of A (0) or B (1)."""

@@ -18,7 +18,7 @@ of freedom: Satterthwaite, as in vit/evaluation/multilabel_metrics.py.
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from vit.evaluation.image_groups import (
     student_quantile,
 )
 from vit.evaluation.multilabel_metrics import (
+    MAX_WORK,
     average_precisions,
     degrees_of_mean,
     map_interval,
@@ -40,6 +41,26 @@ from vit.evaluation.paired_comparison import LEVEL, POWER, PairedComparison
 
 STEPS = 4000
 """Intervals of the integral of Student's density."""
+
+
+class MapScores(NamedTuple):
+    """The mean average precision of one network, which all its comparisons share."""
+
+    value: float
+    interval: Interval
+    """Its 95 % interval; None where there is none."""
+    left_out: Tensor
+    """Average precision without each part of the images, (classes, parts)."""
+
+    @staticmethod
+    def of(scores: Tensor, targets: Tensor, groups: Tensor | None = None) -> "MapScores":
+        """From probabilities, (images, classes); as for `PairedMap.of_scores`."""
+        parts = jackknife_weights(len(scores), groups, most=MAX_WORK // scores.numel())
+        return MapScores(
+            nanmean(average_precisions(scores, targets)),
+            map_interval(scores, targets, groups),
+            torch.cat([average_precisions(scores, targets, weights) for weights in parts], dim=1),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +90,6 @@ class PairedMap(PairedComparison):
         targets: Tensor,
         right: tuple[Tensor, Tensor],
         groups: Tensor | None = None,
-        *,
-        intervals: tuple[Interval, Interval] | None = None,
     ) -> "PairedMap":
         """From the probabilities of both.
 
@@ -79,26 +98,30 @@ class PairedMap(PairedComparison):
             targets: 1 where an image has a class, (images, classes).
             right: Whether each answer has all classes right, (images,) both.
             groups: The group of each image, (images,); None of independent ones.
-            intervals: `map_interval` of both, if they are known.
         """
+        both = MapScores.of(a, targets, groups), MapScores.of(b, targets, groups)
+        return PairedMap.between(*both, targets, right, groups)
+
+    @staticmethod
+    def between(
+        a: MapScores,
+        b: MapScores,
+        targets: Tensor,
+        right: tuple[Tensor, Tensor],
+        groups: Tensor | None = None,
+    ) -> "PairedMap":
+        """From the scores of both on the same images; as `of_scores`."""
         counts = vars(PairedComparison.of(*right))
         if groups is not None:
             counts = {**counts, "groups": count_groups(groups)}
-        left_out = torch.cat(
-            [
-                average_precisions(b, targets, weights) - average_precisions(a, targets, weights)
-                for weights in jackknife_weights(len(a), groups)
-            ],
-            dim=1,
-        )
+        left_out = b.left_out - a.left_out
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
         known = parts >= MIN_GROUPS and bool(means.isfinite().all())
         squares = float((means - means.mean()).square().sum()) if known else math.nan
         return PairedMap(
             **counts,
-            maps=(nanmean(average_precisions(a, targets)), nanmean(average_precisions(b, targets))),
-            intervals=intervals
-            or (map_interval(a, targets, groups), map_interval(b, targets, groups)),
+            maps=(a.value, b.value),
+            intervals=(a.interval, b.interval),
             error=math.sqrt(squares * (parts - 1) / parts),
             degrees=max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES),
         )
@@ -123,11 +146,17 @@ class PairedMap(PairedComparison):
         return max(self.difference - half, -1.0), min(self.difference + half, 1.0)
 
     def images_needed(self, level: float = LEVEL) -> int | None:
-        """Images that show a difference of this size in 8 of 10 cases; None if there is none."""
-        if not (self.difference and self.error) or math.isnan(self.error):
-            return None
+        """As of right answers; None without an error too."""
+        return super().images_needed(level) if self.error > 0 else None  # not of NaN
+
+    def expected_images(self, level: float) -> float:
+        """`images_needed` of a difference, by the formula above."""
         quantiles = NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)
-        return math.ceil(self.count * (quantiles * self.error / self.difference) ** 2)
+        return self.count * (quantiles * self.error / self.difference) ** 2
+
+    def fewest_groups(self, _level: float) -> int:
+        """Those from which on there is an error."""
+        return MIN_GROUPS
 
     def side(self, place: int) -> dict[str, Any]:
         """The scores of A (0) or B (1)."""

@@ -83,7 +83,7 @@ class RunRecord:
         best_epoch: The epoch of the weights, from 1; None if they are an average of several.
         metric: The score that ranked the epochs, such as `val_top1`; None before the first.
         score: Its best value.
-        interval: Its 95 % interval where it is a share of images (Wilson), else None.
+        interval: Its 95 % interval where it is a share of independent images (Wilson), else None.
         calibration_error: Of the calibrated scores, if it was measured.
         seconds: Time of training, without validation.
         has_report: Whether it has a report.html.
@@ -395,7 +395,8 @@ def read_run(folder: Path, root: Path) -> RunRecord:
     try:
         epochs, soups = (read_events(folder / METRICS, kind) for kind in ("epoch", "soup"))
         chosen = next((one for one in soups if one["better"]), None) or best_epoch(epochs)
-        facts = {} if chosen is None else score_facts(chosen, epochs)
+        grouped = settings.get("group") is not None
+        facts = {} if chosen is None else score_facts(chosen, epochs, grouped=grouped)
     except (OSError, ValueError, KeyError, TypeError):
         reasons.append(f"{METRICS} is damaged")
         facts = {}
@@ -501,12 +502,18 @@ def best_epoch(epochs: Sequence[Event]) -> Event | None:
     return max(epochs, key=rank, default=None)
 
 
-def score_facts(chosen: Event, epochs: Sequence[Event]) -> dict[str, Any]:
-    """Fields of a RunRecord from its epochs; `chosen` has the scores of the weights."""
+def score_facts(chosen: Event, epochs: Sequence[Event], *, grouped: bool) -> dict[str, Any]:
+    """Fields of a RunRecord from its epochs.
+
+    Args:
+        chosen: Has the scores of the weights.
+        epochs: All that are over.
+        grouped: Whether images come in groups, so that their number gives no interval.
+    """
     metric, images = ranking_metric(epochs[-1]), epochs[-1].get("val_images")
     score = float(chosen[metric])
     interval = None
-    if metric == "val_top1" and isinstance(images, int) and images > 0:
+    if metric == "val_top1" and not grouped and isinstance(images, int) and images > 0:
         interval = wilson_interval(round(score * images), images)
     return {
         "epochs": int(epochs[-1]["epoch"]),

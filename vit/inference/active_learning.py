@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.evaluation.kmeans import kmeans
-from vit.inference.label_errors import BLOCK, NEIGHBOURS, SAME, TEMPERATURE, neighbours
+from vit.inference.label_errors import BLOCK, SAME, neighbours
 
 MAX_CLUSTERS = 500
 LEAST_CLUSTER = 5

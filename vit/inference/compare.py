@@ -8,7 +8,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError
-from vit.evaluation.bootstrap_intervals import Interval
 from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
 from vit.evaluation.image_groups import number_groups
-from vit.evaluation.multilabel_metrics import map_interval
 from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
 from vit.evaluation.paired_groups import PairedGroups
-from vit.evaluation.paired_map import PairedMap
+from vit.evaluation.paired_map import MapScores, PairedMap
 from vit.inference.evaluate import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
@@ -37,15 +34,17 @@ NO_CLASS = "(no class)"
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one classifier for an image: class names and probabilities.
+    """The answer of one classifier for an image, and the truth.
 
-    Of several classes an image, a probability is the product of those of each decision.
+    Of several classes an image, a probability is the product of those of each decision, and the
+    names are joined: other classes may have the same text.
     """
 
     label: str
     answer: str
     confidence: float
     likelihood: float
+    right: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Comparison:
     """The result of `compare`.
 
     Args:
-        names: Of both runs.
+        names: Of both runs, as given.
         counts: The paired counts, with test and interval.
         flips: Images that only A, and that only B gets right.
         failed: Unreadable images, each {"image", "error"}.
@@ -66,7 +65,11 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit compare`."""
-        return {**self.counts.to_dict(), "failed": self.failed}
+        found = self.counts.to_dict()
+        named = {
+            key: {"run": name, **found[key]} for key, name in zip("ab", self.names, strict=True)
+        }
+        return {**found, **named, "failed": self.failed}
 
     def page(self) -> str:
         """The HTML page, with thumbnails."""
@@ -119,32 +122,21 @@ class SharedAnswers:
         """The comparison of two classifiers by their places."""
         both = self.right[a], self.right[b]
         if self.scores:
-            return PairedMap.of_scores(
-                self.scores[a],
-                self.scores[b],
-                self.targets,
-                both,
-                self.groups,
-                intervals=(self.map_intervals[a], self.map_intervals[b]),
-            )
+            maps = self.maps[a], self.maps[b]
+            return PairedMap.between(*maps, self.targets, both, self.groups)
         if self.groups is not None:
             return PairedGroups.of_groups(*both, self.groups)
         return PairedComparison.of(*both)
 
     @cached_property
-    def map_intervals(self) -> list[Interval]:
-        """`map_interval` of each multi-label classifier, which all its pairs share."""
-        return [map_interval(scores, self.targets, self.groups) for scores in self.scores]
+    def maps(self) -> list[MapScores]:
+        """Of each multi-label classifier, which all its pairs share."""
+        return [MapScores.of(scores, self.targets, self.groups) for scores in self.scores]
 
     @cached_property
     def right(self) -> Tensor:
         """Whether each answer is right, (classifiers, images)."""
-        return torch.tensor(
-            [
-                [found[path].answer == found[path].label for path in self.paths]
-                for found in self.answers
-            ]
-        )
+        return torch.tensor([[found[path].right for path in self.paths] for found in self.answers])
 
 
 def compare(
@@ -182,7 +174,7 @@ def compare(
     answers = _answer((run_a, run_b), spec, notify, progress, settings)
     first, second = answers.answers
     return Comparison(
-        (_name(run_a), _name(run_b)),
+        (os.fspath(run_a), os.fspath(run_b)),
         answers.compared(0, 1),
         (_flips(first, second, answers.paths), _flips(second, first, answers.paths)),
         answers.failed,
@@ -414,7 +406,11 @@ def answer_of(
     if thresholds is None:
         best, own = int(probabilities.argmax()), sample.label
         return Answer(
-            classes[own], classes[best], float(probabilities[best]), float(probabilities[own])
+            classes[own],
+            classes[best],
+            float(probabilities[best]),
+            float(probabilities[own]),
+            best == own,
         )
     named = probabilities >= torch.tensor(thresholds, dtype=torch.float64)
     true = torch.zeros(len(classes), dtype=torch.bool)
@@ -426,7 +422,8 @@ def answer_of(
     def likelihood(chosen: Tensor) -> float:
         return float(torch.where(chosen, probabilities, 1 - probabilities).prod())
 
-    return Answer(words(true), words(named), likelihood(named), likelihood(true))
+    right = torch.equal(true, named)
+    return Answer(words(true), words(named), likelihood(named), likelihood(true), right)
 
 
 def _disagreements(answers: SharedAnswers) -> list[Disagreement]:
@@ -454,10 +451,5 @@ def _flips(right: dict[str, Answer], wrong: dict[str, Answer], paths: list[str])
             wrong=wrong[path].confidence,
         )
         for path in paths
-        if right[path].answer == right[path].label and wrong[path].answer != wrong[path].label
+        if right[path].right and not wrong[path].right
     ]
-
-
-def _name(run: PathLike) -> str:
-    """The name of a run for a page."""
-    return Path(run).name or os.fspath(run)

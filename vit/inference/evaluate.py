@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from vit.config import DataConfig
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
@@ -287,7 +288,13 @@ def measure_robustness(
                 name=name, severity=severity, preprocessing=predictor.preprocessing
             )
             found = measure(
-                predictor, samples, lambda _note: None, advance, where=where, groups=groups
+                predictor,
+                samples,
+                lambda _note: None,
+                advance,
+                where=where,
+                groups=groups,
+                brief=True,
             )
             interval = f"{score}_interval"
             row = {"corruption": name, "severity": severity, score: found[score]}
@@ -408,12 +415,19 @@ def evaluate_held_out(
         settings: As for `evaluate`.
     """
     config = stored_config(Path(run))
-    spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
+    spec = held_out_spec(config.data)
     if data is not None:
         spec = dataclasses.replace(spec, data=os.fspath(data))
     if device is None and config.run.device != "auto":
         device = config.run.device
     return evaluate(run, spec, device=device, **settings)
+
+
+def held_out_spec(data: DataConfig) -> DatasetSpec:
+    """The validation images of a training; `with_training_settings` finds its lists of images."""
+    return dataclasses.replace(
+        DatasetSpec.from_config(data), split="val", exclude=None, corrections=None, label_list=None
+    )
 
 
 def source_of(
@@ -576,9 +590,9 @@ def with_training_settings(
             caption_column=spec.caption_column or data.caption_column,
             allow_outside=spec.allow_outside or (own and data.allow_outside),
             group=spec.group or (data.group if own else None),
-            exclude=located(data.exclude),
-            corrections=located(data.corrections),
-            label_list=located(data.labels),
+            exclude=spec.exclude or located(data.exclude),
+            corrections=spec.corrections or located(data.corrections),
+            label_list=spec.label_list or located(data.labels),
         )
     applied = {**vars(found), "labels": found.label_list}
     columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
@@ -677,6 +691,7 @@ def measure(
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
     columns: Mapping[str, Mapping[str, str]] | None = None,
     groups: Sequence[str] | None = None,
+    brief: bool = False,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
@@ -691,6 +706,7 @@ def measure(
             are right or wrong.
         groups: Names of the groups of the images, which intervals take as independent; by default
             images are.
+        brief: As in `Evaluation`.
 
     Raises:
         DataError: No image can be read, or no caption fits into the decoder.
@@ -699,7 +715,7 @@ def measure(
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
-    evaluation.groups = groups
+    evaluation.groups, evaluation.brief = groups, brief
     sliced = columns is not None and evaluation.right is not None
     properties = ImageProperties()
     paths = [sample.path for sample in evaluation.samples]

@@ -41,13 +41,12 @@ from vit.evaluation.confident_learning import (
     read_labeled_rows,
     weak_predictions,
 )
+from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.evaluate import training_folders
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
 from vit.text import Notify, plural, printable
 
-NEIGHBOURS = 20
-TEMPERATURE = 0.07
 SAME = 0.999
 """Cosine from which on a neighbour is a copy, and not counted."""
 COPY = 0.9
@@ -272,7 +271,8 @@ def add_row_errors(
     suspected = []
     for found in find_suspect_rows(known):
         image = listed[os.path.realpath(found.row.image)]
-        if image.labels == (found.row.label,):  # a label that was corrected since is no problem
+        own = label_indices(image.labels, [found.row.label])
+        if own == [0]:  # a label that was corrected since is no problem
             suspected.append(_label_problem(image, found.likely, found.margin))
     problems = [*report.problems, *report.listing.with_lines(suspected)]
     return dataclasses.replace(report, problems=sort_by_severity(problems))

@@ -50,6 +50,8 @@ from vit.output.prediction_results import (
     Layout,
     Prediction,
     byte_order_mark,
+    check_classes,
+    check_top_k,
     csv_settings,
     unended_note,
     write_workbook,
@@ -183,6 +185,7 @@ class PredictionConfig:
         Raises:
             ConfigError: The message names their flags.
         """
+        check_top_k(self.top_k)
         self.csv_settings(style)
         out = self.out if self.to_file else None
         # of many inputs those that may be the output
@@ -365,7 +368,7 @@ def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: 
         images,
         config.out or "",
         style=style,
-        top_k=config.top_k or TOP_K,
+        top_k=config.top_k,
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
@@ -746,13 +749,7 @@ def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) 
         ConfigError: A flag needs classes, and the network has none.
     """
     classes, several = predictor.classes, predictor.thresholds is not None
-    for flag, value in {"top_k": top_k, **flags}.items():
-        if value not in (None, False) and not classes:
-            captions = ", or ask for several captions with --beams and --n-best"
-            raise ConfigError(
-                f"{flag}={printable(value)}: this network writes captions and has no classes; "
-                f"leave it out{captions if flag == 'top_k' else ''}"
-            )
+    check_classes(classes, top_k=top_k, **flags)
     return min(top_k or (len(classes) if several else TOP_K), len(classes))
 
 

@@ -20,7 +20,7 @@ from vit.cpu_cores import usable_cores
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
-from vit.output.prediction_results import Layout, Prediction
+from vit.output.prediction_results import TOP_K, Layout, Prediction, check_classes
 from vit.text import Notify, printable
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def predict_with_ray(
     out: str,
     *,
     style: str,
-    top_k: int,
+    top_k: int | None,
     settings: dict[str, Any],
     workers: int | None,
     notify: Notify,
@@ -189,7 +189,7 @@ def predict_with_ray(
         images: Paths, or URLs that fsspec opens.
         out: A path, or a URL; the file appears when it is complete.
         style: jsonl, csv, table or parquet.
-        top_k: Number of most probable classes in a row.
+        top_k: Number of most probable classes in a row; 5 by default.
         settings: Of the Predictor.
         workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
         notify: Called with a line about the workers.
@@ -211,12 +211,13 @@ def predict_with_ray(
                 "engine=ray: this network may name several classes of an image, and Ray's workers "
                 "write one kind of row; take --engine torch or onnx"
             )
+        check_classes(about["classes"], top_k=top_k)
         tables = pieces(images, about["block"], size)
         notify(
             f"ray: {size} workers on {about['device']}, {len(tables)} pieces of {len(tables[0])}"
         )
         layout = Layout(
-            min(top_k, len(about["classes"])),
+            min(top_k or TOP_K, len(about["classes"])),
             about["classes"],
             images,
             about["n_best"],

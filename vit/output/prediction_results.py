@@ -83,6 +83,21 @@ def check_top_k(top_k: int | None) -> None:
         raise ConfigError(f"top_k={top_k!r}: must be at least 1, a whole number")
 
 
+def check_classes(classes: Sequence[str], **flags: Any) -> None:
+    """Refuse values of `flags` that need classes, of a network without any.
+
+    Raises:
+        ConfigError: The message names the flag.
+    """
+    for flag, value in flags.items():
+        if value not in (None, False) and not classes:
+            captions = ", or ask for several captions with --beams and --n-best"
+            raise ConfigError(
+                f"{flag}={printable(value)}: this network writes captions and has no classes; "
+                f"leave it out{captions if flag == 'top_k' else ''}"
+            )
+
+
 def resolve_top_k(
     classes: Sequence[str],
     thresholds: Sequence[float] | None,
@@ -233,8 +248,8 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
-Cell = str | float | tuple[str | float, ...] | None
-"""A cell of a spreadsheet; several scores, or captions, share one."""
+Cell = str | float | tuple[float, ...] | None
+"""A cell of a spreadsheet; several scores share one, with | between them."""
 
 
 def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
@@ -308,7 +323,9 @@ def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
 def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
     """Cells of the ground truth of an image."""
     found = (prediction.truth.get(name) for name in layout.truth)
-    return [value if isinstance(value, str | float | None) else tuple(value) for value in found]
+    return [
+        value if isinstance(value, str | float | None) else BETWEEN.join(value) for value in found
+    ]
 
 
 def csv_lines(layout: Layout) -> tuple[str, Line]:
@@ -351,8 +368,7 @@ def xlsx_lines(layout: Layout) -> tuple[str, Line]:
 def json_cell(cell: Cell) -> str | float | None:
     """A cell of a workbook: text on one line, a number, or nothing."""
     if isinstance(cell, tuple):
-        parts = (part if isinstance(part, str) else f"{part:.{CSV_DIGITS}f}" for part in cell)
-        return printable(BETWEEN.join(parts))
+        return BETWEEN.join(f"{part:.{CSV_DIGITS}f}" for part in cell)
     return printable(cell) if isinstance(cell, str) else cell
 
 

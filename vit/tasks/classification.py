@@ -23,6 +23,7 @@ from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
+from vit.evaluation.image_groups import share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.tasks.class_balance import ClassBalance
 from vit.tasks.distillation import Distillation, classifier_loss
@@ -215,7 +216,8 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
     if old is None or not (change.kept and change.added):
         return []
     old.model.to(run.device)
-    samples = [sample for sample in run.splits.val if classes[sample.label] in change.kept]
+    kept = set(change.kept)
+    samples = [sample for sample in run.splits.val if classes[sample.label] in kept]
     right: Counter[str] = Counter()
     for batch, logits in run.logits(samples, {}, network=old) if samples else ():
         answers = [old.classes[answer] for answer in logits.argmax(dim=1).tolist()]
@@ -277,8 +279,10 @@ class ClassEvaluation(Evaluation):
         if not self.outcomes:
             return {}
         outcomes = replace(Outcomes.cat(self.outcomes), class_gaps=self.class_gaps)
-        groups = self.measured_groups()
-        return {**summarize(outcomes, self.classes), **class_intervals(outcomes, groups)}
+        scores, groups = summarize(outcomes, self.classes), self.measured_groups()
+        if self.brief:
+            return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}
+        return {**scores, **class_intervals(outcomes, groups)}
 
 
 class ClassTally:

@@ -34,7 +34,6 @@ from vit.evaluation.multilabel_metrics import (
     average_precisions,
     choose_thresholds,
     f1_scores,
-    map_interval,
     nanmean,
     summarize_multilabel,
 )
@@ -236,12 +235,11 @@ class MultiLabelEvaluation(Evaluation):
             return {}
         targets = MultiHot(self.labels, len(self.classes))[torch.arange(len(self.labels))]
         table = torch.stack(self.rows)
-        scores = summarize_multilabel(table, targets, self.classes, self.thresholds)
         groups = self.measured_groups()
-        intervals = multilabel_intervals(table, targets, table >= self.limits, groups)
-        if groups is not None:
-            intervals["map_interval"] = map_interval(table, targets, groups)
-        return {**scores, **intervals}
+        scores = summarize_multilabel(table, targets, self.classes, self.thresholds, groups)
+        if self.brief:
+            return scores
+        return {**scores, **multilabel_intervals(table, targets, table >= self.limits, groups)}
 
 
 class MultiLabelTally:

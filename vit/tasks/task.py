@@ -264,10 +264,12 @@ class Evaluation(ABC):
             answer or no label; None of a task whose answers are not right or wrong.
         groups: Names of the groups of `samples`, such as patients, whose images are alike; None of
             independent images.
+        brief: Whether the only interval that is needed is that of the score that ranks epochs.
     """
 
     right: list[bool | None] | None = None
     groups: Sequence[str] | None = None
+    brief: bool = False
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
