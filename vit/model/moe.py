@@ -12,7 +12,7 @@ arXiv:2202.08906.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +149,17 @@ def collect_routing(model: nn.Module) -> list[Routing]:
     """Routing of the MoE layers of `model` in the last recorded forward pass, by depth."""
     layers = (layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
     return [layer.routing for layer in layers if layer.routing is not None]
+
+
+def add_up_routing(model: nn.Module, passes: Sequence[Sequence[Routing]]) -> None:
+    """Make the routing of each MoE layer of `model` the sum over the passes of one step.
+
+    Args:
+        passes: `collect_routing` after each pass.
+    """
+    layers = (layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
+    for layer, records in zip(layers, zip(*passes, strict=True), strict=False):
+        layer.routing = Routing(*(torch.stack(sums).sum(0) for sums in zip(*records, strict=True)))
 
 
 class MixtureOfExperts(nn.Module):
