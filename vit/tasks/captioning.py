@@ -345,6 +345,7 @@ class CaptionEvaluation(Evaluation):
         super().__init__(samples)
         self.caption_generator, self.ids = caption_generator, ids
         self.classes = ClassEvaluation(samples, classes)
+        self.right = self.classes.right if classes else None
         self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
         self.tokens = dict.fromkeys(self.sums, 0)
         self.indices: list[int] = []
@@ -376,6 +377,7 @@ class CaptionEvaluation(Evaluation):
             return {}
         references = [self.samples[index].captions for index in self.indices]
         scores: dict[str, Any] = {"count": len(self.texts)}
+        self.classes.groups = self.groups
         if class_scores := self.classes.scores():
             scores |= class_scores
             scores["class_loss"] = scores.pop("loss")
