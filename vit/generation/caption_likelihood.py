@@ -56,7 +56,8 @@ def matched_and_shuffled_losses(
     """
     shuffled = caption_losses(decoder(shuffled_ids[:, :-1], memory), shuffled_ids, pad)
     # last, so that MoE layers keep the routing of the right captions
-    matched = caption_losses(decoder(ids[:, :-1], memory), ids, pad)
+    logits = decoder(ids[:, :-1], memory, counted=ids[:, 1:] != pad)
+    matched = caption_losses(logits, ids, pad)
     return torch.stack([part.cpu().double() for part in (*matched, *shuffled)])
 
 

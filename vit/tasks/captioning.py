@@ -159,7 +159,8 @@ class Captioning(Task):
         config = run.config
         smoothing = config.training.smoothing
         words = target_words(batch, images.device)
-        said = forward(run, images, words[:, :-1])
+        counted = words[:, 1:] != self.tokenizer.pad
+        said = forward(run, images, words[:, :-1], counted)
         losses, _ = caption_losses(
             said.caption_logits, words, self.tokenizer.pad, smoothing=smoothing
         )
@@ -544,10 +545,15 @@ def target_words(batch: Batch, device: torch.device) -> Tensor:
     return batch.caption_ids.to(device, non_blocking=True)
 
 
-def forward(run: TrainingRun, images: Tensor, ids: Tensor) -> CaptionerOutput:
-    """Answers to normalised `images`, of which there may be none; all processes must call it."""
+def forward(run: TrainingRun, images: Tensor, ids: Tensor, counted: Tensor) -> CaptionerOutput:
+    """Answers to normalised `images`, of which there may be none; all processes must call it.
+
+    Args:
+        run: The training.
+        images, ids, counted: As for Captioner.
+    """
     if len(images):
-        said: CaptionerOutput = run.model(images, ids)
+        said: CaptionerOutput = run.model(images, ids, counted)
         return said
     with run.frozen_running_stats():
         alone: CaptionerOutput = run.model(
