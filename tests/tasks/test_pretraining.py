@@ -187,6 +187,13 @@ def test_only_images_whose_features_are_compared_are_encoded(config_of, tmp_path
     assert sum(encoded) == len(pretraining.compared(range(images)))
 
 
+@pytest.mark.parametrize(
+    ("images", "shown"), [(0, 0), (1, 1), (2000, 2000), (2001, 1001), (3999, 2000), (4001, 1334)]
+)
+def test_at_most_2000_images_are_compared(images, shown):
+    assert len(pretraining.compared(range(images))) == shown
+
+
 def test_predictions_are_refused_and_embeddings_are_written(pretrained, tiny_pretraining_data):
     image = str(tiny_pretraining_data / "00.png")
     with pytest.raises(WeightsError, match=r"--embeddings FILE.*--weights"):

@@ -10,6 +10,7 @@ The last epoch is kept: a loss without labels does not say which one is best for
 """
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from vit.tasks.task import (
 from vit.text import Notify
 
 MOST_FEATURES = 2000
-"""Validation images, about, whose features are compared."""
+"""Most validation images whose features are compared."""
 LEAST_RANK = 3.0
 """Effective rank of centred features below which they have collapsed to a few directions."""
 
@@ -187,7 +188,7 @@ def compared(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 def stride_of(count: int) -> int:
     """Of so many validation images, each which is compared."""
-    return max(count // MOST_FEATURES, 1)
+    return max(math.ceil(count / MOST_FEATURES), 1)
 
 
 def blank_if_empty(images: Tensor) -> Tensor:
