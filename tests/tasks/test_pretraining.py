@@ -26,6 +26,7 @@ from vit.evaluation.feature_quality import (
     nearest_images,
 )
 from vit.inference.predictor import Predictor
+from vit.model.projection_head import JointEmbedding
 from vit.stop_signals import Interrupted
 from vit.tasks import pretraining
 from vit.tasks.task import get_task
@@ -185,6 +186,25 @@ def test_only_images_whose_features_are_compared_are_encoded(config_of, tmp_path
     images = events(folder)[0]["val_images"]
     assert images > 4
     assert sum(encoded) == len(pretraining.compared(range(images)))
+
+
+def test_simclr_validates_two_whole_views_of_the_images_that_are_compared(
+    config_of, tmp_path, monkeypatch
+):
+    seen, forward = [], JointEmbedding.forward
+
+    def counted(network, images):
+        if not network.training and not isinstance(images, torch.Tensor):
+            seen.append([len(views) for views in images])
+        return forward(network, images)
+
+    monkeypatch.setattr(JointEmbedding, "forward", counted)
+    monkeypatch.setattr(pretraining, "MOST_FEATURES", 4)
+    config = config_of("simclr", epochs=1, warmup_epochs=0.0, local_views=2)
+    folder = train(config, tmp_path / "run", report=False).folder
+    images = events(folder)[0]["val_images"]
+    assert images == 11
+    assert seen == [[2 * len(pretraining.compared(range(images)))]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     image -> global and local views in one tensor (MultiViewTransform), cut on the device
     view  -> encoder -> features -> projector -> embedding, which the loss of a method compares
 
-Validation has fixed views: an image, its mirror image, and its four corners as local views.
+Validation has fixed views: an image, its mirror image, and its four corners as local views, unless
+the method compares only the former two.
 """
 
 from abc import abstractmethod
@@ -118,16 +119,24 @@ def embed_views(
     return every.float() if every.dtype.itemsize < 4 else every
 
 
+def whole_views(run: TrainingRun, images: Tensor) -> Tensor:
+    """Embeddings of each image and its mirror image, (2, images, dim)."""
+    return embed_views(run, images, lambda shown: [with_mirrored(shown)])
+
+
 def fixed_views(run: TrainingRun, images: Tensor) -> Tensor:
     """Embeddings of each image, its mirror image and its corners, (views, images, dim)."""
     side = local_side(run.config)
 
     def split(shown: Tensor) -> list[Tensor]:
-        whole = torch.cat([shown, shown.flip(-1)])
-        if not run.config.pretraining.local_views:
-            return [whole]
         halves = [shown[..., :side], shown[..., -side:]]
         corners = [c for one in halves for c in (one[..., :side, :], one[..., -side:, :])]
-        return [whole, torch.cat(corners)]
+        return [with_mirrored(shown), torch.cat(corners)]
 
-    return embed_views(run, images, split)
+    local = run.config.pretraining.local_views > 0
+    return embed_views(run, images, split) if local else whole_views(run, images)
+
+
+def with_mirrored(images: Tensor) -> Tensor:
+    """(batch, channels, height, width) -> the images, then their mirror images, in one batch"""
+    return torch.cat([images, images.flip(-1)])
