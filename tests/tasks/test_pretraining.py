@@ -267,6 +267,8 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
         ("mae", {"merge_tokens": 2}, "merge_tokens=2: task=mae puts each token back"),
         ("mae", {"pooling": "attention"}, "pooling=attention: task=mae trains no pooling"),
         ("mae", {"position": "relative"}, "position=relative: it needs the whole grid"),
+        ("mae", {"patch_size": 16}, "^image_size=16: .* an image is one patch.* use 32 or more"),
+        ("mae", {"start_image_size": 4}, "start_image_size=4: with patch_size=4 .* use 8 or more"),
         ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of single patches"),
         ("lejepa", {"local_size": 6}, "local_size=6: must be a multiple of patch_size=4"),
         ("lejepa", {"position": "relative"}, "position=relative: task=lejepa embeds images of two"),
