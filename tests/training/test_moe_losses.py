@@ -99,6 +99,17 @@ def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
         assert none is None
 
 
+def test_usage_starts_with_a_batch_of_no_image_that_is_not_passed(tiny_config):
+    model = network(tiny_config).eval()
+    with torch.no_grad(), track_expert_usage(model) as usage:
+        usage.add(0)
+        model(torch.randn(2, 3, 16, 16))
+        usage.add(2)
+        assert usage.sums[:, 0].tolist() == [2 * 5] * 2
+        first, _ = usage.describe(Accelerator(cpu=True))
+    assert sum(first["load"]) == pytest.approx(1, abs=1e-4)
+
+
 def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):
     best = train(tiny_config(**MOE, capacity_factor=0.5, epochs=2), tmp_path / "run").epoch
     steps, epochs = events(tmp_path / "run", "step"), events(tmp_path / "run")
