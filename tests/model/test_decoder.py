@@ -203,6 +203,14 @@ def test_keys_of_the_image_are_copied_only_where_rows_change_their_image():
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
 
 
+def test_experts_of_a_narrow_decoder_have_no_settings_of_the_encoder_s_stem():
+    stem = {"stem": "conv", "stem_depth": 3, "stem_width": 24, "top_k": 3}
+    encoder, config = settings({"decoder_feedforward": "moe", "decoder_dim": 16}, stem)
+    blocks = config.block_config(encoder)
+    assert (blocks.stem, blocks.dim, blocks.num_experts, blocks.top_k) == ("linear", 16, 3, 3)
+    assert build_both(encoder, config).decoder.blocks[1].mlp.top_k == 3
+
+
 @pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 def test_more_tokens_than_positions_are_refused(position):
     model, memory = decoder(decoder_position=position), some_memory()

@@ -6,6 +6,10 @@ from typing import Literal
 from vit.config.config_section import Section, setting
 
 ROTARY = ("rotary", "learned_rotary")
+EXPERT_SETTINGS = (
+    *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
+    *("router_weights", "router_jitter", "router_priority"),
+)
 # setting -> the part that reads it, and which kinds of that part do
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "rotary_grid": ("position", ROTARY),
@@ -18,13 +22,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "activation": ("feedforward", ("mlp", "moe")),
     **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
     **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
-    **dict.fromkeys(
-        (
-            *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
-            *("router_weights", "router_jitter", "router_priority"),
-        ),
-        ("feedforward", ("moe",)),
-    ),
+    **dict.fromkeys(EXPERT_SETTINGS, ("feedforward", ("moe",))),
 }
 
 
