@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from vit.config import Config, ModelConfig
@@ -208,6 +209,12 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
 def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**SMALL, **settings})
+
+
+def test_the_mlp_of_attention_pooling_has_the_activation_beside_swiglu():
+    options = {"feedforward": "swiglu", "activation": "relu", "pooling": "attention"}
+    model = build_classifier(ModelConfig(**{**SMALL, **options}))
+    assert isinstance(model.attn_pool.mlp.act, nn.ReLU)
 
 
 def test_reset_classifier_initialises_the_head_to_zeros():

@@ -117,7 +117,7 @@ class ModelConfig(Section):
     shared_expert: bool = False
     """MoE: one more expert, applied to every token."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
-    """Activation of the mlp."""
+    """Activation of the mlp, also of attention pooling."""
     layer_scale: float = setting(0.0, "--init-values")
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
@@ -193,6 +193,8 @@ class ModelConfig(Section):
     def _check_absent(self) -> None:
         """Check that no setting belongs to a part that this network does not have."""
         for name, (part, kinds) in BELONGS_TO.items():
+            if name == "activation" and self.pooling == "attention":
+                continue  # the pooling has an mlp too
             default = self.__dataclass_fields__[name].default
             if getattr(self, name) != default and getattr(self, part) not in kinds:
                 have = f"{part}={getattr(self, part)}"
