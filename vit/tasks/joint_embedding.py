@@ -20,6 +20,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
+from vit.precision import at_least_float32
 from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
 from vit.tasks.task import TrainingRun
 
@@ -116,7 +117,7 @@ def embed_views(
         embeddings: list[Tensor] = run.model(tuple(split(shown)))
     every = torch.cat([each.view(-1, len(shown), each.shape[-1]) for each in embeddings])
     every = every[:, : len(images)]
-    return every.float() if every.dtype.itemsize < 4 else every
+    return at_least_float32(every)
 
 
 def whole_views(run: TrainingRun, images: Tensor) -> Tensor:
