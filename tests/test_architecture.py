@@ -70,7 +70,9 @@ ALLOWED = {
         *NUMERIC, "safetensors", "transformers", "timm", "huggingface_hub", "einops", "PIL", "yaml",
         *LEVEL_0, *LEVEL_1, "vit.weights.formats",
     },
-    "vit.generation": {"torch", "einops", *LEVEL_0, "vit.model", "vit.data.captions.tokenizer"},
+    "vit.generation": {
+        *("torch", "einops", "vit.model", "vit.precision", "vit.data.captions.tokenizer"), *LEVEL_0,
+    },
     "vit.evaluation": {*NUMERIC, "jinja2", "sacrebleu", *LEVEL_0, *LEVEL_1, "vit.weights"},
     "vit.tasks": {
         *NUMERIC, *LEVEL_0, *LEVEL_1, "vit.evaluation", "vit.generation",

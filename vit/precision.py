@@ -19,6 +19,11 @@ FAST_BF16 = frozenset({"amx_bf16", "bf16", "sve_bf16"})
 AMD = frozenset({"AMD", "AuthenticAMD"})
 
 
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """`x`, in float32 if it is in half precision: for losses, whose sums are long."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
 def resolve_device(name: torch.device | str | None = None) -> torch.device:
     """The device called `name`; by default the best available: CUDA, then MPS, then CPU.
 

@@ -16,6 +16,7 @@ from vit.commands.main import main
 from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
+from vit.evaluation.image_groups import number_groups, share_interval
 from vit.generation.generation_config import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -31,6 +32,7 @@ CLASS_KEYS = {
     *("top1", "top5", "top1_interval", "class_loss", "macro_f1", "balanced_accuracy", "ece"),
     *("nll", "brier", "ece_adaptive", "ece_classwise", "ece_chance", "ece_debiased", "per_class"),
     *("nll_interval", "brier_interval", "balanced_accuracy_interval", "macro_f1_interval"),
+    "slices",
 }
 CLASSES = ("apple", "class10", "class2")
 PRECISE = {"precision": "fp32"}
@@ -85,8 +87,25 @@ def test_the_scored_captions_are_those_of_the_predictor(run, data, search):
 
 
 def test_a_group_has_no_meaning_for_captions(run, data):
-    with pytest.raises(ConfigError, match="group: intervals are those of classifiers"):
+    with pytest.raises(ConfigError, match="group: intervals are those of classes, and this"):
         evaluate(run, str(data), group=r"(\d)\.", **PRECISE)
+
+
+def test_intervals_of_classes_beside_captions_take_groups_as_independent(data, tmp_path):
+    folder = save_captioner(tmp_path / "run", classes=CLASSES)
+    copy = Path(shutil.copytree(data, tmp_path / "data"))
+    said = {Path(p).relative_to(copy / "val").as_posix(): SAID[:1] for p in images(copy)}
+    said[min(said)] = ["a blue cat on a red dog on a blue table"]  # too long: the image is left out
+    write_captions(copy / "val", said)
+    scores = evaluate(folder, str(copy), group=r"(\d)\.", **PRECISE)
+    kept = images(copy)[1:]
+    found = Predictor(folder, **PRECISE)(kept)
+    right = torch.tensor([p.predictions[0][0] == Path(p.image).parent.name for p in found])
+    numbers = number_groups([Path(path).stem for path in kept])
+    assert scores["groups"] == 9
+    assert scores["top1_interval"] == share_interval(right, numbers)
+    assert scores["top1_interval"] != share_interval(right, None)
+    assert scores["slices"]
 
 
 def test_a_page_is_refused_before_captions_are_written(run, data, tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from vit.config import Config, ModelConfig
@@ -210,15 +211,10 @@ def test_contradicting_settings_are_refused(settings, message):
         ModelConfig(**{**SMALL, **settings})
 
 
-def test_reset_classifier_initialises_the_head_to_zeros():
-    model = create_model("vit_tiny_patch16_224", depth=1, image_size=32).bfloat16()
-    model.reset_classifier(5)
-    assert model.num_classes == 5
-    assert model.head.weight.dtype == torch.bfloat16
-    assert not model.head.weight.any()
-    model.reset_classifier(0)
-    assert model.num_classes == 0
-    assert model(torch.zeros(1, 3, 32, 32).bfloat16()).shape == (1, 192)
+def test_the_mlp_of_attention_pooling_has_the_activation_beside_swiglu():
+    options = {"feedforward": "swiglu", "activation": "relu", "pooling": "attention"}
+    model = build_classifier(ModelConfig(**{**SMALL, **options}))
+    assert isinstance(model.attn_pool.mlp.act, nn.ReLU)
 
 
 @pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)

@@ -182,6 +182,35 @@ def test_rows_of_the_cache_can_be_selected_repeated_and_reordered(position):
     assert going.cache.length == 8
 
 
+@torch.inference_mode()
+def test_keys_of_the_image_are_copied_only_where_rows_change_their_image():
+    model, memory, ids = decoder(), some_memory(3), some_ids(3, 2)
+    going = CachedDecoder(model, model.init_cache(memory))
+    going(ids)
+    layer, images = going.cache.layers[0], torch.arange(3)
+    for rows, copied in (
+        ([0, 0, 1, 1, 2, 2], True),
+        ([1, 0, 2, 2, 5, 4], False),
+        ([0, 1, 5, 4], True),  # image 1 is complete
+        ([1, 1, 2, 3], False),
+        ([2, 3, 0, 1], True),
+    ):
+        before = layer.memory_kv
+        going.select_rows(torch.tensor(rows))
+        assert (layer.memory_kv is not before) == copied
+        images, ids = images[rows], torch.cat([ids[rows], some_ids(len(rows), 1)], dim=1)
+        found, whole = going(ids[:, -1:]), model(ids, memory[images])[:, -1]
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+
+
+def test_experts_of_a_narrow_decoder_have_no_settings_of_the_encoder_s_stem():
+    stem = {"stem": "conv", "stem_depth": 3, "stem_width": 24, "top_k": 3}
+    encoder, config = settings({"decoder_feedforward": "moe", "decoder_dim": 16}, stem)
+    blocks = config.block_config(encoder)
+    assert (blocks.stem, blocks.dim, blocks.num_experts, blocks.top_k) == ("linear", 16, 3, 3)
+    assert build_both(encoder, config).decoder.blocks[1].mlp.top_k == 3
+
+
 @pytest.mark.parametrize("position", build.TEXT_POSITIONS)
 def test_more_tokens_than_positions_are_refused(position):
     model, memory = decoder(decoder_position=position), some_memory()

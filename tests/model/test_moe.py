@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config, ModelConfig
+from vit.config.pretraining_config import PretrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model import grouped_linear
-from vit.model.build import build_classifier
+from vit.model.build import build_classifier, build_joint_embedding
 from vit.model.mlp import MLP
 from vit.model.moe import (
     MixtureOfExperts,
@@ -394,6 +395,24 @@ def test_every_second_block_has_experts():
     assert collect_routing(model) == []
     model(torch.randn(2, 3, 16, 16))
     assert [routing.tokens.item() for routing in collect_routing(model)] == [10, 10]
+
+
+def test_routing_of_views_of_two_sizes_adds_up():
+    config = ModelConfig(**{**MOE, "num_classes": 0})
+    model = build_joint_embedding(config, PretrainingConfig(projector_dim=4))
+    large, small = torch.randn(4, 3, 16, 16), torch.randn(6, 3, 8, 8)
+    apart = []
+    for views in (large, small):
+        model([views])
+        apart += collect_routing(model)
+    model([large, small])
+    (both,) = collect_routing(model)
+    assert both.tokens == 4 * 5 + 6 * 2
+    for name, total in both._asdict().items():
+        torch.testing.assert_close(total, sum(getattr(one, name) for one in apart))
+    (with_gradient,) = torch.autograd.grad(both.z, model.blocks[1].mlp.router.weight)
+    parts = [torch.autograd.grad(one.z, model.blocks[1].mlp.router.weight)[0] for one in apart]
+    torch.testing.assert_close(with_gradient, sum(parts))
 
 
 def test_experts_are_initialised_like_an_mlp():

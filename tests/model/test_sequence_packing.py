@@ -130,6 +130,16 @@ def test_packing_works_in_bfloat16_under_autocast():
     torch.testing.assert_close(packed.float(), alone(model, images), rtol=0.1, atol=0.15)
 
 
+def test_networks_without_pooling_have_no_packed_features():
+    model = network(pooling="none", num_classes=0)
+    for method in (model.forward_packed, model.features_packed):
+        with pytest.raises(ConfigError, match=r"pooling=none: .* encode_images_packed"):
+            method(input_images())
+    assert sum(len(tokens) for _, tokens, _ in model.encode_packed(input_images())) == len(
+        input_images()
+    )
+
+
 def test_parts_that_would_mix_packed_images_are_refused():
     model = network(drop_path=0.2)
     torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))

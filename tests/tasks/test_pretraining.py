@@ -26,6 +26,7 @@ from vit.evaluation.feature_quality import (
     nearest_images,
 )
 from vit.inference.predictor import Predictor
+from vit.model.projection_head import JointEmbedding
 from vit.stop_signals import Interrupted
 from vit.tasks import pretraining
 from vit.tasks.task import get_task
@@ -187,6 +188,32 @@ def test_only_images_whose_features_are_compared_are_encoded(config_of, tmp_path
     assert sum(encoded) == len(pretraining.compared(range(images)))
 
 
+def test_simclr_validates_two_whole_views_of_the_images_that_are_compared(
+    config_of, tmp_path, monkeypatch
+):
+    seen, forward = [], JointEmbedding.forward
+
+    def counted(network, images):
+        if not network.training and not isinstance(images, torch.Tensor):
+            seen.append([len(views) for views in images])
+        return forward(network, images)
+
+    monkeypatch.setattr(JointEmbedding, "forward", counted)
+    monkeypatch.setattr(pretraining, "MOST_FEATURES", 4)
+    config = config_of("simclr", epochs=1, warmup_epochs=0.0, local_views=2)
+    folder = train(config, tmp_path / "run", report=False).folder
+    images = events(folder)[0]["val_images"]
+    assert images == 11
+    assert seen == [[2 * len(pretraining.compared(range(images)))]]
+
+
+@pytest.mark.parametrize(
+    ("images", "shown"), [(0, 0), (1, 1), (2000, 2000), (2001, 1001), (3999, 2000), (4001, 1334)]
+)
+def test_at_most_2000_images_are_compared(images, shown):
+    assert len(pretraining.compared(range(images))) == shown
+
+
 def test_predictions_are_refused_and_embeddings_are_written(pretrained, tiny_pretraining_data):
     image = str(tiny_pretraining_data / "00.png")
     with pytest.raises(WeightsError, match=r"--embeddings FILE.*--weights"):
@@ -240,6 +267,8 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
         ("mae", {"merge_tokens": 2}, "merge_tokens=2: task=mae puts each token back"),
         ("mae", {"pooling": "attention"}, "pooling=attention: task=mae trains no pooling"),
         ("mae", {"position": "relative"}, "position=relative: it needs the whole grid"),
+        ("mae", {"patch_size": 16}, "^image_size=16: .* an image is one patch.* use 32 or more"),
+        ("mae", {"start_image_size": 4}, "start_image_size=4: with patch_size=4 .* use 8 or more"),
         ("mae", {"stem": "conv", "stem_norm": "batchnorm"}, "statistics .* of single patches"),
         ("lejepa", {"local_size": 6}, "local_size=6: must be a multiple of patch_size=4"),
         ("lejepa", {"position": "relative"}, "position=relative: task=lejepa embeds images of two"),

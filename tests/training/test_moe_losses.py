@@ -8,9 +8,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.training.runs import events
+from vit.config import DecoderConfig
 from vit.config.parser import make_config
 from vit.errors import ConfigError
-from vit.model.build import build_classifier
+from vit.model.build import build_captioner, build_classifier
 from vit.training.moe_losses import expert_imbalance, moe_layers, router_losses, track_expert_usage
 from vit.training.train import train
 
@@ -40,6 +41,35 @@ def test_losses_are_the_papers_formulas_times_the_images(tiny_config):
     assert found.tolist() == pytest.approx([5 * balance, 5 * z], rel=1e-5)
 
 
+def test_losses_of_a_decoder_do_not_depend_on_padding(tiny_config):
+    torch.manual_seed(0)
+    encoder = tiny_config(**MOE, num_classes=0).model
+    decoder = DecoderConfig(
+        decoder_depth=1, decoder_feedforward="moe", vocab_size=9, caption_tokens=8
+    )
+    model = build_captioner(encoder, decoder).eval()
+    words = torch.tensor([[1, 4, 2, 0, 0, 0], [1, 5, 6, 7, 8, 2], [1, 7, 2, 0, 0, 0]])
+    images = torch.randn(3, 3, 16, 16)
+
+    def statistics(chosen, length):
+        ids = words[chosen, :length]
+        with track_expert_usage(model) as usage:
+            model(images[chosen], ids[:, :-1], ids[:, 1:] != 0)
+            routing = model.decoder.blocks[0].mlp.routing
+            losses = router_losses(None, model, images=len(ids))
+            usage.add(len(ids))
+        return routing, losses, usage.sums
+
+    whole, _, rows = statistics([0, 1, 2], 6)
+    parts = [statistics([0, 2], 3), statistics([1], 6)]
+    assert whole.tokens == 2 + 5 + 2
+    for name, total in whole._asdict().items():
+        torch.testing.assert_close(total, sum(getattr(one[0], name) for one in parts))
+    torch.testing.assert_close(rows, sum(one[2] for one in parts))
+    _, padded, _ = statistics([0, 2], 6)
+    torch.testing.assert_close(padded, parts[0][1])
+
+
 def test_a_pass_for_company_teaches_nothing(tiny_config):
     model = network(tiny_config).train()
     model(torch.zeros(1, 3, 16, 16))
@@ -67,6 +97,17 @@ def test_usage_counts_each_pass_and_leaves_nothing_behind(tiny_config):
     assert all(layer.routing is None for layer in moe_layers(model).values())
     with track_expert_usage(nn.Linear(1, 1)) as none:
         assert none is None
+
+
+def test_usage_starts_with_a_batch_of_no_image_that_is_not_passed(tiny_config):
+    model = network(tiny_config).eval()
+    with torch.no_grad(), track_expert_usage(model) as usage:
+        usage.add(0)
+        model(torch.randn(2, 3, 16, 16))
+        usage.add(2)
+        assert usage.sums[:, 0].tolist() == [2 * 5] * 2
+        first, _ = usage.describe(Accelerator(cpu=True))
+    assert sum(first["load"]) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):

@@ -1,11 +1,10 @@
 """Settings of the caption decoder and its tokenizer."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from vit.config.config_section import Section, setting
-from vit.config.model_config import ModelConfig
+from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
 
 TRAINED = ("bpe", "wordpiece")
 
@@ -106,27 +105,17 @@ class DecoderConfig(Section):
 
     def block_config(self, encoder: ModelConfig) -> ModelConfig:
         """Model config of the decoder's blocks."""
-        experts = self.decoder_feedforward == "moe"
-        usual = encoder if experts else ModelConfig()
-        return dataclasses.replace(
-            usual,
+        shared = EXPERT_SETTINGS if self.decoder_feedforward == "moe" else ()
+        return ModelConfig(
             dim=self.resolve_dim(encoder),
             depth=self.decoder_depth,
             num_heads=self.resolve_num_heads(encoder),
             num_kv_heads=self.decoder_kv_heads,
             hidden_dim=self.decoder_hidden_dim,
             position="none",
-            rotary_grid="index",
-            rotary_temperature=ModelConfig.rotary_temperature,
-            rotary_reference=None,
-            prefix_positions="auto",
             norm=self.decoder_norm,
             norm_eps=encoder.norm_eps,
             norm_order=self.decoder_norm_order,
-            parallel_blocks=False,
-            merge_tokens=0,
-            qkv_bias=True,
-            proj_bias=True,
             qk_norm=self.decoder_qk_norm,
             feedforward=self.decoder_feedforward,
             activation=self.decoder_activation,
@@ -134,4 +123,5 @@ class DecoderConfig(Section):
             dropout=self.decoder_dropout,
             attention_dropout=self.decoder_dropout,
             drop_path=self.decoder_drop_path,
+            **{name: getattr(encoder, name) for name in shared},
         )

@@ -6,6 +6,10 @@ from typing import Literal
 from vit.config.config_section import Section, setting
 
 ROTARY = ("rotary", "learned_rotary")
+EXPERT_SETTINGS = (
+    *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
+    *("router_weights", "router_jitter", "router_priority"),
+)
 # setting -> the part that reads it, and which kinds of that part do
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "rotary_grid": ("position", ROTARY),
@@ -18,13 +22,7 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "activation": ("feedforward", ("mlp", "moe")),
     **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
     **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
-    **dict.fromkeys(
-        (
-            *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
-            *("router_weights", "router_jitter", "router_priority"),
-        ),
-        ("feedforward", ("moe",)),
-    ),
+    **dict.fromkeys(EXPERT_SETTINGS, ("feedforward", ("moe",))),
 }
 
 
@@ -119,7 +117,7 @@ class ModelConfig(Section):
     shared_expert: bool = False
     """MoE: one more expert, applied to every token."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
-    """Activation of the mlp."""
+    """Activation of the mlp, also of attention pooling."""
     layer_scale: float = setting(0.0, "--init-values")
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
@@ -195,6 +193,8 @@ class ModelConfig(Section):
     def _check_absent(self) -> None:
         """Check that no setting belongs to a part that this network does not have."""
         for name, (part, kinds) in BELONGS_TO.items():
+            if name == "activation" and self.pooling == "attention":
+                continue  # the pooling has an mlp too
             default = self.__dataclass_fields__[name].default
             if getattr(self, name) != default and getattr(self, part) not in kinds:
                 have = f"{part}={getattr(self, part)}"

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.model.decoder import TextDecoder
+from vit.precision import at_least_float32
 
 MIN_SHUFFLED_GAP = 0.01
 """Smallest increase of the loss with other images, relative, of a decoder that uses the image."""
@@ -27,7 +28,7 @@ def caption_losses(
     Returns:
         Two tensors (batch,); the losses in float32 or wider.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits)
     targets = ids[:, 1 : 1 + logits.shape[1]]
     losses = F.cross_entropy(
         logits.transpose(1, 2),
@@ -56,7 +57,8 @@ def matched_and_shuffled_losses(
     """
     shuffled = caption_losses(decoder(shuffled_ids[:, :-1], memory), shuffled_ids, pad)
     # last, so that MoE layers keep the routing of the right captions
-    matched = caption_losses(decoder(ids[:, :-1], memory), ids, pad)
+    logits = decoder(ids[:, :-1], memory, counted=ids[:, 1:] != pad)
+    matched = caption_losses(logits, ids, pad)
     return torch.stack([part.cpu().double() for part in (*matched, *shuffled)])
 
 

@@ -170,12 +170,11 @@ def evaluate(
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     columns = column_cells(full_spec, slice)
     groups = image_groups(full_spec, [sample.path for sample in samples])
-    if predictor.n_best and spec.group is not None:
+    if predictor.n_best and not predictor.classes and spec.group is not None:
         without = dataclasses.replace(spec, group=None)
         if evaluated_spec(predictor.task, run, without, predictor.classes).group != spec.group:
             raise ConfigError(
-                "group: intervals are those of classifiers, and this network writes captions; "
-                "leave it out"
+                "group: intervals are those of classes, and this network has none; leave it out"
             )
     passes = 1 + corruptions * len(CORRUPTIONS) * len(SEVERITIES)
 
@@ -715,7 +714,10 @@ def measure(
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
-    evaluation.groups, evaluation.brief = groups, brief
+    evaluation.brief = brief
+    if groups is not None:  # of the images that the evaluation kept
+        named = {sample.path: name for sample, name in zip(samples, groups, strict=True)}
+        evaluation.groups = [named[sample.path] for sample in evaluation.samples]
     sliced = columns is not None and evaluation.right is not None
     properties = ImageProperties()
     paths = [sample.path for sample in evaluation.samples]

@@ -75,16 +75,17 @@ class Captioner(VisionTransformer):
         return super().forward_head(tokens, context)
 
     def forward(  # type: ignore[override]
-        self, images: Tensor, ids: Tensor
+        self, images: Tensor, ids: Tensor, counted: Tensor | None = None
     ) -> CaptionerOutput:
         """Class logits, and logits of the next token at each position.
 
         Args:
             images: (batch, channels, height, width).
             ids: Token ids, (batch, tokens), int64; ids after the end token change nothing.
+            counted: As for TextDecoder.
         """
         class_logits, memory = self.encode_images(images)
-        return CaptionerOutput(class_logits, self.decoder(ids, memory))
+        return CaptionerOutput(class_logits, self.decoder(ids, memory, counted=counted))
 
 
 class CachedDecoder:

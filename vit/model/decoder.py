@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
 from vit.model.blocks import Block, DecoderBlock
 from vit.model.kv_cache import KVCache
+from vit.model.moe import MixtureOfExperts
 from vit.model.text_position_embedding import TextPositions
 
 
@@ -100,7 +101,12 @@ class TextDecoder(nn.Module):
         return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks])
 
     def forward(
-        self, ids: Tensor, memory: Tensor | None = None, *, padding: Tensor | None = None
+        self,
+        ids: Tensor,
+        memory: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token at each position.
 
@@ -109,11 +115,19 @@ class TextDecoder(nn.Module):
             memory: As in `init_cache`.
             padding: True at padding tokens, (batch, tokens). Padding on the right needs none,
                 since attention is causal.
+            counted: True at tokens that the routing of experts counts, (batch, tokens): those with
+                a next token. All if omitted.
 
         Returns:
             (batch, tokens, vocab).
         """
-        return self.logits(self.hidden_states(ids, self.init_cache(memory), padding=padding))
+        layers = [layer for layer in self.modules() if isinstance(layer, MixtureOfExperts)]
+        for layer in layers:
+            layer.counted = counted
+        hidden = self.hidden_states(ids, self.init_cache(memory), padding=padding)
+        for layer in layers:
+            layer.counted = None
+        return self.logits(hidden)
 
     def decode(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Logits after each of some further tokens, which are added to the cache.

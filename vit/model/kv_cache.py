@@ -37,20 +37,31 @@ class LayerCache:
         self.token_kv = key, value
         return key, value
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        self.memory_kv, self.token_kv = (
-            None if pair is None else (pair[0][rows], pair[1][rows])
-            for pair in (self.memory_kv, self.token_kv)
-        )
+    def select_rows(self, rows: Tensor, *, memory: bool = True) -> None:
+        """Keep these rows of the batch, in this order; without `memory`, only those of the text."""
+        if memory:
+            self.memory_kv = pick_rows(self.memory_kv, rows)
+        self.token_kv = pick_rows(self.token_kv, rows)
+
+
+def pick_rows(pair: KeyValue | None, rows: Tensor) -> KeyValue | None:
+    """These rows of keys and values, if there are any."""
+    return None if pair is None else (pair[0][rows], pair[1][rows])
 
 
 @dataclass
 class KVCache:
-    """The cache of a decoder: one entry for each block, and the number of tokens read so far."""
+    """The cache of a decoder.
+
+    Args:
+        layers: One entry for each block.
+        length: Number of tokens read so far.
+        images: The image of each row, (batch,) int64; None while each row has its own.
+    """
 
     layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
+    images: Tensor | None = None
 
     @classmethod
     def from_memory(cls, memory_kv: Sequence[KeyValue | None]) -> "KVCache":
@@ -59,5 +70,8 @@ class KVCache:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, (kept,) int64, in this order; a row may be repeated."""
+        old, self.images = self.images, rows if self.images is None else self.images[rows]
+        # beams mostly change places within their image, whose keys and values are large
+        moved = old is None or not torch.equal(old, self.images)
         for layer in self.layers:
-            layer.select_rows(rows)
+            layer.select_rows(rows, memory=moved)

@@ -12,7 +12,7 @@ arXiv:2202.08906.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,11 +151,22 @@ def collect_routing(model: nn.Module) -> list[Routing]:
     return [layer.routing for layer in layers if layer.routing is not None]
 
 
+def add_up_routing(model: nn.Module, passes: Sequence[Sequence[Routing]]) -> None:
+    """Make the routing of each MoE layer of `model` the sum over the passes of one step.
+
+    Args:
+        passes: `collect_routing` after each pass.
+    """
+    layers = (layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
+    for layer, records in zip(layers, zip(*passes, strict=True), strict=False):
+        layer.routing = Routing(*(torch.stack(sums).sum(0) for sums in zip(*records, strict=True)))
+
+
 class MixtureOfExperts(nn.Module):
     """Sends each token to its top_k experts and adds their weighted outputs.
 
     In training mode, or if `record_routing` is set, `routing` has the statistics of the last
-    forward pass.
+    forward pass; of the tokens where `counted`, (batch, tokens), is True, or of all if it is None.
 
     Args:
         dim, hidden_dim, num_experts, activation, bias, dropout: As for Experts.
@@ -193,6 +204,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
         self.record_routing = False
         self.routing: Routing | None = None
+        self.counted: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
@@ -205,7 +217,7 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             output = self.shared(x) + output
         if self.training or self.record_routing:
-            routing = _routing(logits, probabilities, experts, kept)
+            routing = _routing(logits, probabilities, experts, kept, self.counted)
             self.routing = self.routing if _is_recomputing() else routing
         return output
 
@@ -284,17 +296,32 @@ def drop_over_capacity(
     return experts.masked_fill(full, num_experts)
 
 
-def _routing(logits: Tensor, probabilities: Tensor, experts: Tensor, kept: Tensor) -> Routing:
-    """Args: logits and probabilities (batch, tokens, experts); the others (batch, tokens, top_k)"""
+def _routing(
+    logits: Tensor, probabilities: Tensor, experts: Tensor, kept: Tensor, counted: Tensor | None
+) -> Routing:
+    """Statistics of the tokens that are counted.
+
+    Args:
+        logits, probabilities: (batch, tokens, experts).
+        experts, kept: (batch, tokens, top_k).
+        counted: (batch, tokens); None for all tokens.
+    """
+
+    def masked(values: Tensor) -> Tensor:
+        if counted is None:
+            return values
+        return values * counted.view(*counted.shape, *(1,) * (values.ndim - 2))
+
     numbers = torch.arange(logits.shape[-1], device=logits.device)
     fixed = probabilities.detach()
+    every = torch.full((), logits.shape[0] * logits.shape[1], device=logits.device)
     return Routing(
-        counts=(experts.unsqueeze(-1) == numbers).sum((0, 1, 2)),
-        probabilities=probabilities.sum((0, 1)),
-        tokens=torch.full((), logits.shape[0] * logits.shape[1], device=logits.device),
-        z=logits.logsumexp(dim=-1).square().sum(),
-        entropy=-torch.xlogy(fixed, fixed).sum(),
-        dropped=(kept == len(numbers)).sum(),
+        counts=masked(experts.unsqueeze(-1) == numbers).sum((0, 1, 2)),
+        probabilities=masked(probabilities).sum((0, 1)),
+        tokens=every if counted is None else counted.sum(),
+        z=masked(logits.logsumexp(dim=-1).square()).sum(),
+        entropy=-masked(torch.xlogy(fixed, fixed)).sum(),
+        dropped=masked(kept == len(numbers)).sum(),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit.model.moe import add_up_routing, collect_routing
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -69,4 +70,10 @@ class JointEmbedding(VisionTransformer):
         """
         if isinstance(images, Tensor):
             return super().forward(images)
-        return [self.projector(self.features(each)) for each in images]
+        embeddings, passes = [], []
+        for each in images:
+            embeddings.append(self.projector(self.features(each)))
+            if len(images) > 1:
+                passes.append(collect_routing(self))
+        add_up_routing(self, passes)
+        return embeddings

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.errors import ConfigError
 from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
 from vit.model.attention_maps import AttentionRecorder
 from vit.model.blocks import Block
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
+from vit.model.pooling import NoPooling
 from vit.model.position_embedding import Grid, LearnedPositions
 from vit.model.rotary_embedding import RotaryEmbedding
 from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
@@ -198,7 +200,17 @@ class VisionTransformer(nn.Module):
         return [*zip(groups, unpack(row, embedded), contexts, strict=True)]
 
     def features_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """`features` of the images of `encode_packed`, (images, pooled_dim), in order."""
+        """`features` of the images of `encode_packed`, (images, pooled_dim), in order.
+
+        Raises:
+            ConfigError: The network does not pool tokens; or as in `check_packable`.
+            ValueError: As in `encode_packed`.
+        """
+        if isinstance(self.attn_pool, NoPooling):
+            raise ConfigError(
+                "pooling=none: there is no one vector an image; use encode_packed, or of a "
+                "captioner encode_images_packed"
+            )
         batches = self.encode_packed(images)
         pooled = torch.cat([self.pool(tokens, context) for _, tokens, context in batches])
         order = [index for indices, _, _ in batches for index in indices]
@@ -217,13 +229,3 @@ class VisionTransformer(nn.Module):
         recorder = AttentionRecorder()
         self.encode(images, attention_fn=recorder)
         return [*recorder.maps]
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by a zero-initialised one for `num_classes` classes; 0 removes it."""
-        if num_classes == 0:
-            self.head = nn.Identity()
-            return
-        like = self.patch_embed.proj.weight
-        self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)

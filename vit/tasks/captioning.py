@@ -159,7 +159,8 @@ class Captioning(Task):
         config = run.config
         smoothing = config.training.smoothing
         words = target_words(batch, images.device)
-        said = forward(run, images, words[:, :-1])
+        counted = words[:, 1:] != self.tokenizer.pad
+        said = forward(run, images, words[:, :-1], counted)
         losses, _ = caption_losses(
             said.caption_logits, words, self.tokenizer.pad, smoothing=smoothing
         )
@@ -345,6 +346,7 @@ class CaptionEvaluation(Evaluation):
         super().__init__(samples)
         self.caption_generator, self.ids = caption_generator, ids
         self.classes = ClassEvaluation(samples, classes)
+        self.right = self.classes.right if classes else None
         self.sums = {"loss": 0.0, "loss_shuffled": 0.0}
         self.tokens = dict.fromkeys(self.sums, 0)
         self.indices: list[int] = []
@@ -376,6 +378,7 @@ class CaptionEvaluation(Evaluation):
             return {}
         references = [self.samples[index].captions for index in self.indices]
         scores: dict[str, Any] = {"count": len(self.texts)}
+        self.classes.groups = self.groups
         if class_scores := self.classes.scores():
             scores |= class_scores
             scores["class_loss"] = scores.pop("loss")
@@ -542,10 +545,15 @@ def target_words(batch: Batch, device: torch.device) -> Tensor:
     return batch.caption_ids.to(device, non_blocking=True)
 
 
-def forward(run: TrainingRun, images: Tensor, ids: Tensor) -> CaptionerOutput:
-    """Answers to normalised `images`, of which there may be none; all processes must call it."""
+def forward(run: TrainingRun, images: Tensor, ids: Tensor, counted: Tensor) -> CaptionerOutput:
+    """Answers to normalised `images`, of which there may be none; all processes must call it.
+
+    Args:
+        run: The training.
+        images, ids, counted: As for Captioner.
+    """
     if len(images):
-        said: CaptionerOutput = run.model(images, ids)
+        said: CaptionerOutput = run.model(images, ids, counted)
         return said
     with run.frozen_running_stats():
         alone: CaptionerOutput = run.model(

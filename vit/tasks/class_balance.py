@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from vit.config import Config
 from vit.data.dataset_types import Sample
+from vit.precision import at_least_float32
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.text import plural, printable
 
@@ -102,7 +103,7 @@ def weighted_cross_entropy(
         weights: (classes,).
         smoothing: Share of the target spread over all classes, after weighing.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits)
     shares = targets * weights.to(targets, non_blocking=targets.is_cuda)
     whole = shares.sum(dim=1)
     losses = F.cross_entropy(
@@ -124,7 +125,7 @@ def logit_adjusted_cross_entropy(
         prior: Share of each class among the training images, (classes,), above 0.
         smoothing: Share of the target that is spread.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits)
     on_device = prior.to(targets, non_blocking=targets.is_cuda)
     shift = prior.log().to(logits, non_blocking=logits.is_cuda)
     spread = (1 - smoothing) * targets + smoothing * on_device

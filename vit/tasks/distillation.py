@@ -29,6 +29,7 @@ from vit.config import Config
 from vit.config.distillation_config import DistillationConfig
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
+from vit.precision import at_least_float32
 from vit.tasks.task import TrainingRun, forward, mixed
 
 LabelLoss = Callable[[Tensor, Tensor], Tensor]
@@ -81,7 +82,7 @@ class Distillation:
         Returns:
             A scalar, in float32 or wider.
         """
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        logits = at_least_float32(logits)
         targets = targets.to(logits)
         if self.settings.distillation_type == "hard":
             return F.cross_entropy(logits, targets, reduction="sum")

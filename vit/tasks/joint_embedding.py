@@ -3,7 +3,8 @@
     image -> global and local views in one tensor (MultiViewTransform), cut on the device
     view  -> encoder -> features -> projector -> embedding, which the loss of a method compares
 
-Validation has fixed views: an image, its mirror image, and its four corners as local views.
+Validation has fixed views: an image, its mirror image, and its four corners as local views, unless
+the method compares only the former two.
 """
 
 from abc import abstractmethod
@@ -19,6 +20,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
+from vit.precision import at_least_float32
 from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
 from vit.tasks.task import TrainingRun
 
@@ -115,7 +117,12 @@ def embed_views(
         embeddings: list[Tensor] = run.model(tuple(split(shown)))
     every = torch.cat([each.view(-1, len(shown), each.shape[-1]) for each in embeddings])
     every = every[:, : len(images)]
-    return every.float() if every.dtype.itemsize < 4 else every
+    return at_least_float32(every)
+
+
+def whole_views(run: TrainingRun, images: Tensor) -> Tensor:
+    """Embeddings of each image and its mirror image, (2, images, dim)."""
+    return embed_views(run, images, lambda shown: [with_mirrored(shown)])
 
 
 def fixed_views(run: TrainingRun, images: Tensor) -> Tensor:
@@ -123,11 +130,14 @@ def fixed_views(run: TrainingRun, images: Tensor) -> Tensor:
     side = local_side(run.config)
 
     def split(shown: Tensor) -> list[Tensor]:
-        whole = torch.cat([shown, shown.flip(-1)])
-        if not run.config.pretraining.local_views:
-            return [whole]
         halves = [shown[..., :side], shown[..., -side:]]
         corners = [c for one in halves for c in (one[..., :side, :], one[..., -side:, :])]
-        return [whole, torch.cat(corners)]
+        return [with_mirrored(shown), torch.cat(corners)]
 
-    return embed_views(run, images, split)
+    local = run.config.pretraining.local_views > 0
+    return embed_views(run, images, split) if local else whole_views(run, images)
+
+
+def with_mirrored(images: Tensor) -> Tensor:
+    """(batch, channels, height, width) -> the images, then their mirror images, in one batch"""
+    return torch.cat([images, images.flip(-1)])

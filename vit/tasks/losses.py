@@ -9,6 +9,8 @@ Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXi
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.precision import at_least_float32
+
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
     """Sum over the batch, so that micro-batches of any size add up to the whole batch's loss.
@@ -21,7 +23,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float)
     Returns:
         A scalar, in float32 or wider.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits)
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
 
 
@@ -36,7 +38,7 @@ def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing:
     Returns:
         A scalar, in float32 or wider.
     """
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = at_least_float32(logits)
     spread = (1 - smoothing) * targets.to(logits) + smoothing / logits.shape[1]
     losses = F.binary_cross_entropy_with_logits(logits, spread, reduction="sum")
     return losses / logits.shape[1]

@@ -70,6 +70,16 @@ class MaskedAutoencoding(Pretraining):
         for name, (value, why) in REFUSED.items():
             if getattr(model, name) != value:
                 raise ConfigError(f"{name}={getattr(model, name)}: task=mae {why}; leave it out")
+        for name, side in (
+            ("image_size", model.image_size),
+            ("start_image_size", config.training.start_image_size or model.image_size),
+        ):
+            if side < 2 * model.patch_size:
+                raise ConfigError(
+                    f"{name}={side}: with patch_size={model.patch_size} an image is one patch, and "
+                    f"task=mae predicts some from others; use {2 * model.patch_size} or more, or "
+                    "smaller patches (--patch-size)"
+                )
         if model.position == "relative":
             raise ConfigError(
                 "position=relative: it needs the whole grid, and task=mae hides most of it; use "

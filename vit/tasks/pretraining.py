@@ -10,6 +10,7 @@ The last epoch is kept: a loss without labels does not say which one is best for
 """
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from vit.tasks.task import (
 from vit.text import Notify
 
 MOST_FEATURES = 2000
-"""Validation images, about, whose features are compared."""
+"""Most validation images whose features are compared."""
 LEAST_RANK = 3.0
 """Effective rank of centred features below which they have collapsed to a few directions."""
 
@@ -51,6 +52,8 @@ class Pretraining(Task):
     """Spread of the features below which they have collapsed: they hardly depend on the image."""
     remedy: ClassVar[str]
     """What to do about collapsed features."""
+    measures_all = True
+    """Whether the validation loss is of all images; else of those whose features are compared."""
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """All images; classes only where every image has one."""
@@ -110,9 +113,14 @@ class Pretraining(Task):
 
     @abstractmethod
     def validation_loss(self, run: TrainingRun, batch: Batch, images: Tensor) -> tuple[Tensor, ...]:
-        """Loss of each validation image, (batch,), and other rows that `combined_loss` reads.
+        """Loss of each validation image, (images,), and other rows that `combined_loss` reads.
 
         Runs the forward pass, so all processes must make this call, also with an empty batch.
+
+        Args:
+            run: The training.
+            batch: The batch.
+            images: Its images; only the compared ones unless `measures_all`.
         """
 
     def combined_loss(self, run: TrainingRun, losses: Tensor, *rows: Tensor) -> float:
@@ -120,7 +128,7 @@ class Pretraining(Task):
 
         Args:
             run: The training.
-            losses: Of all validation images, the mean, ().
+            losses: Of all validation images, the mean, (); no number unless `measures_all`.
             rows: Other rows of the compared images, (images, ...).
         """
         return float(losses)
@@ -187,7 +195,7 @@ def compared(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 def stride_of(count: int) -> int:
     """Of so many validation images, each which is compared."""
-    return max(count // MOST_FEATURES, 1)
+    return max(math.ceil(count / MOST_FEATURES), 1)
 
 
 def blank_if_empty(images: Tensor) -> Tensor:
@@ -218,10 +226,12 @@ class FeatureTally:
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch."""
         chosen = batch.indices % self.stride == 0
-        features = forward(run, images[chosen.to(images.device)]).float().cpu()
-        losses, *rows = self.task.validation_loss(run, batch, images)
-        self.sums += torch.stack([losses.double().sum().cpu(), torch.tensor(len(losses)).double()])
-        kept = (row.float().cpu()[chosen] for row in rows)
+        some = images[chosen.to(images.device)]
+        features = forward(run, some).float().cpu()
+        whole = self.task.measures_all
+        losses, *rows = self.task.validation_loss(run, batch, images if whole else some)
+        self.sums += torch.stack([losses.double().sum().cpu(), torch.tensor(len(images)).double()])
+        kept = (row.float().cpu()[chosen] if whole else row.float().cpu() for row in rows)
         self.kept.append((batch.indices[chosen], batch.labels[chosen], features, *kept))
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:

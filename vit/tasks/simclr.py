@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset import Batch
 from vit.errors import ConfigError
-from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views
+from vit.tasks.joint_embedding import JointEmbeddingPretraining, whole_views
 from vit.tasks.task import TrainingRun
 
 FAR = -1e4
@@ -43,6 +43,7 @@ class SimCLR(JointEmbeddingPretraining):
     # measured for the size of photographs in 20 minutes, and for small images in 4: lab-notebook.md
     passes_factor, tiny_passes_factor = 12.0, 2.0
     remedy = "lower --lr, or raise --warmup-epochs"
+    measures_all = False
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:
         """Check that there are other images to tell an image from."""
@@ -77,7 +78,7 @@ class SimCLR(JointEmbeddingPretraining):
 
     def validation_loss(self, run: TrainingRun, batch: Batch, images: Tensor) -> tuple[Tensor, ...]:
         """Distance of each image from its mirror image, and the embeddings of both."""
-        image, mirrored = F.normalize(fixed_views(run, images)[:2], dim=-1)
+        image, mirrored = F.normalize(whole_views(run, images), dim=-1)
         return (image - mirrored).square().sum(dim=1), image, mirrored
 
     def combined_loss(self, run: TrainingRun, losses: Tensor, *rows: Tensor) -> float:

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit.model.moe import MixtureOfExperts, Routing, balance_loss, collect_routing, z_loss
+from vit.model.moe import MixtureOfExperts, balance_loss, collect_routing, z_loss
 
 MAX_DROPPED = 0.1
 """Share of assignments that a layer drops, above which a note is logged."""
@@ -95,9 +95,7 @@ class ExpertUsage:
 
     def add(self, images: int) -> None:
         """Add the last forward pass, of so many images of this process."""
-        records = [layer.routing for layer in self.layers.values()]
-        rows = torch.stack([_row(routing) for routing in records if routing is not None])
-        rows = rows * float(images > 0)
+        rows = torch.stack([_row(layer, images) for layer in self.layers.values()])
         self.sums = rows if self.sums is None else self.sums + rows
 
     def describe(self, accelerator: Accelerator) -> list[dict[str, Any]]:
@@ -146,9 +144,13 @@ def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
     return f"note: the experts are used unevenly: {'; '.join(parts)}" if parts else None
 
 
-def _row(routing: Routing) -> Tensor:
-    wide = torch.float32 if routing.z.device.type == "mps" else torch.float64
+def _row(layer: MixtureOfExperts, images: int) -> Tensor:
+    """Tokens, entropy, dropped assignments and counts of a layer; zeros without images."""
+    routing, device = layer.routing, layer.router.weight.device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    if routing is None or not images:
+        return torch.zeros(3 + layer.router.out_features, dtype=wide, device=device)
     heads = torch.stack(
-        [routing.tokens.to(wide), routing.entropy.to(wide), routing.dropped.to(wide)]
+        [part.to(wide) for part in (routing.tokens, routing.entropy, routing.dropped)]
     )
     return torch.cat([heads, routing.counts.to(wide)])

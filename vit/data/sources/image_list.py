@@ -298,6 +298,9 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
             captions += cell_captions(value, column, path, line, is_table=row.is_table)
         labels: tuple[str, ...] = ()
         if spec.labels:
+            if columns.label not in values and columns.label and not spec.captions:
+                kind, lacks = "no_label", f"no {columns.label!r} in this record"
+                raise wrong(path, f"{lacks}; write null where it has none", line)
             value = values.get(columns.label)
             if row.is_table and isinstance(value, str):
                 plain = without_formula_guards(value)

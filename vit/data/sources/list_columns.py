@@ -190,7 +190,7 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
 def check_record(
     names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a JSON record that lacks the group or class of the first one, or has another key.
+    """Refuse a JSON record that lacks the group of the first one, or has a value under another key.
 
     Args:
         names: Keys of the record.
@@ -214,7 +214,7 @@ def check_record(
             there = f"the first one has {column!r}" if column else "the first one does not"
             advice = "give every record the same keys"
             raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
-        if column and column not in names and column != columns.split:
+        if column == columns.group and column and column not in names:
             raise wrong(path, f"no {column!r} in this record; write null where it has none", line)
 
 
