@@ -86,6 +86,19 @@ def test_a_checkpoint_of_timm_s_training(theirs, tmp_path):
     assert_equal_outputs(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
 
 
+def test_the_network_that_a_checkpoint_names_is_that_of_its_weights(theirs, tmp_path):
+    network = timm.create_model("test_vit", num_classes=2).eval()
+    checkpoint = {"epoch": 3, "arch": "test_vit", "state_dict": network.state_dict()}
+    torch.save(checkpoint, tmp_path / "last.pth.tar")
+    found = open_pretrained(tmp_path / "last.pth.tar")
+    assert found.config.num_heads == network.blocks[0].attn.num_heads == 2
+    assert not any("assumed" in note for note in found.notes)
+    torch.save({**checkpoint, "state_dict": theirs.state_dict()}, tmp_path / "last.pth.tar")
+    other = open_pretrained(tmp_path / "last.pth.tar")
+    assert any("arch=test_vit of the file is not used" in note for note in other.notes)
+    assert_equal_outputs(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
+
+
 def test_a_folder_of_hugging_face(randomise, tmp_path):
     config = ViTConfig(
         image_size=32, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,

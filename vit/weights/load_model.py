@@ -28,6 +28,7 @@ from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.jax_weights import read_jax
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.formats.state_dict_names import meta_model
+from vit.weights.formats.timm_network import is_timm_model
 from vit.weights.formats.timm_weights import (
     looks_like_timm,
     read_timm,
@@ -43,7 +44,7 @@ from vit.weights.saved_model import (
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import read_npz, read_state
+from vit.weights.state_dict_readers import StateFile, read_npz, read_state
 
 Source = str | os.PathLike[str]
 
@@ -114,7 +115,7 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
         elif looks_like_torchvision(file.tensors):
             pretrained = read_torchvision(file.tensors, where)
         elif looks_like_timm(file.tensors):
-            pretrained = read_timm(file.tensors, architecture=model, where=where)
+            pretrained = _read_bare_timm(file, model, where)
         else:
             raise WeightsError(
                 f"{printable(where)} has tensors that no known Vision Transformer has "
@@ -125,6 +126,18 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
         license=found.license or pretrained.license,
         notes=(*notes, *pretrained.notes),
     )
+
+
+def _read_bare_timm(file: StateFile, model: str | None, where: str) -> Pretrained:
+    """Weights in timm's names without a config.json; a network that the file names counts."""
+    notes: tuple[str, ...] = ()
+    if model is None and file.arch is not None and is_timm_model(file.arch):
+        try:
+            return read_timm(file.tensors, architecture=file.arch, where=where)
+        except WeightsError as error:
+            notes = (f"arch={printable(file.arch)} of the file is not used: {error}",)
+    found = read_timm(file.tensors, architecture=model, where=where)
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def _from_run(found: WeightsLocation) -> Pretrained:

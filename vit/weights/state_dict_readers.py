@@ -72,12 +72,14 @@ class StateFile:
         integers: Integer and boolean tensors by name, unchanged.
         key: Checkpoint entry they were read from; None for a plain state dict.
         notes: Lines for the user about other content.
+        arch: Name of the network in a training checkpoint, as of timm; None if missing.
     """
 
     tensors: dict[str, Tensor]
     integers: dict[str, Tensor]
     key: str | None = None
     notes: tuple[str, ...] = ()
+    arch: str | None = None
 
 
 def read_state(path: Path) -> StateFile:
@@ -145,7 +147,9 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
         entries = f"; it has {join_names(state, 3)}" if state else ""
         raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
     _check_extent(state, path)
-    return _classify_entries(state, path, key, notes)
+    found = _classify_entries(state, path, key, notes)
+    arch = checkpoint.get("arch")
+    return replace(found, arch=arch) if isinstance(arch, str) else found
 
 
 def _has_tensors(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Settings follow from the shapes and names of a state dict, or the user is asked for a name."""
 
 import pytest
+import timm
 import torch
 
 from tests.weights.parity import parity_error
@@ -34,6 +35,26 @@ def test_settings_are_inferred_from_shapes(name, args, build):
     if "qk_norm" not in args:
         assert "num_heads=2 assumed: 64 channels a head" in found.notes
     assert any("norm_eps=1e-0" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_base_patch16_224",
+        "vit_so400m_patch14_siglip_224",
+        "vit_huge_patch14_224",
+        "vit_giant_patch14_224",
+        "vit_gigantic_patch14_clip_224",
+        "vit_giant_patch14_dinov2",
+        "vit_giantopt_patch16_siglip_gap_256",
+    ],
+)
+def test_heads_of_large_networks_are_those_of_timm(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, depth=1)
+    found = read_timm(model.state_dict(), architecture=None, where="x")
+    assert found.config.num_heads == model.blocks[0].attn.num_heads
+    assert any(f"num_heads={found.config.num_heads} assumed" in note for note in found.notes)
 
 
 def test_a_model_name_resolves_ambiguous_shapes(build):

@@ -22,6 +22,9 @@ from vit.weights.formats.state_dict_names import (
 
 REMEDY = "name the network: model=NAME, one of timm's"
 HEAD_DIM = 64
+WIDE_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+"""Heads of timm's and torchvision's networks by width, where a head has other than 64 channels:
+SO400M, ViT-H, ViT-g and ViT-bigG."""
 USUAL_SIDE = 224
 OPENAI = "input_resolution"  # a number that only OpenAI's own CLIP files contain
 
@@ -55,6 +58,11 @@ def infer_config(
     if learned and any(name.endswith(".gamma_1") for name in original):
         notes.append("position=learned assumed: some rotary networks have the same names")
     return ModelConfig(**settings), tuple(notes)
+
+
+def usual_heads(dim: int) -> int:
+    """Heads of the networks of timm and torchvision of the width `dim`; 0 if none is usual."""
+    return WIDE_HEADS.get(dim, 0 if dim % HEAD_DIM else dim // HEAD_DIM)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -164,22 +172,32 @@ def _rotary_temperature(periods: Tensor) -> dict[str, Any]:
 def _heads(
     state: Mapping[str, Tensor], settings: dict[str, Any], notes: list[str]
 ) -> dict[str, Any]:
-    dim = settings["dim"]
+    dim, biases = settings["dim"], _bias_table(state)
     norm, periods = state.get("blocks.0.attn.q_norm.weight"), state.get(PERIODS)
+    if biases is not None:
+        return {"num_heads": state[biases].shape[1]}
     if norm is not None:
         head_dim = len(norm)
     elif periods is not None:
         head_dim = 4 * len(periods)
     else:
-        head_dim = HEAD_DIM
-    biases = _bias_table(state)
-    if biases is not None:
-        return {"num_heads": state[biases].shape[1]}
+        return {"num_heads": _assumed_heads(state, dim, notes)}
     if dim % head_dim:
         raise WeightsError(f"{dim} channels do not split into heads of {head_dim}; {REMEDY}")
-    if norm is None and periods is None:
-        notes.append(f"num_heads={dim // head_dim} assumed: {head_dim} channels a head")
     return {"num_heads": dim // head_dim}
+
+
+def _assumed_heads(state: Mapping[str, Tensor], dim: int, notes: list[str]) -> int:
+    """Number of heads where no tensor determines it, with a note."""
+    # of width 1536 are DINOv2's giant, with 24 heads and LayerScale, and SigLIP 2's, with 16
+    siglip = dim == 1536 and "blocks.0.ls1.gamma" not in state
+    heads = 16 if siglip else usual_heads(dim)
+    if not heads:
+        raise WeightsError(f"{dim} channels do not split into heads of {HEAD_DIM}; {REMEDY}")
+    channels = dim // heads
+    why = f"{channels} channels a head" if channels == HEAD_DIM else f"usual for {dim} channels"
+    notes.append(f"num_heads={heads} assumed: {why}")
+    return heads
 
 
 def _rest(
