@@ -13,15 +13,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vit.data.preprocessing import Preprocessing
+from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 
 RESAMPLES = {2: "bilinear", 3: "bicubic"}
 BYTE = 1 / 255
 HALF = (0.5, 0.5, 0.5)
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
 def _defaults(
@@ -48,10 +46,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "ViT": _defaults(SQUARE, 2, (HALF, HALF)),
     "DeiT": _defaults({"height": 256, "width": 256}, 3, (HALF, HALF), 224),
     "Beit": _defaults(SQUARE, 3, (HALF, HALF)),
-    "Bit": _defaults(SHORTEST, 3, OPENAI, 224),
-    "CLIP": _defaults(SHORTEST, 3, OPENAI, 224),
+    "Bit": _defaults(SHORTEST, 3, CLIP_COLOURS, 224),
+    "CLIP": _defaults(SHORTEST, 3, CLIP_COLOURS, 224),
     "Siglip": _defaults(SQUARE, 3, (HALF, HALF)),
-    "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET),
+    "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET_COLOURS),
 }
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 BY_EDGE = ("Bit", "CLIP")

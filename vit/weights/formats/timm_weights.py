@@ -17,7 +17,11 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import join_names, printable
-from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
+from vit.weights.formats.infer_architecture import (
+    infer_config,
+    infer_preprocessing,
+    is_vision_transformer,
+)
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
@@ -117,6 +121,8 @@ def _read(
     if not names and facts is not None:
         classes, on_classes = facts.classes, facts.class_notes
     prepared, on_images = preprocessing(about, config.image_size)
+    if prepared is None and not on_images and config.channels == 3:
+        prepared, on_images = infer_preprocessing(state.keys(), config.image_size)
     terms = about.get("license")
     return Pretrained(
         state=ours,

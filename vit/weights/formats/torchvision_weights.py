@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.preprocessing import Preprocessing
+from vit.data.preprocessing import IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 from vit.weights.formats.infer_architecture import usual_heads
@@ -51,7 +51,6 @@ IMAGENET = 1000
 RESIZED = {(768, 16): 256, (768, 32): 256, (1024, 16): 242, (1024, 32): 256}
 """Pixels before the crop to 224, by width and patch, of the weights IMAGENET1K_V1. All others, of
 SWAG, have no margin and are resized bicubically; ViT_*_Weights.transforms() has both."""
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
@@ -141,13 +140,14 @@ def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:
     unknown, side = "a file of torchvision does not say how images are prepared", config.image_size
     if config.channels != 3:
         return None, unknown
+    mean, std = IMAGENET_COLOURS
     full = RESIZED.get((config.dim, config.patch_size), side) if side == 224 else side
     found = Preprocessing(
         image_size=(side, side),
         crop_share=side / full,
         interpolation="bicubic" if full == side else "bilinear",
-        mean=MEAN,
-        std=STD,
+        mean=mean,
+        std=std,
     )
     return found, (
         f"{unknown}; assumed, as for its own weights: shorter side resized to {full} px by "
