@@ -6,6 +6,7 @@ SOURCE -> files (resolve_source.py) -> tensors (state_dict_readers.py)
 """
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
     else:
         file = read_state(found.weights)
         notes += file.notes
+        if file.integers:
+            notes += (f"left out: {join_names(file.integers, 3)} (integers, which are no weights)",)
         config = None if found.config is None else read_json(found.config)
         if found.kind == "timm":
             about = {} if config is None else read_timm_config(config)
@@ -131,12 +134,13 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
 def _read_bare_timm(file: StateFile, model: str | None, where: str) -> Pretrained:
     """Weights in timm's names without a config.json; a network that the file names counts."""
     notes: tuple[str, ...] = ()
+    read = functools.partial(read_timm, file.tensors, other_names=tuple(file.integers), where=where)
     if model is None and file.arch is not None and is_timm_model(file.arch):
         try:
-            return read_timm(file.tensors, architecture=file.arch, where=where)
+            return read(architecture=file.arch)
         except WeightsError as error:
             notes = (f"arch={printable(file.arch)} of the file is not used: {error}",)
-    found = read_timm(file.tensors, architecture=model, where=where)
+    found = read(architecture=model)
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 

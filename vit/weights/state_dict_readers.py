@@ -327,7 +327,8 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     names = archive.namelist()
     if any(name.endswith("/constants.pkl") for name in names):
         raise WeightsError(
-            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict"
+            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict, or for "
+            "OpenAI's CLIP give timm/vit_base_patch32_clip_224.openai or another *_clip_*.openai"
         )
     found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
     if len(found) != 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
+from vit.weights.load_model import open_pretrained
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]
@@ -108,14 +109,27 @@ def test_clip(openai, named, build):
     state["visual.proj"] = torch.randn(128, 16)
     state["token_embedding.weight"] = torch.randn(3, 4)
     state["logit_scale"] = torch.tensor(1.0)
-    if openai:
-        state["input_resolution"] = torch.tensor(32)
+    integers = ["input_resolution"] if openai else []
     assert looks_like_timm(state)
     args = {"architecture": name, "model_args": SMALL} if named else {"architecture": None}
-    found = read_timm(state, **args, where="x")
+    found = read_timm(state, **args, other_names=integers, where="x")
     assert parity_error(found, model) < 1e-4
     assert any("token_embedding.weight, logit_scale" in note for note in found.notes)
     assert any("left out: proj (CLIP's" in note for note in found.notes)
+
+
+def test_a_saved_state_dict_of_openai(build, tmp_path):
+    model, state = build("vit_base_patch16_clip_quickgelu_224", num_classes=0)
+    state = renamed(state, *CLIP)
+    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
+    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    whole = {"input_resolution": torch.tensor(32), "context_length": torch.tensor(77)}
+    torch.save({**state, **whole}, tmp_path / "clip.pth")
+    found = open_pretrained(tmp_path / "clip.pth")
+    assert found.config.activation == "quick_gelu"
+    assert parity_error(found, model) < 1e-4
+    left = "left out: input_resolution, context_length (integers, which are no weights)"
+    assert left in found.notes
 
 
 def test_open_clip_with_a_tower_of_timm(build):

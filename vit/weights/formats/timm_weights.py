@@ -6,7 +6,7 @@ timm's own network (timm_network.py); class names and preprocessing from its `pr
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +59,7 @@ def read_timm(
     model_args: Mapping[str, Any] = NOTHING,
     pretrained_cfg: Mapping[str, Any] = NOTHING,
     label_names: Sequence[str] | Mapping[Any, str] | None = None,
+    other_names: Collection[str] = (),
     where: str,
 ) -> Pretrained:
     """Convert weights with timm's names or those of the original repositories.
@@ -70,6 +71,7 @@ def read_timm(
         model_args: Arguments with which timm builds the network.
         pretrained_cfg: timm's metadata: preprocessing, license, tag.
         label_names: Class names.
+        other_names: Names of integers in the file, which may tell its family.
         where: Source of the tensors, for error messages.
 
     Raises:
@@ -77,7 +79,8 @@ def read_timm(
             tensors do not match it; without an architecture, no or several networks fit.
     """
     try:
-        return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
+        about = dict(pretrained_cfg)
+        return _read(state, architecture, model_args, about, label_names, other_names)
     except FAULTS as error:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
@@ -96,13 +99,14 @@ def _read(
     model_args: Mapping[str, Any],
     about: dict[str, Any],
     label_names: Sequence[str] | Mapping[Any, str] | None,
+    other_names: Collection[str],
 ) -> Pretrained:
     theirs, notes = to_timm_names(state)
     facts, order = None, None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
-        config, assumptions = infer_config(theirs, original=state.keys())
+        config, assumptions = infer_config(theirs, original=(*state, *other_names))
     else:
         named = bool(label_names)
         facts = cached_facts(
