@@ -224,6 +224,20 @@ def test_a_source_without_a_head_cannot_answer(timm_folder, tmp_path):
     assert vit.from_pretrained(tmp_path / "body.safetensors", notify=None)(IMAGES).shape == (2, 64)
 
 
+def test_one_output_is_no_class_but_can_be_fine_tuned(randomise, tmp_path):
+    settings = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "intermediate_size": 64, "num_labels": 1}
+    theirs = ViTForImageClassification(ViTConfig(**settings))
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=r"has one output, .*: fine-tune it first"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, headless=True, notify=None).config.num_classes == 1
+    assert vit.from_pretrained(tmp_path, num_classes=3, notify=None)(IMAGES).shape == (2, 3)
+    theirs.config.problem_type = "multi_label_classification"
+    theirs.save_pretrained(tmp_path)
+    assert load_model(tmp_path, notify=None).thresholds == (0.5,)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

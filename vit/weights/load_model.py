@@ -269,7 +269,7 @@ def load_model(
         headless: Accept weights without a head; the network then has no classes.
 
     Raises:
-        RunError, WeightsError: It cannot be found or read, or has no head.
+        RunError, WeightsError: It cannot be found or read, or has no head, or one output alone.
     """
     found = locate_weights(source)
     if found.kind == "run":
@@ -286,6 +286,12 @@ def load_model(
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
             "fine-tune it first (vit train DATA --weights ...)"
+        )
+    if pretrained.config.num_classes == 1 and pretrained.thresholds is None and not headless:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) has one output, a score without another "
+            "that it competes with, so each image would have it by 100%: fine-tune it first (vit "
+            "train DATA --weights ...), which makes a new head"
         )
     if pretrained.config.channels != 3:
         raise WeightsError(
