@@ -304,7 +304,9 @@ def read_huggingface(
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
-    preprocessing, processor_notes = read_processor(processor, found.image_size)
+    preprocessing, processor_notes = read_processor(
+        processor, found.image_size, config.get("model_type")
+    )
     return Pretrained(
         state=ours,
         config=found,
