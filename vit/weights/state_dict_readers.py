@@ -55,8 +55,12 @@ ALLOWED_GLOBALS = re.compile(
 )
 OTHER_GLOBAL_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
 """Other opcodes that import objects; torch.save has never used them."""
-CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
-"""Keys of the weights in a training checkpoint; the first present one is used, as in timm."""
+CHECKPOINT_KEYS = (
+    *("state_dict_ema", "model_ema", "state_dict", "model", "module"),
+    *("model_state_dict", "teacher", "net", "encoder"),
+)
+"""Keys of the weights in a training checkpoint; the first present one is used, the first five in
+timm's order. Others: PyTorch's tutorial, DINO, and I-JEPA, as in timm."""
 WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 NOT_FINITE = "has values that are not finite; its training broke down, or the file is damaged"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -136,16 +140,24 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
             f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
             "give the file of a state_dict"
         )
-    key = next((key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))), None)
+    known = [key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))]
+    others = [key for key, value in checkpoint.items() if _has_tensors(value)]
+    if not known and len(others) == 1 and not _has_tensors(checkpoint):
+        known = others
+    key = known[0] if known else None
     notes: tuple[str, ...] = ()
     if key is not None:
-        others = [str(name) for name in checkpoint if name != key]
-        beside = f"; beside it are {join_names(others, 3)}" if others else ""
-        notes = (f"{printable(path.name)}: took {key}{beside}",)
+        rest = [str(name) for name in checkpoint if name != key]
+        beside = f"; beside it are {join_names(rest, 3)}" if rest else ""
+        notes = (f"{printable(path.name)}: took {printable(key)}{beside}",)
     state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
-        entries = f"; it has {join_names(state, 3)}" if state else ""
-        raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
+        entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
+        name = printable(others[0]) if others else "NAME"
+        raise WeightsError(
+            f"{printable(path)} holds no tensors by name{entries}; save its state dict alone: "
+            f'torch.save(ckpt["{name}"], "weights.pth")'
+        )
     _check_extent(state, path)
     found = _classify_entries(state, path, key, notes)
     arch = checkpoint.get("arch")

@@ -13,6 +13,7 @@ from tests.weights.parity import parity_error
 from vit.errors import WeightsError
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 from vit.weights.load_model import open_pretrained
+from vit.weights.state_dict_readers import read_state
 
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]
@@ -30,6 +31,28 @@ def test_wrapper_prefixes_are_removed(wrapper, build):
     found = read_timm(
         {f"{wrapper}{name}": t for name, t in state.items()}, architecture=None, where="x"
     )
+    assert parity_error(found, model) < 1e-4
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", "encoder."])
+def test_the_encoder_of_a_training_is_taken(prefix, build):
+    model, state = build("vit_small_patch16_224", num_classes=0)
+    state = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    head = f"{prefix.removesuffix('backbone.').removesuffix('encoder.')}head.mlp.0.weight"
+    assert looks_like_timm({**state, head: torch.zeros(2, 2)})
+    found = read_timm({**state, head: torch.zeros(2, 2)}, architecture=None, where="x")
+    assert parity_error(found, model) < 1e-4
+    assert any("head.mlp.0.weight" in note for note in found.notes)
+
+
+def test_i_jepa_is_read_as_timm_does(build, tmp_path):
+    name = "vit_huge_patch14_gap_224"
+    model, state = build(name, num_classes=0)
+    part = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"encoder": part, "predictor": part, "opt": {}}, tmp_path / "x.pth.tar")
+    model.load_state_dict(vit_filter({"encoder": part}, model))
+    read = read_state(tmp_path / "x.pth.tar").tensors
+    found = read_timm(read, architecture=name, model_args=SMALL, where="x")
     assert parity_error(found, model) < 1e-4
 
 

@@ -17,8 +17,8 @@ from vit.weights.formats.state_dict_names import State, wrapper_prefix
 
 # Prefixes of DistributedDataParallel, torch.compile and Lightning.
 WRAPPERS = ("module.", "_orig_mod.", "model.")
-# Prefixes of the image tower in an image-text model.
-TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
+# Prefixes of the image tower in an image-text model, and of the encoder in a training of DINO.
+TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.", "backbone.", "encoder.")
 # Parts that are only used in pre-training.
 LEFT_OUT = {
     "mask_token": "the mask token of pre-training",
@@ -97,7 +97,7 @@ def _drop(state: State, names: list[str], meaning: str, notes: list[str], limit:
 
 
 def _image_tower(state: State, notes: list[str]) -> State:
-    """Select the image tower of an image-text model."""
+    """Select the image tower of an image-text model, or the encoder without its training head."""
     for start in TRUNKS:
         if any(name.startswith(start) for name in state):
             others = [name for name in state if not name.startswith(start)]
