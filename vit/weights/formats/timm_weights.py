@@ -30,6 +30,7 @@ from vit.weights.formats.state_dict_names import (
     SHARED_BIAS,
     State,
     check_fit,
+    deduplicate_names,
     expand_shared_bias,
     flatten_patches,
     fuse_qkv,
@@ -228,9 +229,7 @@ def class_names(
         return None, ("class names are not known: label_names is no list of names",)
     if len(found) != count:
         return None, (f"class names are not known: {len(found)} names for {count} outputs",)
-    if len(set(found)) != count:
-        return None, ("class names are not known: two classes have the same name",)
-    return found, ()
+    return deduplicate_names(found)
 
 
 def imagenet_names(
