@@ -2,7 +2,8 @@
 
     a folder, a file                     of ours, timm, Hugging Face, or bare weights
     timm/NAME[.TAG][@REVISION]           a pretrained model of timm's registry
-    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME and hf-hub:OWNER/NAME
+    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME, hf-hub:OWNER/NAME
+                                         and the address of its web page
 
 A path is tried first, then the hub, and the hub's cache when the hub does not answer. In a folder,
 the weight file, the library that wrote it and the license are read from names and config.json.
@@ -51,6 +52,10 @@ TRAINING_STATE_FILES = re.compile(
 MAX_CARD_BYTES = 65_536
 MAX_LICENSE_LENGTH = 160
 HUB = ("hf-hub:", "hf_hub:", "hf/")
+HUB_PAGE = re.compile(
+    r"https?://(?:huggingface\.co|hf\.co)/(?P<repo>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)[^?#]*)?/?(?:[?#].*)?"
+)
 LOCAL = "local-dir:"
 TIMM = "timm/"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
@@ -101,6 +106,8 @@ def locate_weights(
     text = path_argument("weights", source, "a run folder, timm/NAME, hf/OWNER/NAME or a file")
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")
+    if "://" in text:
+        text = _name_of_page(text)
     lower = text.lower()
     remote = next((prefix for prefix in HUB[:2] if lower.startswith(prefix)), None)
     if remote is not None:
@@ -118,6 +125,17 @@ def locate_weights(
     if "/" not in name and name == text:
         raise WeightsError(_unprefixed_name_message(path, text))
     return _from_hub(hub.Repository.parse(name), text, offline)
+
+
+def _name_of_page(url: str) -> str:
+    """Name of the repository whose web page on the hub is `url`."""
+    page = HUB_PAGE.fullmatch(url)
+    if page is None:
+        raise WeightsError(
+            f"{printable(url)} is no page of the Hugging Face Hub; download the file, and give its "
+            "path"
+        )
+    return f"{HUB[0]}{page['repo']}" + (f"@{page['revision']}" if page["revision"] else "")
 
 
 def _exists(path: Path) -> bool:

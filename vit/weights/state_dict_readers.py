@@ -232,6 +232,11 @@ def _read_shards(index: Path) -> StateFile:
     integers: dict[str, Tensor] = {}
     notes: tuple[str, ...] = ()
     for file, listed in sorted(names.items()):
+        if not index.with_name(file).exists():
+            raise WeightsError(
+                f"{printable(index.with_name(file))} is missing; the download is incomplete: fetch "
+                "it again"
+            )
         shard = _read_one(index.with_name(file))
         found = shard.tensors.keys() | shard.integers.keys()
         if odd := found.symmetric_difference(listed):
