@@ -71,6 +71,7 @@ def test_a_folder_of_timm(theirs, timm_folder, capsys):
     assert_equal_outputs(vit.from_pretrained(timm_folder), theirs)
     said = capsys.readouterr().err
     assert "license: cc-by-4.0" in said
+    assert load_model(timm_folder, notify=None).license == "cc-by-4.0"
     assert open_pretrained(timm_folder).classes == tuple(NAMES)
 
 

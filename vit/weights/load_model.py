@@ -316,6 +316,7 @@ def load_model(
         pretrained.config,
         pretrained.linear_offsets,
         thresholds=pretrained.thresholds,
+        license=pretrained.license,
     )
 
 
