@@ -351,6 +351,15 @@ def test_the_cache_is_enough(cache, source):
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
 
+def test_the_card_of_a_repository_is_read_without_a_config(cache):
+    name = "open_clip_model.safetensors"
+    files = {name: save(STATE), "README.md": b"---\nlicense: mit\n---\n"}
+    put(cache, "o/n", files)
+    assert (locate_weights("o/n").kind, locate_weights("o/n").license) == ("file", "mit")
+    small = ["README.md", "open_clip_config.json"]
+    assert set(required_files([*small, name, "tokenizer.json"])) == {*small, name}
+
+
 def test_a_revision_of_the_cache(cache):
     put(cache, "o/n", files(VIT), revision="v2")
     for revision in ("v2", COMMIT):

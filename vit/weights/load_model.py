@@ -26,7 +26,9 @@ from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preproc
 from vit.weights.file_format import read_json
 from vit.weights.formats import timm_registry
 from vit.weights.formats.huggingface_weights import read_huggingface
+from vit.weights.formats.infer_architecture import OPENAI
 from vit.weights.formats.jax_weights import read_jax
+from vit.weights.formats.original_checkpoints import OpenCLIPConfig, read_open_clip_config
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.formats.state_dict_names import meta_model
 from vit.weights.formats.timm_network import is_timm_model
@@ -118,7 +120,8 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
         elif looks_like_torchvision(file.tensors):
             pretrained = read_torchvision(file.tensors, where)
         elif looks_like_timm(file.tensors):
-            pretrained = _read_bare_timm(file, model, where)
+            open_clip = read_open_clip_config(config if found.kind == "file" and config else {})
+            pretrained = _read_bare_timm(file, model, open_clip, where)
         else:
             raise WeightsError(
                 f"{printable(where)} has tensors that no known Vision Transformer has "
@@ -131,15 +134,24 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
     )
 
 
-def _read_bare_timm(file: StateFile, model: str | None, where: str) -> Pretrained:
+def _read_bare_timm(
+    file: StateFile, model: str | None, open_clip: OpenCLIPConfig, where: str
+) -> Pretrained:
     """Weights in timm's names without a config.json; a network that the file names counts."""
     notes: tuple[str, ...] = ()
-    read = functools.partial(read_timm, file.tensors, other_names=tuple(file.integers), where=where)
-    if model is None and file.arch is not None and is_timm_model(file.arch):
+    read = functools.partial(
+        read_timm,
+        file.tensors,
+        pretrained_cfg=open_clip.pretrained_cfg,
+        other_names=(*file.integers, *([OPENAI] if open_clip.quick_gelu else [])),
+        where=where,
+    )
+    arch = file.arch or open_clip.timm_model_name
+    if model is None and arch is not None and is_timm_model(arch):
         try:
-            return read(architecture=file.arch)
+            return read(architecture=arch)
         except WeightsError as error:
-            notes = (f"arch={printable(file.arch)} of the file is not used: {error}",)
+            notes = (f"arch={printable(arch)} of the file is not used: {error}",)
     found = read(architecture=model)
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 

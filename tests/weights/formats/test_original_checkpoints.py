@@ -1,20 +1,24 @@
 """Checkpoints of the original repositories, and state dicts without metadata."""
 
+import json
 import re
 
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models.eva import checkpoint_filter_fn as eva_filter
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor
 
 from tests.weights.parity import parity_error
+from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 from vit.weights.load_model import open_pretrained
 from vit.weights.state_dict_readers import read_state
 
+OPEN_CLIP = "open_clip_model.safetensors"
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]
 
@@ -153,6 +157,44 @@ def test_a_saved_state_dict_of_openai(build, tmp_path):
     assert parity_error(found, model) < 1e-4
     left = "left out: input_resolution, context_length (integers, which are no weights)"
     assert left in found.notes
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_folder_of_open_clip(quick, build, tmp_path):
+    model, state = build(f"vit_base_patch16_clip{'_quickgelu' * quick}_224", num_classes=0)
+    state = renamed(state, *CLIP)
+    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
+    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / OPEN_CLIP)
+    prepare = {"mean": [0.4] * 3, "std": [0.6] * 3, "interpolation": "bilinear"}
+    content = {
+        "model_cfg": {"quick_gelu": quick, "vision_cfg": {"image_size": 32}},
+        "preprocess_cfg": {**prepare, "resize_mode": "squash"},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    found = open_pretrained(tmp_path)
+    assert parity_error(found, model) < 1e-4
+    assert found.license == "mit"
+    assert found.preprocessing == Preprocessing(
+        image_size=(32, 32),
+        resize="squash",
+        crop_share=1.0,
+        interpolation="bilinear",
+        mean=(0.4, 0.4, 0.4),
+        std=(0.6, 0.6, 0.6),
+    )
+
+
+def test_open_clip_names_its_tower_of_timm(tmp_path):
+    model = timm.create_model("test_vit", num_classes=0)
+    state = {f"visual.trunk.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / OPEN_CLIP)
+    content = {"model_cfg": {"vision_cfg": {"timm_model_name": "test_vit"}}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    assert open_pretrained(tmp_path).origin == "timm test_vit"
+    (tmp_path / "open_clip_config.json").write_text("{}")
+    assert open_pretrained(tmp_path).origin == "a network in timm's names"
 
 
 def test_open_clip_with_a_tower_of_timm(build):

@@ -7,6 +7,8 @@ DINOv2 (github.com/facebookresearch/dinov2), DINOv3 (.../dinov3), DeiT III (.../
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,41 @@ CLIP = (
 )
 ROTARY_FREQUENCIES = "rope.freqs"
 PERIODS = "rope_embed.periods"
+
+
+@dataclass(frozen=True)
+class OpenCLIPConfig:
+    """What open_clip_config.json says of the image tower.
+
+    Args:
+        pretrained_cfg: Preprocessing, by timm's names; empty if unknown.
+        timm_model_name: timm architecture of the tower; None for OpenCLIP's own.
+        quick_gelu: Whether the activation is QuickGELU.
+    """
+
+    pretrained_cfg: Mapping[str, Any]
+    timm_model_name: str | None
+    quick_gelu: bool
+
+
+def read_open_clip_config(content: Mapping[str, Any]) -> OpenCLIPConfig:
+    """Parse open_clip_config.json; whatever is missing is unknown."""
+    model, prepare = content.get("model_cfg"), content.get("preprocess_cfg")
+    model = model if isinstance(model, Mapping) else {}
+    vision = model.get("vision_cfg")
+    name = vision.get("timm_model_name") if isinstance(vision, Mapping) else None
+    about: dict[str, Any] = {}
+    if isinstance(prepare, Mapping) and {"mean", "std"} <= prepare.keys():
+        modes = {"shortest": "center", "squash": "squash"}
+        mode = prepare.get("resize_mode") or "shortest"
+        about = {
+            **{key: prepare[key] for key in ("mean", "std", "interpolation") if key in prepare},
+            "crop_pct": 1.0,
+            "crop_mode": modes.get(mode, mode),
+        }
+    return OpenCLIPConfig(
+        about, name if isinstance(name, str) else None, model.get("quick_gelu") is True
+    )
 
 
 def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
