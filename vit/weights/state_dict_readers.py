@@ -31,7 +31,7 @@ from torch import Tensor
 from vit.errors import WeightsError
 from vit.text import join_names, printable
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
-from vit.weights.formats.state_dict_names import wrapper_prefix
+from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -61,7 +61,6 @@ CHECKPOINT_KEYS = (
 )
 """Keys of the weights in a training checkpoint; the first present one is used, the first five in
 timm's order. Others: PyTorch's tutorial, DINO, and I-JEPA, as in timm."""
-WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 NOT_FINITE = "has values that are not finite; its training broke down, or the file is damaged"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -355,18 +355,15 @@ def test_nothing_else_is_left_out(saved):
 
 
 def test_older_files_of_clip_are_read(saved):
-    """They have the numbers of the positions, and settings in a second group that wins."""
+    """They have settings in a second group that wins."""
     config, state = saved("clip")
-    numbers = torch.arange(17).unsqueeze(0)
-    older = {**state, "vision_model.embeddings.position_ids": numbers}
     vision = config["vision_config"]
     wrong = {**vision, "num_attention_heads": 6, "hidden_act": "gelu"}
     both = {"vision_config": wrong, "vision_config_dict": {**SIZES, "intermediate_size": 80}}
-    found = read_huggingface({**config, **both}, None, older, "x")
+    found = read_huggingface({**config, **both}, None, state, "x")
     theirs = transformers.CLIPConfig(text_config=TEXT, **both).vision_config
     assert found.config.num_heads == theirs.num_attention_heads == 4
     assert found.config.activation == theirs.hidden_act == "quick_gelu"
-    assert any("position_ids" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

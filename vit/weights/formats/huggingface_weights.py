@@ -146,11 +146,9 @@ MASKING: Patterns = (
     (r"decoder\..+", "the decoder of masked images"),
     (r"lm_head\..+", "the head of masked images"),
 )
-INDICES: Patterns = ((r".+\.relative_position_index", "numbers that follow from the grid"),)
 TEXT: Patterns = (
     (r"text_model\..+|text_projection\.weight", "the text tower"),
     (r"visual_projection\.weight|logit_scale|logit_bias", "the comparison with texts"),
-    (r"(vision_model\.)?embeddings\.position_ids", "numbers from 0 on"),
 )
 Notes = tuple[str, ...]
 PLACEHOLDER = r"LABEL_\d+"
@@ -214,7 +212,7 @@ def _vit(name: str, table: Table = VIT, in_memory: Table = ()) -> TensorNames:
         table,
         (*ATTENTION_IN_MEMORY, *MLP, *in_memory),
         block_in_memory="layers.",
-        left_out=(*MASKING, *INDICES, pooler),
+        left_out=(*MASKING, pooler),
     )
 
 

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names
-from vit.weights.formats.state_dict_names import State, wrapper_prefix
+from vit.weights.formats.state_dict_names import WRAPPERS, State, wrapper_prefix
 
-# Prefixes of DistributedDataParallel, torch.compile and Lightning.
-WRAPPERS = ("module.", "_orig_mod.", "model.")
 # Prefixes of the image tower in an image-text model, and of the encoder in a training of DINO.
 TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.", "backbone.", "encoder.")
 # Parts that are only used in pre-training.
@@ -29,7 +27,6 @@ LEFT_OUT = {
     "projectors.": "projections of pre-training",
     "rope.": "tables of rotary positions, which are computed",
 }
-INDEX = "relative_position_index"  # index buffer of a relative position bias
 SIMPLE = (
     (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
     (r"(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),
@@ -98,14 +95,12 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
         WeightsError: Two tensors get the same name, or a mask is not one of zeros and ones.
     """
     notes: list[str] = []
-    start = wrapper_prefix(state, WRAPPERS)
+    start = wrapper_prefix(state, (*WRAPPERS, "model."))  # Lightning's
     plain = _image_tower({name.removeprefix(start): t for name, t in state.items()}, notes)
     plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
         plain = _drop(plain, names, meaning, notes)
-    indices = [name for name in plain if name.endswith(INDEX)]
-    plain = _drop(plain, indices, "they follow from the grid", notes)
     # the first ViT on ImageNet-21k
     if head := [name for name in plain if name.startswith("pre_logits.")]:
         head += [name for name in plain if name.startswith("head.")]
