@@ -100,7 +100,7 @@ def test_invalid_values_are_refused_before_weights_are_read(name, value):
 @pytest.mark.parametrize(
     ("mark", "given", "mean", "said"),
     [
-        ("other", [], 0.5, "mean and std 0.5; --mean, --std"),
+        ("other", [], 0.5, "mean and std 0.5; --mean, --std and --crop-share set those"),
         ("other", ["mean", "std"], 0.5, None),
         ("mask_token", [], 0.485, "mean and std are ImageNet's"),
     ],
