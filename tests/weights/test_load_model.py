@@ -71,6 +71,7 @@ def test_a_folder_of_timm(theirs, timm_folder, capsys):
     assert_equal_outputs(vit.from_pretrained(timm_folder), theirs)
     said = capsys.readouterr().err
     assert "license: cc-by-4.0" in said
+    assert load_model(timm_folder, notify=None).license == "cc-by-4.0"
     assert open_pretrained(timm_folder).classes == tuple(NAMES)
 
 
@@ -83,6 +84,19 @@ def test_assumptions_for_a_bare_file_are_printed(theirs, tmp_path, capsys):
 def test_a_checkpoint_of_timm_s_training(theirs, tmp_path):
     checkpoint = {"epoch": 3, "arch": "x", "state_dict": theirs.state_dict(), "optimizer": {}}
     torch.save(checkpoint, tmp_path / "last.pth.tar")
+    assert_equal_outputs(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
+
+
+def test_the_network_that_a_checkpoint_names_is_that_of_its_weights(theirs, tmp_path):
+    network = timm.create_model("test_vit", num_classes=2).eval()
+    checkpoint = {"epoch": 3, "arch": "test_vit", "state_dict": network.state_dict()}
+    torch.save(checkpoint, tmp_path / "last.pth.tar")
+    found = open_pretrained(tmp_path / "last.pth.tar")
+    assert found.config.num_heads == network.blocks[0].attn.num_heads == 2
+    assert not any("assumed" in note for note in found.notes)
+    torch.save({**checkpoint, "state_dict": theirs.state_dict()}, tmp_path / "last.pth.tar")
+    other = open_pretrained(tmp_path / "last.pth.tar")
+    assert any("arch=test_vit of the file is not used" in note for note in other.notes)
     assert_equal_outputs(vit.from_pretrained(tmp_path / "last.pth.tar"), theirs)
 
 
@@ -209,6 +223,20 @@ def test_a_source_without_a_head_cannot_answer(timm_folder, tmp_path):
     with pytest.raises(WeightsError, match="has no head, so it names no classes: fine-tune it"):
         load_model(tmp_path / "body.safetensors")
     assert vit.from_pretrained(tmp_path / "body.safetensors", notify=None)(IMAGES).shape == (2, 64)
+
+
+def test_one_output_is_no_class_but_can_be_fine_tuned(randomise, tmp_path):
+    settings = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "intermediate_size": 64, "num_labels": 1}
+    theirs = ViTForImageClassification(ViTConfig(**settings))
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=r"has one output, .*: fine-tune it first"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, headless=True, notify=None).config.num_classes == 1
+    assert vit.from_pretrained(tmp_path, num_classes=3, notify=None)(IMAGES).shape == (2, 3)
+    theirs.config.problem_type = "multi_label_classification"
+    theirs.save_pretrained(tmp_path)
+    assert load_model(tmp_path, notify=None).thresholds == (0.5,)
 
 
 @pytest.mark.parametrize(

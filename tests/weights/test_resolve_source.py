@@ -55,6 +55,34 @@ def refusal(source, **options) -> str:
 # ----------------------------------------------------------------------------- on this disk
 
 
+def test_a_cut_config_is_refused_with_a_remedy(tmp_path):
+    folder = make(tmp_path, VIT)
+    (folder / "config.json").write_text('{"model_type": "v')
+    assert "config.json is no JSON" in refusal(folder)
+    assert refusal(folder).endswith("fetch it again")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://huggingface.co/facebook/dinov2-small", "facebook/dinov2-small"),
+        ("https://huggingface.co/facebook/dinov2-small/", "facebook/dinov2-small"),
+        ("https://hf.co/facebook/dinov2-small/tree/main", "facebook/dinov2-small@main"),
+        ("https://huggingface.co/a/b/blob/v2/model.safetensors?x=1", "a/b@v2"),
+    ],
+)
+def test_a_page_of_the_hub_is_its_repository(url, name):
+    assert refusal(url, offline=True) == refusal(f"hf-hub:{name}", offline=True)
+
+
+def test_other_pages_are_refused():
+    message = refusal("https://example.com/a/w.pth")
+    assert message == (
+        "https://example.com/a/w.pth is no page of the Hugging Face Hub; download the file, and "
+        "give its path"
+    )
+
+
 def test_a_run_folder(tiny_run):
     found = locate_weights(tiny_run)
     assert (found.kind, found.name) == ("run", "tiny")
@@ -321,6 +349,15 @@ def test_the_cache_is_enough(cache, source):
     assert found.searched[-1] == f"the cache {cache / 'models--o--n'}"
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
+
+
+def test_the_card_of_a_repository_is_read_without_a_config(cache):
+    name = "open_clip_model.safetensors"
+    files = {name: save(STATE), "README.md": b"---\nlicense: mit\n---\n"}
+    put(cache, "o/n", files)
+    assert (locate_weights("o/n").kind, locate_weights("o/n").license) == ("file", "mit")
+    small = ["README.md", "open_clip_config.json"]
+    assert set(required_files([*small, name, "tokenizer.json"])) == {*small, name}
 
 
 def test_a_revision_of_the_cache(cache):

@@ -15,7 +15,7 @@ from vit.model.build import build_classifier
 from vit.score_calibration import ScoreCalibration
 from vit.weights import saved_model
 from vit.weights.load_model import from_pretrained
-from vit.weights.saved_model import load_run, save_model, update_run
+from vit.weights.saved_model import load_run, save_model, serialize_model, update_run
 
 MODEL = ModelConfig(image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3)
 CLASSES = ("cat", "dog's", "ünï \u202e\x1b")
@@ -52,6 +52,21 @@ def test_a_saved_model_is_loaded_unchanged(run, randomise):
         assert torch.equal(tensor, expected[name]), name
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(from_pretrained(str(run))(images), loaded.model(images))
+
+
+def test_the_licence_of_the_weights_is_loaded(run, tmp_path):
+    loaded = load_run(run)
+    assert loaded.license is None
+    packed = serialize_model(
+        loaded.model.state_dict(),
+        config=Config(model=MODEL),
+        classes=CLASSES,
+        preprocessing=PREPROCESSING,
+        terms="cc-by-4.0",
+    )
+    (tmp_path / "licensed").mkdir()
+    packed.write(tmp_path / "licensed")
+    assert load_run(tmp_path / "licensed").license == "cc-by-4.0"
 
 
 def test_a_loaded_model_trains(run):

@@ -93,6 +93,11 @@ def test_other_entries_are_listed_in_notes(tmp_path):
         (["model", "state_dict"], "state_dict"),
         (["module", "model"], "model"),
         (["module", "optimizer"], "module"),
+        (["model_state_dict", "optimizer"], "model_state_dict"),
+        (["student", "teacher"], "teacher"),
+        (["net", "optimizer"], "net"),
+        (["target_encoder", "encoder", "predictor"], "encoder"),
+        (["backbone"], "backbone"),
     ],
 )
 def test_checkpoint_keys_have_timms_order(tmp_path, keys, taken):
@@ -108,6 +113,18 @@ def test_checkpoint_keys_have_timms_order(tmp_path, keys, taken):
 def test_a_checkpoint_key_without_tensors_is_skipped(tmp_path, other):
     torch.save({"state_dict_ema": other, "model": STATE}, tmp_path / "c.pth")
     assert read_state(tmp_path / "c.pth").key == "model"
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        ({"a": STATE, "b": STATE, "epoch": 3}, 'torch.save(ckpt["a"], "weights.pth")'),
+        ({"a": {"b": STATE}, "epoch": 3}, 'torch.save(ckpt["NAME"], "weights.pth")'),
+    ],
+)
+def test_other_checkpoints_are_refused_with_the_line_that_helps(tmp_path, content, remedy):
+    torch.save(content, tmp_path / "c.pth")
+    assert remedy in refusal(tmp_path / "c.pth")
 
 
 def test_argparse_namespace_is_allowed_only_while_loading(tmp_path):
@@ -168,7 +185,7 @@ def test_shards_are_joined(sharded):
 def test_a_missing_shard_is_named(sharded):
     gone = sorted(sharded.parent.glob("*-00002-of-*"))[0]
     gone.unlink()
-    with pytest.raises(WeightsError, match=f"{gone.name} is missing"):
+    with pytest.raises(WeightsError, match=f"{gone.name} is missing; .*fetch it again"):
         read_state(sharded)
 
 
@@ -278,7 +295,9 @@ def test_torchscript_is_not_run(tmp_path):
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         for name in ("data.pkl", "constants.pkl", "version", "code/__torch__.py"):
             archive.writestr(f"m/{name}", b"3")
-    assert "TorchScript" in refusal(tmp_path / "m.pt")
+    line = refusal(tmp_path / "m.pt")
+    assert "TorchScript" in line
+    assert "timm/vit_base_patch32_clip_224.openai" in line
 
 
 # ----------------------------------------------------------------------------- what could swell

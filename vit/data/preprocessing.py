@@ -32,6 +32,10 @@ RESAMPLING: dict[str, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
+IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of the colours of ImageNet."""
+CLIP_COLOURS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+"""Those of CLIP's images."""
 CROP_POSITIONS = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
 """Centre and corners: the share of the excess width and height left and above of the crop."""
 MAX_RESIZED_PIXELS = 2**24

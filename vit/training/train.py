@@ -60,7 +60,7 @@ from vit.training.time_budget import TimeBudget, fit_time
 from vit.training.trainer import Trainer, TrainingResult
 from vit.training.training_loaders import make_schedule
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.load_model import describe_source, open_pretrained
+from vit.weights.load_model import describe_source, open_pretrained, preprocessing_or_default
 from vit.weights.resolve_source import locate_weights
 
 ECHO_SECONDS = 3.0
@@ -299,6 +299,12 @@ def load_source(
         raise
     for line in describe_source(where, source):
         notify(line)
+    _, assumed = preprocessing_or_default(source)
+    if assumed and not {"mean", "std"} <= {*given}:
+        notify(
+            f"{assumed}; --mean, --std and --crop-share set those of their training: of DINO and "
+            "DeiT --mean 0.485 0.456 0.406 --std 0.229 0.224 0.225"
+        )
     return source
 
 

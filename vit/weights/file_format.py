@@ -128,7 +128,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{printable(path)} is no JSON: {printable(error)[:160]}") from None
+        raise WeightsError(
+            f"{printable(path)} is no JSON: {printable(error)[:160]}; if it was downloaded, it is "
+            "incomplete: fetch it again"
+        ) from None
     if not isinstance(content, dict):
         raise WeightsError(f"{printable(path)} is no JSON object")
     return content

@@ -6,6 +6,7 @@ SOURCE -> files (resolve_source.py) -> tensors (state_dict_readers.py)
 """
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -25,9 +26,12 @@ from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preproc
 from vit.weights.file_format import read_json
 from vit.weights.formats import timm_registry
 from vit.weights.formats.huggingface_weights import read_huggingface
+from vit.weights.formats.infer_architecture import OPENAI
 from vit.weights.formats.jax_weights import read_jax
+from vit.weights.formats.original_checkpoints import OpenCLIPConfig, read_open_clip_config
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.formats.state_dict_names import meta_model
+from vit.weights.formats.timm_network import is_timm_model
 from vit.weights.formats.timm_weights import (
     looks_like_timm,
     read_timm,
@@ -43,7 +47,7 @@ from vit.weights.saved_model import (
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import read_npz, read_state
+from vit.weights.state_dict_readers import StateFile, read_npz, read_state
 
 Source = str | os.PathLike[str]
 
@@ -101,6 +105,8 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
     else:
         file = read_state(found.weights)
         notes += file.notes
+        if file.integers:
+            notes += (f"left out: {join_names(file.integers, 3)} (integers, which are no weights)",)
         config = None if found.config is None else read_json(found.config)
         if found.kind == "timm":
             about = {} if config is None else read_timm_config(config)
@@ -114,7 +120,8 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
         elif looks_like_torchvision(file.tensors):
             pretrained = read_torchvision(file.tensors, where)
         elif looks_like_timm(file.tensors):
-            pretrained = read_timm(file.tensors, architecture=model, where=where)
+            open_clip = read_open_clip_config(config if found.kind == "file" and config else {})
+            pretrained = _read_bare_timm(file, model, open_clip, where)
         else:
             raise WeightsError(
                 f"{printable(where)} has tensors that no known Vision Transformer has "
@@ -125,6 +132,28 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
         license=found.license or pretrained.license,
         notes=(*notes, *pretrained.notes),
     )
+
+
+def _read_bare_timm(
+    file: StateFile, model: str | None, open_clip: OpenCLIPConfig, where: str
+) -> Pretrained:
+    """Weights in timm's names without a config.json; a network that the file names counts."""
+    notes: tuple[str, ...] = ()
+    read = functools.partial(
+        read_timm,
+        file.tensors,
+        pretrained_cfg=open_clip.pretrained_cfg,
+        other_names=(*file.integers, *([OPENAI] if open_clip.quick_gelu else [])),
+        where=where,
+    )
+    arch = file.arch or open_clip.timm_model_name
+    if model is None and arch is not None and is_timm_model(arch):
+        try:
+            return read(architecture=arch)
+        except WeightsError as error:
+            notes = (f"arch={printable(arch)} of the file is not used: {error}",)
+    found = read(architecture=model)
+    return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def _from_run(found: WeightsLocation) -> Pretrained:
@@ -252,7 +281,7 @@ def load_model(
         headless: Accept weights without a head; the network then has no classes.
 
     Raises:
-        RunError, WeightsError: It cannot be found or read, or has no head.
+        RunError, WeightsError: It cannot be found or read, or has no head, or one output alone.
     """
     found = locate_weights(source)
     if found.kind == "run":
@@ -269,6 +298,12 @@ def load_model(
         raise WeightsError(
             f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
             "fine-tune it first (vit train DATA --weights ...)"
+        )
+    if pretrained.config.num_classes == 1 and pretrained.thresholds is None and not headless:
+        raise WeightsError(
+            f"{printable(source)} ({pretrained.origin}) has one output, a score without another "
+            "that it competes with, so each image would have it by 100%: fine-tune it first (vit "
+            "train DATA --weights ...), which makes a new head"
         )
     if pretrained.config.channels != 3:
         raise WeightsError(
@@ -293,6 +328,7 @@ def load_model(
         pretrained.config,
         pretrained.linear_offsets,
         thresholds=pretrained.thresholds,
+        license=pretrained.license,
     )
 
 

@@ -2,7 +2,8 @@
 
     a folder, a file                     of ours, timm, Hugging Face, or bare weights
     timm/NAME[.TAG][@REVISION]           a pretrained model of timm's registry
-    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME and hf-hub:OWNER/NAME
+    hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME, hf-hub:OWNER/NAME
+                                         and the address of its web page
 
 A path is tried first, then the hub, and the hub's cache when the hub does not answer. In a folder,
 the weight file, the library that wrote it and the license are read from names and config.json.
@@ -28,7 +29,9 @@ from vit.weights.state_dict_readers import is_npz
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
 CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+OPEN_CLIP_CONFIG = "open_clip_config.json"
 MODEL_CARD = "README.md"
+SETTINGS = (CONFIG, OPEN_CLIP_CONFIG, *PROCESSORS)
 INDEX = ".index.json"
 # timm's order of preference, with each shard index after the file it replaces.
 PREFERRED_FILES = (
@@ -51,6 +54,10 @@ TRAINING_STATE_FILES = re.compile(
 MAX_CARD_BYTES = 65_536
 MAX_LICENSE_LENGTH = 160
 HUB = ("hf-hub:", "hf_hub:", "hf/")
+HUB_PAGE = re.compile(
+    r"https?://(?:huggingface\.co|hf\.co)/(?P<repo>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)[^?#]*)?/?(?:[?#].*)?"
+)
 LOCAL = "local-dir:"
 TIMM = "timm/"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
@@ -65,7 +72,8 @@ class WeightsLocation:
             "npz" (numpy arrays).
         folder: Folder of the files.
         weights: Weight file, or the index of a sharded one.
-        config: config.json; None for "file", and if a cache has only timm's weights.
+        config: config.json; None if a cache has only timm's weights; for "file"
+            open_clip_config.json, if the weights are of OpenCLIP.
         processor: preprocessor_config.json for "huggingface"; None if missing.
         name: For "timm" ARCHITECTURE or ARCHITECTURE.TAG, as requested, even if config.json names
             another architecture; otherwise the repository, folder or file.
@@ -101,6 +109,8 @@ def locate_weights(
     text = path_argument("weights", source, "a run folder, timm/NAME, hf/OWNER/NAME or a file")
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")
+    if "://" in text:
+        text = _name_of_page(text)
     lower = text.lower()
     remote = next((prefix for prefix in HUB[:2] if lower.startswith(prefix)), None)
     if remote is not None:
@@ -118,6 +128,17 @@ def locate_weights(
     if "/" not in name and name == text:
         raise WeightsError(_unprefixed_name_message(path, text))
     return _from_hub(hub.Repository.parse(name), text, offline)
+
+
+def _name_of_page(url: str) -> str:
+    """Name of the repository whose web page on the hub is `url`."""
+    page = HUB_PAGE.fullmatch(url)
+    if page is None:
+        raise WeightsError(
+            f"{printable(url)} is no page of the Hugging Face Hub; download the file, and give its "
+            "path"
+        )
+    return f"{HUB[0]}{page['repo']}" + (f"@{page['revision']}" if page["revision"] else "")
 
 
 def _exists(path: Path) -> bool:
@@ -242,6 +263,8 @@ def _from_hub(
         found, why = None, f"{why}, and of the cache {error}"
     if found is None:
         raise WeightsError(_not_found(repository, text, searched, f"{why}{hint}"))
+    if found.license is None and found.kind != "run":
+        found = replace(found, license=card_license(found.folder / MODEL_CARD))
     named = _with_requested_name(found, repository, entry)
     return replace(named, searched=tuple(searched), notes=(*notes, *found.notes))
 
@@ -258,7 +281,7 @@ def _with_requested_name(
         # timm caches weights without config.json; its registry has the content
         owner, _, name = repository.name.partition("/")
         entry = entry or (timm_registry.find_entry(name) if owner == "timm" else None)
-        found = replace(found, kind="timm") if entry else found
+        found = replace(found, kind="timm", config=None) if entry else found
     if entry is not None and found.kind in ("timm", "npz"):
         return replace(found, name=entry.name, license=found.license or entry.license)
     return found if found.kind == "timm" else replace(found, name=repository.name)
@@ -326,7 +349,7 @@ def locate_file(path: Path) -> WeightsLocation:
     Raises:
         WeightsError: The file has no readable weights, or config.json does not describe a network.
     """
-    if path.name in (CONFIG, *PROCESSORS):
+    if path.name in SETTINGS:
         raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
     return _describe_files(path)
 
@@ -375,7 +398,7 @@ def required_files(names: Sequence[str]) -> list[str]:
     """
     top = [name for name in names if "/" not in name]
     weights, _ = choose_weights_file(top)
-    small = [name for name in (CONFIG, *PROCESSORS, MODEL_CARD) if name in top]
+    small = [name for name in (*SETTINGS, MODEL_CARD) if name in top]
     stem, ending = Path(weights.removesuffix(INDEX)).stem, Path(weights.removesuffix(INDEX)).suffix
     shards = [n for n in top if is_shard(n) and n.startswith(f"{stem}-") and n.endswith(ending)]
     return [*small, weights, *(shards if weights.endswith(INDEX) else [])]
@@ -390,6 +413,9 @@ def _describe_files(weights: Path) -> WeightsLocation:
         kind, config, content = "file", None, {}  # another file in a run folder
     if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
         kind = "npz"
+    if kind == "file" and weights.name.startswith("open_clip_"):
+        open_clip = folder / OPEN_CLIP_CONFIG
+        config = open_clip if open_clip.is_file() else None
     processors = (folder / name for name in PROCESSORS)
     own = weights.name.partition(".")[0] if kind in ("file", "npz") else folder.resolve().name
     return WeightsLocation(

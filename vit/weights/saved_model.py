@@ -72,6 +72,7 @@ class LoadedRun:
         calibration: Calibration of its scores; None for raw ones. `thresholds` are of calibrated
             probabilities.
         distance: Distance from the training images, if the calibration has a largest one.
+        license: License of the weights; None if unknown.
     """
 
     model: VisionTransformer
@@ -85,6 +86,7 @@ class LoadedRun:
     stored_task: str = ""
     calibration: ScoreCalibration | None = None
     distance: FeatureDistance | None = None
+    license: str | None = None
 
     def without_calibration(self) -> "LoadedRun":
         """The same network with raw scores; of a multi-label one the decisions stay the same."""
@@ -323,6 +325,8 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     calibration = None if stored is None else ScoreCalibration.from_dict(stored)
     if calibration is not None:
         calibration.check_classes(classes)
+    about = content.get("pretrained_cfg")
+    terms = about.get("license") if isinstance(about, dict) else None
     encoder, decoder_state = split_decoder(state)
     model = meta_model(config, decoder)
     renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
@@ -339,6 +343,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         thresholds=thresholds,
         stored_task=check_task(own.get("task", "")),
         calibration=calibration,
+        license=terms if isinstance(terms, str) else None,
     )
 
 

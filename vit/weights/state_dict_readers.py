@@ -31,7 +31,7 @@ from torch import Tensor
 from vit.errors import WeightsError
 from vit.text import join_names, printable
 from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
-from vit.weights.formats.state_dict_names import wrapper_prefix
+from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -55,9 +55,12 @@ ALLOWED_GLOBALS = re.compile(
 )
 OTHER_GLOBAL_OPCODES = ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
 """Other opcodes that import objects; torch.save has never used them."""
-CHECKPOINT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
-"""Keys of the weights in a training checkpoint; the first present one is used, as in timm."""
-WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
+CHECKPOINT_KEYS = (
+    *("state_dict_ema", "model_ema", "state_dict", "model", "module"),
+    *("model_state_dict", "teacher", "net", "encoder"),
+)
+"""Keys of the weights in a training checkpoint; the first present one is used, the first five in
+timm's order. Others: PyTorch's tutorial, DINO, and I-JEPA, as in timm."""
 NOT_FINITE = "has values that are not finite; its training broke down, or the file is damaged"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -72,12 +75,14 @@ class StateFile:
         integers: Integer and boolean tensors by name, unchanged.
         key: Checkpoint entry they were read from; None for a plain state dict.
         notes: Lines for the user about other content.
+        arch: Name of the network in a training checkpoint, as of timm; None if missing.
     """
 
     tensors: dict[str, Tensor]
     integers: dict[str, Tensor]
     key: str | None = None
     notes: tuple[str, ...] = ()
+    arch: str | None = None
 
 
 def read_state(path: Path) -> StateFile:
@@ -134,18 +139,28 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
             f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
             "give the file of a state_dict"
         )
-    key = next((key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))), None)
+    known = [key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))]
+    others = [key for key, value in checkpoint.items() if _has_tensors(value)]
+    if not known and len(others) == 1 and not _has_tensors(checkpoint):
+        known = others
+    key = known[0] if known else None
     notes: tuple[str, ...] = ()
     if key is not None:
-        others = [str(name) for name in checkpoint if name != key]
-        beside = f"; beside it are {join_names(others, 3)}" if others else ""
-        notes = (f"{printable(path.name)}: took {key}{beside}",)
+        rest = [str(name) for name in checkpoint if name != key]
+        beside = f"; beside it are {join_names(rest, 3)}" if rest else ""
+        notes = (f"{printable(path.name)}: took {printable(key)}{beside}",)
     state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
-        entries = f"; it has {join_names(state, 3)}" if state else ""
-        raise WeightsError(f"{printable(path)} holds no tensors by name{entries}")
+        entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
+        name = printable(others[0]) if others else "NAME"
+        raise WeightsError(
+            f"{printable(path)} holds no tensors by name{entries}; save its state dict alone: "
+            f'torch.save(ckpt["{name}"], "weights.pth")'
+        )
     _check_extent(state, path)
-    return _classify_entries(state, path, key, notes)
+    found = _classify_entries(state, path, key, notes)
+    arch = checkpoint.get("arch")
+    return replace(found, arch=arch) if isinstance(arch, str) else found
 
 
 def _has_tensors(value: object) -> bool:
@@ -216,6 +231,11 @@ def _read_shards(index: Path) -> StateFile:
     integers: dict[str, Tensor] = {}
     notes: tuple[str, ...] = ()
     for file, listed in sorted(names.items()):
+        if not index.with_name(file).exists():
+            raise WeightsError(
+                f"{printable(index.with_name(file))} is missing; the download is incomplete: fetch "
+                "it again"
+            )
         shard = _read_one(index.with_name(file))
         found = shard.tensors.keys() | shard.integers.keys()
         if odd := found.symmetric_difference(listed):
@@ -323,7 +343,8 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     names = archive.namelist()
     if any(name.endswith("/constants.pkl") for name in names):
         raise WeightsError(
-            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict"
+            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict, or for "
+            "OpenAI's CLIP give timm/vit_base_patch32_clip_224.openai or another *_clip_*.openai"
         )
     found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
     if len(found) != 1:

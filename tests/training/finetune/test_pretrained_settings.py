@@ -3,7 +3,9 @@
 import dataclasses
 
 import pytest
+import timm
 import torch
+from accelerate import Accelerator
 
 import vit
 from vit.config import Config, FinetuneConfig, ModelConfig, PartialModelConfig
@@ -13,7 +15,7 @@ from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts
 from vit.training.finetune.finetuning import complete_for_weights
-from vit.training.train import train
+from vit.training.train import load_source, train
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.saved_model import load_run, read_model_config, save_model
@@ -93,6 +95,28 @@ def test_settings_that_contradict_the_weights_are_refused(settings, chosen, mess
 def test_invalid_values_are_refused_before_weights_are_read(name, value):
     with pytest.raises(ConfigError, match=f"^{name}={value}: must be"):
         make_config({"weights": "nowhere", name: value})
+
+
+@pytest.mark.parametrize(
+    ("mark", "given", "mean", "said"),
+    [
+        ("other", [], 0.5, "mean and std 0.5; --mean, --std and --crop-share set those"),
+        ("other", ["mean", "std"], 0.5, None),
+        ("mask_token", [], 0.485, "mean and std are ImageNet's"),
+    ],
+)
+def test_assumed_colours_are_printed(mark, given, mean, said, colour_data, tmp_path):
+    state = timm.create_model(
+        "vit_tiny_patch16_224", embed_dim=64, depth=2, num_heads=1, img_size=32, num_classes=0
+    ).state_dict()
+    state |= {mark: torch.zeros(1, 1, 64)} if mark != "other" else {}
+    torch.save(state, tmp_path / "w.pth")
+    chosen = {"data": str(colour_data), "weights": str(tmp_path / "w.pth")}
+    config, lines = make_config(chosen), []
+    found = load_source(config, given, Accelerator(cpu=True), lines.append)
+    assert complete_for_weights(config, found, [*chosen]).data.mean[0] == mean
+    about = [line for line in lines if "how images are prepared" in line]
+    assert [said in line for line in about] == ([True] if said else [])
 
 
 def test_without_weights_settings_are_checked_at_once():

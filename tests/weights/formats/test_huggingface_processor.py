@@ -15,6 +15,7 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
 from vit.model.build import assemble_model
+from vit.weights.formats.huggingface_config import FAMILIES
 from vit.weights.formats.huggingface_processor import (
     processor_notes,
     read_processor,
@@ -208,19 +209,8 @@ VIT = {"image_processor_type": "ViTImageProcessor"}
     [
         ({}, "the processor None is unknown"),
         ({"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is unknown"),
-        ({**VIT, "do_resize": False}, "do_resize=False"),
         ({**VIT, "do_rescale": False}, "do_rescale=False"),
         ({**VIT, "rescale_factor": 1 / 127.5}, "rescale_factor=0.0078"),
-        ({**VIT, "resample": 1}, "resample=1"),
-        ({**VIT, "resample": "bicubic"}, "resample='bicubic'"),
-        ({**VIT, "size": {"height": 224, "width": 192}}, "is no square"),
-        ({**VIT, "size": {"shortest_edge": 224}}, "without a centre crop"),
-        ({**VIT, "size": {"shortest_edge": 224, "longest_edge": 448}}, "is no square"),
-        ({**VIT, "size": "224"}, "size='224'"),
-        ({**BIT, "crop_size": {"height": 224, "width": 192}}, "with crop_size"),
-        ({**BIT, "crop_size": 256}, "with crop_size=256"),
-        ({**BIT, "crop_size": None}, "with crop_size=None"),
-        ({**BIT, "do_center_crop": False}, "without a centre crop"),
         ({**BIT, "do_pad": True}, "do_pad=True"),
         ({**BIT, "do_flip_channel_order": True}, "do_flip_channel_order=True"),
         ({**VIT, "image_mean": [0.5]}, "image_mean=[0.5] is not three numbers"),
@@ -233,6 +223,45 @@ def test_unsupported_processors_give_a_note(content, reason):
     assert found is None
     assert reason in note
     assert "preprocessor_config.json" in note
+
+
+COLOURS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({**VIT, "do_resize": False}, "do_resize=False"),
+        ({**VIT, "resample": 1}, "resample=1"),
+        ({**VIT, "resample": "bicubic"}, "resample='bicubic'"),
+        ({**VIT, "size": {"height": 224, "width": 192}}, "is no square"),
+        ({**VIT, "size": {"shortest_edge": 224}}, "without a centre crop"),
+        ({**VIT, "size": {"shortest_edge": 224, "longest_edge": 448}}, "is no square"),
+        ({**VIT, "size": "224"}, "size='224'"),
+        ({**BIT, "crop_size": {"height": 224, "width": 192}}, "with crop_size"),
+        ({**BIT, "crop_size": 256}, "with crop_size=256"),
+        ({**BIT, "crop_size": None}, "with crop_size=None"),
+        ({**BIT, "do_center_crop": False}, "without a centre crop"),
+    ],
+)
+def test_colours_are_kept_where_the_resizing_cannot_be_expressed(content, reason):
+    found, (note,) = read_processor({**content, **COLOURS}, 224)
+    assert (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (found.image_size, found.resize, found.crop_share) == ((224, 224), "crop", 0.9)
+    assert reason in note
+    assert "its mean and std are used" in note
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_file_without_a_class_is_that_of_the_model_type(model_type):
+    kinds = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    # of these, AutoImageProcessor knows no class
+    alike = {"dinov2_with_registers": "dinov2"}
+    known = alike.get(model_type, model_type.removesuffix("_vision_model"))
+    typed = {"image_processor_type": kinds[known]["torchvision"], **COLOURS}
+    found, notes = read_processor(COLOURS, 224, model_type)
+    assert (found, notes) == read_processor(typed, 224)
+    assert found.mean == (0.1, 0.2, 0.3)
 
 
 def test_a_missing_processor_or_another_size_gives_a_note():

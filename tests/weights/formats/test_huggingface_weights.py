@@ -41,6 +41,14 @@ def first_token(model: Network, images: Tensor) -> Tensor:
     return model(images).last_hidden_state[:, 0]
 
 
+def mean_token(model: Network, images: Tensor) -> Tensor:
+    return model(images).last_hidden_state.mean(dim=1)
+
+
+def mean_patch(model: Network, images: Tensor) -> Tensor:
+    return model(images).last_hidden_state[:, 1:].mean(dim=1)
+
+
 def encoder(part: str, answer: Answer = pooled) -> Answer:
     return lambda model, images: answer(getattr(model, part), images)
 
@@ -112,6 +120,16 @@ CASES: dict[str, tuple[Callable[[], Network], Answer]] = {
     "vit masked": (lambda: vit("ViTForMaskedImageModeling"), encoder("vit", first_token)),
     "mae": (lambda: mae("ViTMAEModel"), first_token),
     "mae with its decoder": (lambda: mae("ViTMAEForPreTraining"), encoder("vit", first_token)),
+    "msn": (lambda: build("ViTMSNModel", "ViTMSNConfig", **WIDE), first_token),
+    "msn classifier": (
+        lambda: build("ViTMSNForImageClassification", "ViTMSNConfig", **WIDE),
+        logits,
+    ),
+    "i-jepa": (lambda: build("IJepaModel", "IJepaConfig", **WIDE), mean_token),
+    "i-jepa classifier": (
+        lambda: build("IJepaForImageClassification", "IJepaConfig", **WIDE),
+        logits,
+    ),
     "deit": (lambda: deit("DeiTModel"), first_token),
     "deit classifier": (lambda: deit("DeiTForImageClassification"), logits),
     "deit masked": (lambda: deit("DeiTForMaskedImageModeling"), encoder("deit", first_token)),
@@ -131,6 +149,20 @@ CASES: dict[str, tuple[Callable[[], Network], Answer]] = {
     "data2vec": (
         lambda: relative("Data2VecVisionForImageClassification", own=True, shared=True),
         logits,
+    ),
+    "data2vec without its pooler": (
+        lambda: relative("Data2VecVisionModel", own=True),
+        mean_patch,
+    ),
+    "data2vec class token": (
+        lambda: build(
+            "Data2VecVisionModel", "Data2VecVisionConfig", **WIDE, use_mean_pooling=False
+        ),
+        first_token,
+    ),
+    "beit masked": (
+        lambda: beit("BeitForMaskedImageModeling", use_mask_token=True),
+        lambda model, images: model.layernorm(model.beit(images)[0])[:, 1:].mean(1),
     ),
     "dinov2": (lambda: dinov2("Dinov2Model"), pooled),
     "dinov2 classifier": (lambda: dinov2("Dinov2ForImageClassification"), logits),
@@ -184,7 +216,7 @@ CASES: dict[str, tuple[Callable[[], Network], Answer]] = {
     "siglip encoder": (lambda: build("SiglipVisionModel", "SiglipVisionConfig", **WIDE), pooled),
     "siglip without its head": (
         lambda: build("SiglipVisionModel", "SiglipVisionConfig", **WIDE, vision_use_head=False),
-        lambda model, images: model(images).last_hidden_state.mean(dim=1),
+        mean_token,
     ),
     "siglip classifier": (lambda: with_text("SiglipForImageClassification", "Siglip"), logits),
 }
@@ -299,6 +331,7 @@ def saved(randomise, tmp_path) -> Callable[[str], tuple[dict, dict[str, Tensor]]
     [
         ("vit", ["a pooler of its own (pooler.dense.bias, pooler.dense.weight)"]),
         ("vit masked", ["a mask token", "the decoder of masked images (decoder.0.bias"]),
+        ("beit masked", ["a mask token", "the head of masked images (lm_head.bias"]),
         ("mae with its decoder", ["the decoder of masked images"]),
         ("dinov2", ["a mask token (embeddings.mask_token)"]),
         ("clip", ["the text tower (text_model.", "the comparison with texts (logit_scale, vis"]),
@@ -322,18 +355,15 @@ def test_nothing_else_is_left_out(saved):
 
 
 def test_older_files_of_clip_are_read(saved):
-    """They have the numbers of the positions, and settings in a second group that wins."""
+    """They have settings in a second group that wins."""
     config, state = saved("clip")
-    numbers = torch.arange(17).unsqueeze(0)
-    older = {**state, "vision_model.embeddings.position_ids": numbers}
     vision = config["vision_config"]
     wrong = {**vision, "num_attention_heads": 6, "hidden_act": "gelu"}
     both = {"vision_config": wrong, "vision_config_dict": {**SIZES, "intermediate_size": 80}}
-    found = read_huggingface({**config, **both}, None, older, "x")
+    found = read_huggingface({**config, **both}, None, state, "x")
     theirs = transformers.CLIPConfig(text_config=TEXT, **both).vision_config
     assert found.config.num_heads == theirs.num_attention_heads == 4
     assert found.config.activation == theirs.hidden_act == "quick_gelu"
-    assert any("position_ids" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

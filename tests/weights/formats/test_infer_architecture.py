@@ -1,10 +1,12 @@
 """Settings follow from the shapes and names of a state dict, or the user is asked for a name."""
 
 import pytest
+import timm
 import torch
 
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
+from vit.weights.formats.infer_architecture import infer_preprocessing
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 
 SIZES = {"embed_dim": 192, "depth": 12, "num_heads": 3, "patch_size": 16}
@@ -34,6 +36,50 @@ def test_settings_are_inferred_from_shapes(name, args, build):
     if "qk_norm" not in args:
         assert "num_heads=2 assumed: 64 channels a head" in found.notes
     assert any("norm_eps=1e-0" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_base_patch16_224",
+        "vit_so400m_patch14_siglip_224",
+        "vit_huge_patch14_224",
+        "vit_giant_patch14_224",
+        "vit_gigantic_patch14_clip_224",
+        "vit_giant_patch14_dinov2",
+        "vit_giantopt_patch16_siglip_gap_256",
+    ],
+)
+def test_heads_of_large_networks_are_those_of_timm(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, depth=1)
+    found = read_timm(model.state_dict(), architecture=None, where="x")
+    assert found.config.num_heads == model.blocks[0].attn.num_heads
+    assert any(f"num_heads={found.config.num_heads} assumed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("mark", "trained"),
+    [
+        ("norm_pre.weight", "vit_base_patch16_clip_224.openai"),
+        ("visual.ln_pre.weight", "vit_base_patch16_clip_224.openai"),
+        ("module.mask_token", "vit_small_patch14_dinov2.lvd142m"),
+        ("storage_tokens", "vit_small_patch16_dinov3.lvd1689m"),
+        ("decoder_embed.weight", "vit_base_patch16_224.mae"),
+    ],
+)
+def test_names_of_a_family_decide_the_colours(mark, trained):
+    found, (note,) = infer_preprocessing(["cls_token", mark], 224)
+    known = timm.get_pretrained_cfg(trained)
+    assert (found.mean, found.std) == (known.mean, known.std)
+    assert found.interpolation == known.interpolation
+    assert "assumed: the middle" in note
+
+
+def test_other_names_leave_the_colours_open():
+    assert infer_preprocessing(["cls_token", "norm.weight"], 224) == (None, ())
+    beit = ["mask_token", "blocks.0.attn.relative_position_bias_table"]
+    assert infer_preprocessing(beit, 224) == (None, ())
 
 
 def test_a_model_name_resolves_ambiguous_shapes(build):

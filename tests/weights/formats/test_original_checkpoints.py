@@ -1,18 +1,24 @@
 """Checkpoints of the original repositories, and state dicts without metadata."""
 
+import json
 import re
 
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models.eva import checkpoint_filter_fn as eva_filter
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
 from torch import Tensor
 
 from tests.weights.parity import parity_error
+from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
+from vit.weights.load_model import open_pretrained
+from vit.weights.state_dict_readers import read_state
 
+OPEN_CLIP = "open_clip_model.safetensors"
 SMALL = {"embed_dim": 128, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
 State = dict[str, Tensor]
 
@@ -29,6 +35,28 @@ def test_wrapper_prefixes_are_removed(wrapper, build):
     found = read_timm(
         {f"{wrapper}{name}": t for name, t in state.items()}, architecture=None, where="x"
     )
+    assert parity_error(found, model) < 1e-4
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", "encoder."])
+def test_the_encoder_of_a_training_is_taken(prefix, build):
+    model, state = build("vit_small_patch16_224", num_classes=0)
+    state = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    head = f"{prefix.removesuffix('backbone.').removesuffix('encoder.')}head.mlp.0.weight"
+    assert looks_like_timm({**state, head: torch.zeros(2, 2)})
+    found = read_timm({**state, head: torch.zeros(2, 2)}, architecture=None, where="x")
+    assert parity_error(found, model) < 1e-4
+    assert any("head.mlp.0.weight" in note for note in found.notes)
+
+
+def test_i_jepa_is_read_as_timm_does(build, tmp_path):
+    name = "vit_huge_patch14_gap_224"
+    model, state = build(name, num_classes=0)
+    part = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"encoder": part, "predictor": part, "opt": {}}, tmp_path / "x.pth.tar")
+    model.load_state_dict(vit_filter({"encoder": part}, model))
+    read = read_state(tmp_path / "x.pth.tar").tensors
+    found = read_timm(read, architecture=name, model_args=SMALL, where="x")
     assert parity_error(found, model) < 1e-4
 
 
@@ -108,14 +136,65 @@ def test_clip(openai, named, build):
     state["visual.proj"] = torch.randn(128, 16)
     state["token_embedding.weight"] = torch.randn(3, 4)
     state["logit_scale"] = torch.tensor(1.0)
-    if openai:
-        state["input_resolution"] = torch.tensor(32)
+    integers = ["input_resolution"] if openai else []
     assert looks_like_timm(state)
     args = {"architecture": name, "model_args": SMALL} if named else {"architecture": None}
-    found = read_timm(state, **args, where="x")
+    found = read_timm(state, **args, other_names=integers, where="x")
     assert parity_error(found, model) < 1e-4
     assert any("token_embedding.weight, logit_scale" in note for note in found.notes)
     assert any("left out: proj (CLIP's" in note for note in found.notes)
+
+
+def test_a_saved_state_dict_of_openai(build, tmp_path):
+    model, state = build("vit_base_patch16_clip_quickgelu_224", num_classes=0)
+    state = renamed(state, *CLIP)
+    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
+    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    whole = {"input_resolution": torch.tensor(32), "context_length": torch.tensor(77)}
+    torch.save({**state, **whole}, tmp_path / "clip.pth")
+    found = open_pretrained(tmp_path / "clip.pth")
+    assert found.config.activation == "quick_gelu"
+    assert parity_error(found, model) < 1e-4
+    left = "left out: input_resolution, context_length (integers, which are no weights)"
+    assert left in found.notes
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_folder_of_open_clip(quick, build, tmp_path):
+    model, state = build(f"vit_base_patch16_clip{'_quickgelu' * quick}_224", num_classes=0)
+    state = renamed(state, *CLIP)
+    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
+    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / OPEN_CLIP)
+    prepare = {"mean": [0.4] * 3, "std": [0.6] * 3, "interpolation": "bilinear"}
+    content = {
+        "model_cfg": {"quick_gelu": quick, "vision_cfg": {"image_size": 32}},
+        "preprocess_cfg": {**prepare, "resize_mode": "squash"},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    found = open_pretrained(tmp_path)
+    assert parity_error(found, model) < 1e-4
+    assert found.license == "mit"
+    assert found.preprocessing == Preprocessing(
+        image_size=(32, 32),
+        resize="squash",
+        crop_share=1.0,
+        interpolation="bilinear",
+        mean=(0.4, 0.4, 0.4),
+        std=(0.6, 0.6, 0.6),
+    )
+
+
+def test_open_clip_names_its_tower_of_timm(tmp_path):
+    model = timm.create_model("test_vit", num_classes=0)
+    state = {f"visual.trunk.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / OPEN_CLIP)
+    content = {"model_cfg": {"vision_cfg": {"timm_model_name": "test_vit"}}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
+    assert open_pretrained(tmp_path).origin == "timm test_vit"
+    (tmp_path / "open_clip_config.json").write_text("{}")
+    assert open_pretrained(tmp_path).origin == "a network in timm's names"
 
 
 def test_open_clip_with_a_tower_of_timm(build):

@@ -84,7 +84,6 @@ def test_unsupported_preprocessing_gives_a_note(state, change, reason):
     ("names", "reason"),
     [
         (["a", "b"], "2 names for 3 outputs"),
-        (["a", "b", "b"], "two classes have the same name"),
         (["a", "b", 3], "no list of names"),
         ("abc", "no list of names"),
         ({"0": "a", "2": "c"}, "2 names for 3 outputs"),
@@ -94,6 +93,12 @@ def test_invalid_class_names_give_a_note(state, names, reason):
     found = read(state, label_names=names)
     assert found.classes is None
     assert any(reason in note for note in found.notes)
+
+
+def test_a_name_of_two_classes_gets_their_numbers(state):
+    found = read(state, label_names=["ant", "crane", "crane"])
+    assert found.classes == ("ant", "crane (1)", "crane (2)")
+    assert any("several classes have one name" in note for note in found.notes)
 
 
 def test_names_by_number(state):

@@ -181,6 +181,11 @@ def _vit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
     return {"qkv_bias": settings.flag("qkv_bias")}
 
 
+def _ijepa(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
+    mean = {"class_token": False, "pooling": "mean", "final_norm": "tokens"}
+    return {**_vit(settings, classifies), **mean}
+
+
 def _deit(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     return {**_vit(settings, classifies), "registers": 1, "prefix_positions": "all"}
 
@@ -291,6 +296,8 @@ SIGLIP |= {"vision_use_head": True}
 FAMILIES = {
     "vit": Family(_vit, VIT),
     "vit_mae": Family(_vit, VIT),
+    "vit_msn": Family(_vit, {**VIT, "layer_norm_eps": 1e-6}),
+    "ijepa": Family(_ijepa, VIT),
     "deit": Family(_deit, VIT),
     "beit": Family(_beit, BEIT),
     "data2vec-vision": Family(_beit, BEIT),

@@ -11,17 +11,17 @@ with torchvision installed another implementation resizes: single bytes differ b
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vit.data.preprocessing import Preprocessing
+from vit.config import DataConfig
+from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing, Triple
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 
 RESAMPLES = {2: "bilinear", 3: "bicubic"}
 BYTE = 1 / 255
 HALF = (0.5, 0.5, 0.5)
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
 def _defaults(
@@ -48,10 +48,20 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "ViT": _defaults(SQUARE, 2, (HALF, HALF)),
     "DeiT": _defaults({"height": 256, "width": 256}, 3, (HALF, HALF), 224),
     "Beit": _defaults(SQUARE, 3, (HALF, HALF)),
-    "Bit": _defaults(SHORTEST, 3, OPENAI, 224),
-    "CLIP": _defaults(SHORTEST, 3, OPENAI, 224),
+    "Bit": _defaults(SHORTEST, 3, CLIP_COLOURS, 224),
+    "CLIP": _defaults(SHORTEST, 3, CLIP_COLOURS, 224),
     "Siglip": _defaults(SQUARE, 3, (HALF, HALF)),
-    "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET),
+    "DINOv3ViT": _defaults(SQUARE, 2, IMAGENET_COLOURS),
+}
+# The class of a file that names none, by model type, as in AutoImageProcessor.
+OF_MODEL_TYPE = {
+    **dict.fromkeys(("vit", "vit_mae", "vit_msn", "ijepa"), "ViT"),
+    "deit": "DeiT",
+    **dict.fromkeys(("beit", "data2vec-vision"), "Beit"),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), "Bit"),
+    "dinov3_vit": "DINOv3ViT",
+    **dict.fromkeys(("clip", "clip_vision_model"), "CLIP"),
+    **dict.fromkeys(("siglip", "siglip_vision_model"), "Siglip"),
 }
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 BY_EDGE = ("Bit", "CLIP")
@@ -59,25 +69,37 @@ BY_EDGE = ("Bit", "CLIP")
 
 
 def read_processor(
-    processor: Mapping[str, Any] | None, image_size: int
+    processor: Mapping[str, Any] | None, image_size: int, model_type: str | None = None
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
     """Convert an image processor of transformers.
 
     Args:
         processor: Content of preprocessor_config.json, or of processor_config.json around it.
         image_size: Input size of the network in pixels.
+        model_type: That of config.json, which decides the class where the file names none.
 
     Returns:
-        Our Preprocessing, None if it cannot be expressed; and notes for the user.
+        Our Preprocessing, None if it cannot be expressed; and notes for the user. If only the
+        resizing cannot be expressed, it is our usual one, with the given mean and std.
     """
     if processor is None:
         return None, ("there is no preprocessor_config.json: how images are prepared is unknown",)
     inner = processor.get("image_processor", processor)
     try:
-        found = _read(inner if isinstance(inner, Mapping) else {})
+        kind, values = _values(inner if isinstance(inner, Mapping) else {}, model_type)
+        mean, std = _normalisation(values)
+        usual = replace(Preprocessing.from_config(DataConfig(), image_size), mean=mean, std=std)
     except ConfigError as error:
         why = printable(error)
         return None, (f"preprocessor_config.json: {why}: how images are prepared is left open",)
+    try:
+        found = _resizing(values, usual, by_edge=kind in BY_EDGE)
+    except ConfigError as error:
+        return usual, (
+            f"preprocessor_config.json: {printable(error)}: its mean and std are used, but images "
+            f"are resized by {usual.interpolation}, the middle {usual.crop_share:.0%} to "
+            f"{image_size} px",
+        )
     side = found.image_size[0]
     if side == image_size:
         return found, ()
@@ -86,35 +108,45 @@ def read_processor(
     )
 
 
-def _read(given: Mapping[str, Any]) -> Preprocessing:
-    """Our Preprocessing; ConfigError for a setting that it cannot express."""
+def _values(given: Mapping[str, Any], model_type: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Class of the processor, and its settings over the defaults of this class."""
     name = given.get("image_processor_type", given.get("feature_extractor_type"))
     match = re.fullmatch(r"(\w+?)(FeatureExtractor|ImageProcessor(Fast|Pil)?)", str(name))
-    if match is None or match[1] not in PROCESSORS:
+    kind = OF_MODEL_TYPE.get(str(model_type)) if name is None else match and match[1]
+    if kind is None or kind not in PROCESSORS:
         raise ConfigError(f"the processor {name!r} is unknown")
-    values = {**PROCESSORS[match[1]], **given}
-    for key in ("do_resize", "do_rescale"):
-        if values[key] is not True:
-            raise ConfigError(f"{key}={values[key]!r}, here this is always done")
+    return kind, {**PROCESSORS[kind], **given}
+
+
+def _normalisation(values: Mapping[str, Any]) -> tuple[Triple, Triple]:
+    """Mean and std; ConfigError if pixels are scaled otherwise."""
+    if values["do_rescale"] is not True:
+        raise ConfigError(f"do_rescale={values['do_rescale']!r}, here this is always done")
     factor = values["rescale_factor"]
     if not (isinstance(factor, int | float) and abs(factor - BYTE) < 1e-9):
         raise ConfigError(f"rescale_factor={factor!r} is not 1 / 255")
     for key, value in values.items():
         if str(key).startswith("do_") and key not in STEPS and value:
             raise ConfigError(f"{key}={value!r}, here this is never done")
+    if values["do_normalize"] is not True:
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return _triple(values, "image_mean"), _triple(values, "image_std")
+
+
+def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool) -> Preprocessing:
+    """Our Preprocessing with the resizing of `values`; ConfigError if it cannot be expressed."""
+    if values["do_resize"] is not True:
+        raise ConfigError(f"do_resize={values['do_resize']!r}, here this is always done")
     resample = values["resample"]
     if type(resample) is not int or resample not in RESAMPLES:
         raise ConfigError(f"resample={resample!r} is neither bilinear (2) nor bicubic (3)")
-    normalises = values["do_normalize"] is True
-    by_edge = match[1] in BY_EDGE
     resize, image_size, share = _geometry(values, by_edge)
-    return Preprocessing(
+    return replace(
+        usual,
         image_size=(image_size, image_size),
         resize="crop" if resize == "crop" else "squash",
         crop_share=share,
         interpolation="bilinear" if resample == 2 else "bicubic",
-        mean=_triple(values, "image_mean") if normalises else (0.0, 0.0, 0.0),
-        std=_triple(values, "image_std") if normalises else (1.0, 1.0, 1.0),
     )
 
 
@@ -151,7 +183,7 @@ def _share(crop: int, full: int) -> float:
     return share
 
 
-def _triple(values: Mapping[str, Any], key: str) -> tuple[float, float, float]:
+def _triple(values: Mapping[str, Any], key: str) -> Triple:
     given = values[key]
     if (
         not isinstance(given, list | tuple)

@@ -1,4 +1,5 @@
-"""Reads models of transformers: ViT, ViT-MAE, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP.
+"""Reads models of transformers: ViT, ViT-MAE, ViT-MSN, I-JEPA, DeiT, BEiT, Data2Vec Vision,
+DINOv2, DINOv3, CLIP, SigLIP.
 
 A bare encoder becomes a network that returns its pooled token, before any projection; a classifier
 one that returns logits.
@@ -143,12 +144,11 @@ CLIP: Table = (
 MASKING: Patterns = (
     (r"(\w+\.)?embeddings\.mask_token", "a mask token"),
     (r"decoder\..+", "the decoder of masked images"),
+    (r"lm_head\..+", "the head of masked images"),
 )
-INDICES: Patterns = ((r".+\.relative_position_index", "numbers that follow from the grid"),)
 TEXT: Patterns = (
     (r"text_model\..+|text_projection\.weight", "the text tower"),
     (r"visual_projection\.weight|logit_scale|logit_bias", "the comparison with texts"),
-    (r"(vision_model\.)?embeddings\.position_ids", "numbers from 0 on"),
 )
 Notes = tuple[str, ...]
 PLACEHOLDER = r"LABEL_\d+"
@@ -212,13 +212,15 @@ def _vit(name: str, table: Table = VIT, in_memory: Table = ()) -> TensorNames:
         table,
         (*ATTENTION_IN_MEMORY, *MLP, *in_memory),
         block_in_memory="layers.",
-        left_out=(*MASKING, *INDICES, pooler),
+        left_out=(*MASKING, pooler),
     )
 
 
 VIT_NAMES = {
     "vit": _vit("vit"),
     "vit_mae": _vit("vit"),
+    "vit_msn": _vit("vit"),
+    "ijepa": _vit("ijepa"),
     "deit": _vit("deit"),
     "beit": _vit("beit", BEIT, BEIT_IN_MEMORY),
     "data2vec-vision": _vit("data2vec_vision", BEIT, BEIT_IN_MEMORY),
@@ -304,7 +306,9 @@ def read_huggingface(
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
-    preprocessing, processor_notes = read_processor(processor, found.image_size)
+    preprocessing, processor_notes = read_processor(
+        processor, found.image_size, config.get("model_type")
+    )
     return Pretrained(
         state=ours,
         config=found,
@@ -346,6 +350,9 @@ def _network(
     )
     renamed = names.read(kept, f"{architecture} (transformers)")
     ours = _convert_tensors(_fill_biases(renamed, missing_biases(settings)))
+    if fields.get("final_norm") == "pooled" and not classifies and "fc_norm.weight" not in ours:
+        # saved without its pooler, which has the norm
+        fields["final_norm"] = "tokens" if "norm.weight" in ours else "none"
     classes = len(ours["head.weight"]) if "head.weight" in ours else 0
     config = ModelConfig(num_classes=classes, **fields)
     config, ours, more = _drop_zero_half(config, _fold_class_position(config, ours))
@@ -438,8 +445,10 @@ def _check(config: ModelConfig, state: State) -> None:
 def _assumptions(settings: ConfigValues, config: ModelConfig) -> Notes:
     if settings.model_type == "vit_mae":
         return ("every patch is seen: masking was for the pre-training",)
-    if settings.model_type.startswith("siglip") and config.pooling == "mean":
-        return () if config.num_classes else ("no pooling of its own: the mean of the tokens",)
+    without = settings.model_type.startswith("siglip") or settings.model_type == "ijepa"
+    without |= settings.model_type in ("beit", "data2vec-vision") and config.last_norm != "pooled"
+    if without and config.pooling == "mean" and not config.num_classes:
+        return ("no pooling of its own: the mean of the tokens",)
     return ()
 
 

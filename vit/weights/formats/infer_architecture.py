@@ -1,15 +1,18 @@
-"""Infers ModelConfig from a state dict with timm's names.
+"""Infers ModelConfig and Preprocessing from a state dict with timm's names.
 
 Sizes follow from shapes and parts from names. Number of heads, epsilon and activation are assumed
 to be the usual ones, with a note; if several networks fit, WeightsError asks for model=NAME.
+Preprocessing follows from names that only CLIP, DINO or MAE have.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from vit.config import ModelConfig
+from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
 from vit.errors import WeightsError
 from vit.weights.formats.original_checkpoints import PERIODS
 from vit.weights.formats.state_dict_names import (
@@ -22,7 +25,21 @@ from vit.weights.formats.state_dict_names import (
 
 REMEDY = "name the network: model=NAME, one of timm's"
 HEAD_DIM = 64
+WIDE_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+"""Heads of timm's and torchvision's networks by width, where a head has other than 64 channels:
+SO400M, ViT-H, ViT-g and ViT-bigG."""
 USUAL_SIDE = 224
+# Names of the family, whose mean and std, these, and the share of the centre crop.
+FAMILIES = (
+    (r"(.+\.)?(norm_pre|ln_pre)\.weight", "CLIP's", CLIP_COLOURS, 1.0),
+    (
+        r"(module\.|_orig_mod\.|model\.|backbone\.)*"
+        r"(mask_token|register_tokens|storage_tokens|decoder_embed\.weight)",
+        "ImageNet's, as of DINO and MAE",
+        IMAGENET_COLOURS,
+        224 / 256,
+    ),
+)
 OPENAI = "input_resolution"  # a number that only OpenAI's own CLIP files contain
 
 
@@ -55,6 +72,34 @@ def infer_config(
     if learned and any(name.endswith(".gamma_1") for name in original):
         notes.append("position=learned assumed: some rotary networks have the same names")
     return ModelConfig(**settings), tuple(notes)
+
+
+def infer_preprocessing(
+    original: Collection[str], image_size: int
+) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """Preprocessing of the family that tensor names reveal, with a note; None for other names.
+
+    Args:
+        original: All names in the source, before any was dropped.
+        image_size: Side of the input images in pixels.
+    """
+    if any(name.endswith(BIAS_TABLE) for name in original):  # BEiT, whose versions differ
+        return None, ()
+    for pattern, whose, (mean, std), share in FAMILIES:
+        if any(re.fullmatch(pattern, name) for name in original):
+            found = Preprocessing(
+                image_size=(image_size, image_size), crop_share=share, mean=mean, std=std
+            )
+            return found, (
+                "nothing says how images are prepared for these weights; assumed: the middle "
+                f"{share:.0%} of {image_size / share:.0f} px, mean and std are {whose}",
+            )
+    return None, ()
+
+
+def usual_heads(dim: int) -> int:
+    """Heads of the networks of timm and torchvision of the width `dim`; 0 if none is usual."""
+    return WIDE_HEADS.get(dim, 0 if dim % HEAD_DIM else dim // HEAD_DIM)
 
 
 def _sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -164,22 +209,32 @@ def _rotary_temperature(periods: Tensor) -> dict[str, Any]:
 def _heads(
     state: Mapping[str, Tensor], settings: dict[str, Any], notes: list[str]
 ) -> dict[str, Any]:
-    dim = settings["dim"]
+    dim, biases = settings["dim"], _bias_table(state)
     norm, periods = state.get("blocks.0.attn.q_norm.weight"), state.get(PERIODS)
+    if biases is not None:
+        return {"num_heads": state[biases].shape[1]}
     if norm is not None:
         head_dim = len(norm)
     elif periods is not None:
         head_dim = 4 * len(periods)
     else:
-        head_dim = HEAD_DIM
-    biases = _bias_table(state)
-    if biases is not None:
-        return {"num_heads": state[biases].shape[1]}
+        return {"num_heads": _assumed_heads(state, dim, notes)}
     if dim % head_dim:
         raise WeightsError(f"{dim} channels do not split into heads of {head_dim}; {REMEDY}")
-    if norm is None and periods is None:
-        notes.append(f"num_heads={dim // head_dim} assumed: {head_dim} channels a head")
     return {"num_heads": dim // head_dim}
+
+
+def _assumed_heads(state: Mapping[str, Tensor], dim: int, notes: list[str]) -> int:
+    """Number of heads where no tensor determines it, with a note."""
+    # of width 1536 are DINOv2's giant, with 24 heads and LayerScale, and SigLIP 2's, with 16
+    siglip = dim == 1536 and "blocks.0.ls1.gamma" not in state
+    heads = 16 if siglip else usual_heads(dim)
+    if not heads:
+        raise WeightsError(f"{dim} channels do not split into heads of {HEAD_DIM}; {REMEDY}")
+    channels = dim // heads
+    why = f"{channels} channels a head" if channels == HEAD_DIM else f"usual for {dim} channels"
+    notes.append(f"num_heads={heads} assumed: {why}")
+    return heads
 
 
 def _rest(

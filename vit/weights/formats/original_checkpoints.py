@@ -7,18 +7,18 @@ DINOv2 (github.com/facebookresearch/dinov2), DINOv3 (.../dinov3), DeiT III (.../
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names
-from vit.weights.formats.state_dict_names import State, wrapper_prefix
+from vit.weights.formats.state_dict_names import WRAPPERS, State, wrapper_prefix
 
-# Prefixes of DistributedDataParallel, torch.compile and Lightning.
-WRAPPERS = ("module.", "_orig_mod.", "model.")
-# Prefixes of the image tower in an image-text model.
-TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
+# Prefixes of the image tower in an image-text model, and of the encoder in a training of DINO.
+TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.", "backbone.", "encoder.")
 # Parts that are only used in pre-training.
 LEFT_OUT = {
     "mask_token": "the mask token of pre-training",
@@ -27,7 +27,6 @@ LEFT_OUT = {
     "projectors.": "projections of pre-training",
     "rope.": "tables of rotary positions, which are computed",
 }
-INDEX = "relative_position_index"  # index buffer of a relative position bias
 SIMPLE = (
     (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
     (r"(blocks\.\d+\.mlp)\.w12\.", r"\1.fc1."),
@@ -54,6 +53,41 @@ ROTARY_FREQUENCIES = "rope.freqs"
 PERIODS = "rope_embed.periods"
 
 
+@dataclass(frozen=True)
+class OpenCLIPConfig:
+    """What open_clip_config.json says of the image tower.
+
+    Args:
+        pretrained_cfg: Preprocessing, by timm's names; empty if unknown.
+        timm_model_name: timm architecture of the tower; None for OpenCLIP's own.
+        quick_gelu: Whether the activation is QuickGELU.
+    """
+
+    pretrained_cfg: Mapping[str, Any]
+    timm_model_name: str | None
+    quick_gelu: bool
+
+
+def read_open_clip_config(content: Mapping[str, Any]) -> OpenCLIPConfig:
+    """Parse open_clip_config.json; whatever is missing is unknown."""
+    model, prepare = content.get("model_cfg"), content.get("preprocess_cfg")
+    model = model if isinstance(model, Mapping) else {}
+    vision = model.get("vision_cfg")
+    name = vision.get("timm_model_name") if isinstance(vision, Mapping) else None
+    about: dict[str, Any] = {}
+    if isinstance(prepare, Mapping) and {"mean", "std"} <= prepare.keys():
+        modes = {"shortest": "center", "squash": "squash"}
+        mode = prepare.get("resize_mode") or "shortest"
+        about = {
+            **{key: prepare[key] for key in ("mean", "std", "interpolation") if key in prepare},
+            "crop_pct": 1.0,
+            "crop_mode": modes.get(mode, mode),
+        }
+    return OpenCLIPConfig(
+        about, name if isinstance(name, str) else None, model.get("quick_gelu") is True
+    )
+
+
 def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     """Rename `state` to the names of timm's VisionTransformer; also return notes on dropped parts.
 
@@ -61,14 +95,12 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
         WeightsError: Two tensors get the same name, or a mask is not one of zeros and ones.
     """
     notes: list[str] = []
-    start = wrapper_prefix(state, WRAPPERS)
+    start = wrapper_prefix(state, (*WRAPPERS, "model."))  # Lightning's
     plain = _image_tower({name.removeprefix(start): t for name, t in state.items()}, notes)
     plain = _from_clip(plain, notes) if "class_embedding" in plain else plain
     for start, meaning in LEFT_OUT.items():
         names = [name for name in plain if name.startswith(start) and name != ROTARY_FREQUENCIES]
         plain = _drop(plain, names, meaning, notes)
-    indices = [name for name in plain if name.endswith(INDEX)]
-    plain = _drop(plain, indices, "they follow from the grid", notes)
     # the first ViT on ImageNet-21k
     if head := [name for name in plain if name.startswith("pre_logits.")]:
         head += [name for name in plain if name.startswith("head.")]
@@ -97,7 +129,7 @@ def _drop(state: State, names: list[str], meaning: str, notes: list[str], limit:
 
 
 def _image_tower(state: State, notes: list[str]) -> State:
-    """Select the image tower of an image-text model."""
+    """Select the image tower of an image-text model, or the encoder without its training head."""
     for start in TRUNKS:
         if any(name.startswith(start) for name in state):
             others = [name for name in state if not name.startswith(start)]

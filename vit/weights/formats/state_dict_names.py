@@ -24,6 +24,7 @@ Table = tuple[tuple[str, str], ...]
 
 PATCH_WEIGHT = "patch_embed.proj.weight"
 STEM = ("patch_embed.convs.", "patch_embed.norms.")  # parameters of a convolutional stem
+WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 
 BIAS_TABLE = "relative_position_bias_table"
 SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of a table shared by all blocks

@@ -95,6 +95,14 @@ def known_pretrained_cfg(name: str) -> dict[str, Any]:
     return dict(known[name].to_dict()) if name in known else {}
 
 
+def is_timm_model(name: str) -> bool:
+    """Whether `name` is one of timm's plain Vision Transformers, with or without a tag."""
+    import timm
+
+    base = name.partition(".")[0]
+    return bool(timm.is_model(base) and timm.models.is_model_in_modules(base, MODULES))
+
+
 def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
     import timm
 

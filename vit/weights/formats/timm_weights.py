@@ -6,7 +6,7 @@ timm's own network (timm_network.py); class names and preprocessing from its `pr
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,11 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import join_names, printable
-from vit.weights.formats.infer_architecture import infer_config, is_vision_transformer
+from vit.weights.formats.infer_architecture import (
+    infer_config,
+    infer_preprocessing,
+    is_vision_transformer,
+)
 from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
@@ -26,6 +30,7 @@ from vit.weights.formats.state_dict_names import (
     SHARED_BIAS,
     State,
     check_fit,
+    deduplicate_names,
     expand_shared_bias,
     flatten_patches,
     fuse_qkv,
@@ -55,6 +60,7 @@ def read_timm(
     model_args: Mapping[str, Any] = NOTHING,
     pretrained_cfg: Mapping[str, Any] = NOTHING,
     label_names: Sequence[str] | Mapping[Any, str] | None = None,
+    other_names: Collection[str] = (),
     where: str,
 ) -> Pretrained:
     """Convert weights with timm's names or those of the original repositories.
@@ -66,6 +72,7 @@ def read_timm(
         model_args: Arguments with which timm builds the network.
         pretrained_cfg: timm's metadata: preprocessing, license, tag.
         label_names: Class names.
+        other_names: Names of integers in the file, which may tell its family.
         where: Source of the tensors, for error messages.
 
     Raises:
@@ -73,7 +80,8 @@ def read_timm(
             tensors do not match it; without an architecture, no or several networks fit.
     """
     try:
-        return _read(state, architecture, model_args, dict(pretrained_cfg), label_names)
+        about = dict(pretrained_cfg)
+        return _read(state, architecture, model_args, about, label_names, other_names)
     except FAULTS as error:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
@@ -92,13 +100,14 @@ def _read(
     model_args: Mapping[str, Any],
     about: dict[str, Any],
     label_names: Sequence[str] | Mapping[Any, str] | None,
+    other_names: Collection[str],
 ) -> Pretrained:
     theirs, notes = to_timm_names(state)
     facts, order = None, None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
-        config, assumptions = infer_config(theirs, original=state.keys())
+        config, assumptions = infer_config(theirs, original=(*state, *other_names))
     else:
         named = bool(label_names)
         facts = cached_facts(
@@ -117,6 +126,8 @@ def _read(
     if not names and facts is not None:
         classes, on_classes = facts.classes, facts.class_notes
     prepared, on_images = preprocessing(about, config.image_size)
+    if prepared is None and not on_images and config.channels == 3:
+        prepared, on_images = infer_preprocessing(state.keys(), config.image_size)
     terms = about.get("license")
     return Pretrained(
         state=ours,
@@ -218,9 +229,7 @@ def class_names(
         return None, ("class names are not known: label_names is no list of names",)
     if len(found) != count:
         return None, (f"class names are not known: {len(found)} names for {count} outputs",)
-    if len(set(found)) != count:
-        return None, ("class names are not known: two classes have the same name",)
-    return found, ()
+    return deduplicate_names(found)
 
 
 def imagenet_names(

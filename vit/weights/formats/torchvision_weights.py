@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.data.preprocessing import Preprocessing
+from vit.data.preprocessing import IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
+from vit.weights.formats.infer_architecture import usual_heads
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     State,
@@ -44,13 +45,12 @@ NAMES: Table = (
 TABLE: Table = tuple(
     (theirs.replace("{l}", "encoder.layers.encoder_layer_{b}."), ours) for theirs, ours in NAMES
 )
-HEADS = {768: 12, 1024: 16, 1280: 16}
+WIDTHS = (768, 1024, 1280)
 SOURCE = "torchvision's VisionTransformer"
 IMAGENET = 1000
 RESIZED = {(768, 16): 256, (768, 32): 256, (1024, 16): 242, (1024, 32): 256}
 """Pixels before the crop to 224, by width and patch, of the weights IMAGENET1K_V1. All others, of
 SWAG, have no margin and are resized bicubically; ViT_*_Weights.transforms() has both."""
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
@@ -114,10 +114,10 @@ def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
     if table is None or table.ndim != 3 or hidden is None:
         raise WeightsError("encoder.pos_embedding or the first block is missing")
     dim, channels, patch_size, _ = patch.shape
-    if dim not in HEADS:
+    if dim not in WIDTHS:
         raise WeightsError(
             f"the file does not say how many heads there are, and no network of torchvision has "
-            f"the width {dim}; they have {', '.join(map(str, HEADS))}"
+            f"the width {dim}; they have {', '.join(map(str, WIDTHS))}"
         )
     side = square_side(table.shape[1] - 1)
     if not side:
@@ -129,7 +129,7 @@ def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
         num_classes=len(ours["head.weight"]) if "head.weight" in ours else 0,
         dim=dim,
         depth=len(block_numbers(ours)),
-        num_heads=HEADS[dim],
+        num_heads=usual_heads(dim),
         hidden_dim=len(hidden),
         norm_eps=1e-6,
     )
@@ -140,13 +140,14 @@ def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:
     unknown, side = "a file of torchvision does not say how images are prepared", config.image_size
     if config.channels != 3:
         return None, unknown
+    mean, std = IMAGENET_COLOURS
     full = RESIZED.get((config.dim, config.patch_size), side) if side == 224 else side
     found = Preprocessing(
         image_size=(side, side),
         crop_share=side / full,
         interpolation="bicubic" if full == side else "bilinear",
-        mean=MEAN,
-        std=STD,
+        mean=mean,
+        std=std,
     )
     return found, (
         f"{unknown}; assumed, as for its own weights: shorter side resized to {full} px by "
