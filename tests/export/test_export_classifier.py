@@ -103,6 +103,10 @@ def test_the_metadata_are_complete_and_have_no_local_path(run, tmp_path):
     assert metadata["opset"] == "20"
     assert metadata["calibration"] == "null"
     assert metadata["source_run"] == str(run)
+    assert "license" not in metadata  # trained from scratch
+    licensed = dataclasses.replace(loaded, license="cc-by-4.0")
+    about = export_classifier.metadata_of(licensed, str(run), precision="fp32", opset=20)
+    assert about == metadata | {"license": "cc-by-4.0"}
     proto = onnx.load(out)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 20)]
     assert not any(node.doc_string or node.metadata_props for node in proto.graph.node)

@@ -151,6 +151,7 @@ def metadata_of(run: LoadedRun, source: str) -> dict[str, dict[str, str]]:
         "end": str(run.tokenizer.end),
         "pad": str(run.tokenizer.pad),
         "max_tokens": str(run.model.decoder.max_new_tokens),
+        **({} if run.license is None else {"license": run.license}),
         "vit_version": __version__,
         "source_run": source,
     }

@@ -157,6 +157,7 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
         "graph": "classifier",
         "activation": get_task(run.task_name).activation_name,
         **({} if run.thresholds is None else {"thresholds": json.dumps(run.thresholds)}),
+        **({} if run.license is None else {"license": run.license}),
         **(
             {}
             if run.calibration is None

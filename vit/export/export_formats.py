@@ -124,7 +124,8 @@ def export_torch(
 
     The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
     part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
-    model, thresholds.json; of calibrated scores, score_calibration.json.
+    model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
+    licence, license.txt.
 
     Args:
         run, overwrite, notify: As for `export_onnx`.
@@ -154,6 +155,8 @@ def export_torch(
         extra_files["thresholds.json"] = json.dumps(loaded.thresholds)
     if loaded.calibration is not None:
         extra_files["score_calibration.json"] = json.dumps(loaded.calibration.to_dict())
+    if loaded.license is not None:
+        extra_files["license.txt"] = loaded.license
     extra_files["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
 
     def save(beside: Path) -> None:
