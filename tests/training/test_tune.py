@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 import yaml
@@ -265,3 +266,11 @@ def test_folders_with_other_files_are_refused(quick, tmp_path):
     with pytest.raises(RunError, match=r"no tuning wrote \(thesis\.txt\)"):
         tune(quick, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").is_file()
+    # nor in the run folders that are deleted, and trained in after the search
+    for place in ("best", "best/checkpoints", "trials/00-rung1"):
+        (tmp_path / "tuned" / place).mkdir(parents=True)
+        (tmp_path / "tuned" / place / "distance.safetensors").touch()
+        (tmp_path / "tuned" / place / "thesis.txt").touch()
+        with pytest.raises(RunError, match=rf"tuned/{place}/\S+ was written by no tuning.*move"):
+            tune(quick, tmp_path / "tuned", overwrite=True)
+        shutil.rmtree(tmp_path / "tuned" / place)

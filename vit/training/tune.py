@@ -52,6 +52,7 @@ from vit.training.checkpoint.run_folder import (
     WEIGHTS,
     delete_run,
     delete_unused,
+    foreign_files,
     lock_folder,
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
@@ -304,16 +305,28 @@ def claim_tuning(
         names = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     if has_stored_config(folder) or (folder / WEIGHTS).exists():
         raise RunError(f"{where} is a run folder itself: give another --out")
-    if foreign := sorted(name for name in names - ours if not name.endswith(".tmp")):
-        raise RunError(f"{where} has files that no tuning wrote ({foreign[0]}): give another --out")
+    if others := sorted(name for name in names - ours if not name.endswith(".tmp")):
+        raise RunError(f"{where} has files that no tuning wrote ({others[0]}): give another --out")
     stack.enter_context(lock_folder(folder))
     if path.is_file() and not (resume or overwrite):
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
+        for run in search_runs(folder):
+            if foreign := foreign_files(run):
+                raise RunError(
+                    f"{printable(foreign[0])} was written by no tuning, which trains there: move "
+                    "it, or give another --out"
+                )
         return None  # the new one deletes what is there, if its plan is no refusal
     record = read_record(path)
     require_same(values, trials, record, path)
     return record
+
+
+def search_runs(folder: Path) -> list[Path]:
+    """The run folders of a search in `folder`: its trials', and that of the best settings."""
+    runs = [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]
+    return [run for run in runs if run.is_dir()]
 
 
 def delete_search(folder: Path) -> None:
@@ -323,12 +336,11 @@ def delete_search(folder: Path) -> None:
         RunError: It cannot be written.
     """
     with explain_write_errors(folder):
-        for run in [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]:
-            if run.is_dir():
-                delete_run(run)
-                (run / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # with other files in it
-                    run.rmdir()
+        for run in search_runs(folder):
+            delete_run(run)
+            (run / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # with other files in it
+                run.rmdir()
         with contextlib.suppress(OSError):
             (folder / TRIALS).rmdir()
         for name in (PAGE_FILE, RECIPE_FILE, TUNE_FILE):
