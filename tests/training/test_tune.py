@@ -240,6 +240,27 @@ def test_errors_that_no_setting_causes_end_the_search(quick, tmp_path, monkeypat
         tune(quick, tmp_path / "out", trials=4)
 
 
+def test_a_resumed_search_takes_the_flags_that_its_error_names(pretended, tmp_path, monkeypatch):
+    out, learn, seen = tmp_path / "out", tuning.train, []
+
+    def train(config, *args, **options):
+        seen.append((config.data.on_bad_image, options["given"]))
+        if config.data.on_bad_image == "stop":
+            raise BadImage("a.png", "cut")
+        return learn(config, *args, **options)
+
+    monkeypatch.setattr(tuning, "train", train)
+    with pytest.raises(BadImage):
+        tune(pretended, out, trials=4)
+    with pytest.raises(ConfigError, match="accumulate=7: does not divide"):
+        tune(out=out, resume=True, accumulate=7)
+    tune(out=out, resume=True, on_bad_image="skip")
+    assert [flag for flag, _ in seen] == ["stop", *["skip"] * 7]  # six trials, and the best
+    assert all("on_bad_image" in given for _, given in seen[1:])
+    record = json.loads((out / tuning.TUNE_FILE).read_text())
+    assert record["settings"]["on_bad_image"] == "skip"  # the next one needs no flag
+
+
 def test_a_refused_search_leaves_the_one_that_it_would_overwrite(quick, tmp_path, monkeypatch):
     out = tmp_path / "out"
     (out / "trials" / "0-rung0").mkdir(parents=True)

@@ -320,7 +320,21 @@ def claim_tuning(
         return None  # the new one deletes what is there, if its plan is no refusal
     record = read_record(path)
     require_same(values, trials, record, path)
+    change_settings(record, values)
     return record
+
+
+def change_settings(record: Record, values: Mapping[str, Any]) -> None:
+    """Apply those of `values` that may change on resume to a search and all of its trials.
+
+    Raises:
+        ConfigError: A trial cannot be trained with them.
+    """
+    changes = {name: values[name] for name in values if name in RESUMABLE_CHANGES}
+    for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
+        settings.update(changes)
+    for trial in record["trials"]:
+        make_config(trial["settings"])
 
 
 def search_runs(folder: Path) -> list[Path]:
