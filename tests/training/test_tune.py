@@ -123,6 +123,10 @@ class Power(BaseException):
     """The plug is pulled."""
 
 
+def pull_the_plug(*_):
+    raise Power
+
+
 @pytest.fixture
 def cut(monkeypatch):
     """Pulls the plug before a given optimiser step of all that are made, or before a given save."""
@@ -220,6 +224,25 @@ def test_a_failed_trial_ranks_last(pretended, tmp_path, capsys):
     assert "trial 2  failed: the loss became nan" in capsys.readouterr().err
     assert any("failed" in line and "the loss became nan" in line for line in finished.lines)
     assert "the loss became nan" in (tmp_path / "out" / "tune.html").read_text()
+
+
+def test_what_is_large_of_a_finished_trial_is_deleted(pretended, tmp_path, monkeypatch):
+    out, learn = tmp_path / "out", tuning.train
+    large = ("model.safetensors", "teacher.safetensors")
+
+    def train(config, folder, **options):
+        result = learn(config, folder, **options)
+        for name in large:
+            (folder / name).touch()
+        return result
+
+    monkeypatch.setattr(tuning, "train", train)
+    with monkeypatch.context() as patched, pytest.raises(Power):
+        patched.setattr(tuning, "drop_weights", pull_the_plug)
+        tune(pretended, out, trials=4)
+    assert {path.name for path in out.glob("trials/*/*.safetensors")} == set(large)
+    tune(out=out, resume=True)
+    assert not [*out.glob("trials/*/*.safetensors")]
 
 
 def test_a_search_that_is_slower_than_measured_ends_early(pretended, tmp_path, monkeypatch, capsys):

@@ -49,6 +49,7 @@ from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
     RESUMABLE_CHANGES,
+    TEACHER_FILE,
     WEIGHTS,
     delete_run,
     delete_unused,
@@ -460,7 +461,10 @@ def search(record: Record, folder: Path, seconds: float, accelerator: Accelerato
     given = [name for name in record["settings"] if name != "time"]
     for rung, size in enumerate(record["rungs"], 1):
         for place, trial in enumerate(trials_of_rung(record, rung), 1):
-            if find_result(record, rung, trial) is not None or record.get("stopped"):
+            finished = find_result(record, rung, trial) is not None
+            if finished:  # a kill may have come before its weights were deleted
+                on_main(accelerator, partial(drop_weights, trial_folder(folder, trial, rung)))
+            if finished or record.get("stopped"):
                 continue
             too_slow = seconds_spent(record) + size["seconds"] > MAX_SEARCH_SHARE * seconds
             if too_slow and (rung, place) != (1, 1):
@@ -549,11 +553,11 @@ def trial_folder(folder: Path, trial: int, rung: int) -> Path:
 
 
 def drop_weights(folder: Path) -> None:
-    """Delete the weights of a finished trial; its settings and metrics stay."""
+    """Delete weights and teacher's answers of a finished trial; its settings and metrics stay."""
     with explain_write_errors(folder):
         for name in (CHECKPOINTS, BEST):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (WEIGHTS, "config.json"):
+        for name in (WEIGHTS, "config.json", TEACHER_FILE):
             (folder / name).unlink(missing_ok=True)
 
 
