@@ -208,7 +208,7 @@ def cross_validate(
         out: Folder of the run folders fold-1, fold-2 and so on; `runs/<name of the data>` if
             omitted.
         resume: Skip finished folds, and resume the one that is not.
-        overwrite: Delete existing runs.
+        overwrite: Delete all existing runs of folds, once the first fold begins.
         given: Names of the settings that the user chose, as for `vit.train`.
         settings: More settings by name, unless `config` is a Config.
 

@@ -76,6 +76,7 @@ def train(
     began: float | None = None,
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
+    claimed: Callable[[], None] | None = None,
     **settings: Any,
 ) -> TrainingResult:
     """Train a network, and write a run folder: `vit train`.
@@ -98,6 +99,8 @@ def train(
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
         report: Whether to choose thresholds and write report.html at the end.
+        claimed: Called in the main process once nothing refuses the training any more and `out` is
+            locked, before anything is written there.
         settings: More settings by name, unless `config` is a Config.
 
     Raises:
@@ -144,7 +147,7 @@ def train(
             workers_for=choose_workers,
         )
         claim = partial(claim_run_folder, folder, stack, check, config, splits)
-        on_main(accelerator, lambda: claim(new=resumed is None))
+        on_main(accelerator, lambda: claim(new=resumed is None, claimed=claimed))
         probed = init_head_from_probe(run, splits) if begins_with_probe else None
         trainer = Trainer(
             run, folder, splits, epoch_steps, budget, resumed_by=resumed_by, report=report
@@ -320,8 +323,11 @@ def claim_run_folder(
     splits: Splits,
     *,
     new: bool,
+    claimed: Callable[[], None] | None = None,
 ) -> None:
     """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
+
+    `claimed` is called before they are written.
 
     Raises:
         RunError: Another process has locked it, or began a run there since `check` was called.
@@ -329,6 +335,8 @@ def claim_run_folder(
     stack.enter_context(lock_folder(folder))
     if check() == new:
         raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
+    if claimed is not None:
+        claimed()
     if new:
         write_new_run(folder, config, splits)
     record_environment(folder, config.data.data)
