@@ -644,6 +644,26 @@ def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colou
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.auto_precision
+def test_the_settings_of_a_run_train_on_one_class_more(tiny_config, colour_data, tmp_path):
+    """As the command does: nobody chose what the data had decided."""
+    data = tmp_path / "data"
+    shutil.copytree(colour_data, data)
+    for split in ("train", "val"):
+        shutil.move(data / split / "blue", tmp_path / split)
+    config = tiny_config(data=str(data), epochs=1, warmup_epochs=0, report="fast")
+    settings = train(config, tmp_path / "first").folder / "config.yaml"
+    assert "num_classes: 2" in settings.read_text()
+    for split in ("train", "val"):
+        shutil.move(tmp_path / split, data / split / "blue")
+    assert train(settings, tmp_path / "second").classes == ("blue", "green", "red")
+    folds = {"data": str(data / "train"), "folds": 2, "num_classes": 2}
+    with pytest.raises(ConfigError, match="num_classes=2: the data has 3 classes"):  # if chosen
+        vit.cross_validate(settings, tmp_path / "folds", **folds)
+    folds.pop("num_classes")
+    assert len(vit.cross_validate(settings, tmp_path / "folds", **folds)["scores"]) == 2
+
+
 def test_images_that_the_run_was_trained_on_are_counted(colour_data, tmp_path, capsys, tiny_config):
     data = tmp_path / "data"
     shutil.copytree(colour_data / "train", data)

@@ -227,7 +227,7 @@ def cross_validate(
 
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = [*config] if given is None else given
+        given = names_of_chosen(config, settings) if given is None else given
         config = make_config(config)
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:

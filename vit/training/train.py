@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.merge_settings import call_settings
+from vit.config.merge_settings import call_settings, names_of_chosen
 from vit.config.parser import changed_settings, checked, default_run_folder, make_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
@@ -109,7 +109,7 @@ def train(
     began = time.monotonic() if began is None else began
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = [*config] if given is None else given
+        given = names_of_chosen(config, settings) if given is None else given
         config = make_config(config)
     data = config.data.data if isinstance(config, Config) else config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
