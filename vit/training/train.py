@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.config.merge_settings import call_settings, names_of_chosen
 from vit.config.parser import changed_settings, checked, default_run_folder, make_config
+from vit.config.stored_config import stored_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
@@ -128,7 +129,8 @@ def train(
         notify(f"note: no run in {printable(folder)} yet: starting one")
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
-    with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
+    resuming = config if resumed is not None else None
+    with translate_errors(resuming), Interruption(echo_seconds()) as signals, ExitStack() as stack:
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
@@ -252,6 +254,10 @@ def resolve(
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
     source = None
     if resumed is not None:  # its checkpoint has the weights
+        if config.data.accumulate is None and "accumulate" in given:
+            kept = stored_config(resumed).data.accumulate
+            keeps = f"the run keeps accumulate={kept}; --accumulate changes it"
+            notify(f"note: -b auto is not used: {keeps}")
         config = with_stored_settings(config, resumed, given)
     elif config.finetune.weights is not None:
         source = load_source(config, given, accelerator, notify)
@@ -268,7 +274,7 @@ def resolve(
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)
-    with translate_errors():
+    with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
         config = fit_memory(config, accelerator, notify, splits)
         config, budget = fit_time(
@@ -359,12 +365,16 @@ def echo_seconds() -> float:
 
 
 @contextlib.contextmanager
-def translate_errors() -> Iterator[None]:
-    """Raise errors of the machine, such as full memory, as RunError with a remedy."""
+def translate_errors(resuming: Config | None = None) -> Iterator[None]:
+    """Raise errors of the machine, such as full memory, as RunError with a remedy.
+
+    Args:
+        resuming: Settings of the run, if it is resumed: they allow fewer remedies.
+    """
     try:
         yield
     except RuntimeError as error:
-        message = remedy(error)
+        message = remedy(error, resuming)
         if message is None:
             raise
         failure = RunError(message)
@@ -372,9 +382,15 @@ def translate_errors() -> Iterator[None]:
         raise failure from None
 
 
-def remedy(error: RuntimeError) -> str | None:
+def remedy(error: RuntimeError, resuming: Config | None = None) -> str | None:
     """Message and remedy of an error that the machine causes; None for any other error."""
     text = str(error)
+    if is_out_of_memory(error) and resuming is not None:
+        less = "--checkpoint-activations"
+        if not get_task(resuming.training.task).compares_images:
+            more = resuming.data.micro_batches
+            less = f"an --accumulate of more than {more}, which splits a step's batch, or {less}"
+        return f"out of memory: resume with {less}; other settings need a new run"
     if is_out_of_memory(error):
         return (
             "out of memory: -b auto or a larger --accumulate splits a step's batch; or use "
