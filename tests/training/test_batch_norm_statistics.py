@@ -1,5 +1,7 @@
 """BatchNorm's statistics: the same over two processes, averaged, kept, saved, and frozen."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +9,7 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command
 from vit.config import ModelConfig
 from vit.config.parser import write_settings
+from vit.errors import BadImage
 from vit.model.build import build_classifier
 from vit.training.batch_norm_statistics import (
     frozen_running_stats,
@@ -27,6 +30,22 @@ SMALL = ModelConfig(
 
 def weights(folder):
     return load_file(find_checkpoints(folder / "checkpoints")[0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stop_at_a_bad_image_keeps_them(
+    tiny_config, colour_data, tmp_path, data_with_a_bad_image, accumulate
+):
+    """The step is made again on resume, with the other images of it."""
+    data = data_with_a_bad_image
+    config = tiny_config(**STEM, data=str(data), epochs=2, accumulate=accumulate)
+    with pytest.raises(BadImage, match=r"red/3\.png"):
+        train(config, tmp_path / "cut")
+    shutil.copy(colour_data / "train/red/3.png", data / "train/red/3.png")
+    train(config, tmp_path / "cut", resume=True)
+    train(config, tmp_path / "whole")
+    cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(cut[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(8, marks=pytest.mark.slow), 2])

@@ -103,6 +103,38 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
         train_folds(config(), tmp_path, measure=stopping, resume=True)
 
 
+def test_overwriting_leaves_no_fold_of_the_command_before(config, tiny_config, tmp_path):
+    train_folds(config(), tmp_path, measure=measured)
+    weights = {path.parent.name: path.read_bytes() for path in tmp_path.glob("*/model.safetensors")}
+    for name in ("rows.jsonl", "label_errors.csv", "fold-1/rows.jsonl", "fold-3/rows.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "fold-2/thesis.txt").touch()
+    (tmp_path / "fold-of-sheep").mkdir()
+    before = {path for path in tmp_path.rglob("*") if path.name != ".lock"}
+    refusals = [
+        (config(folds=2), RunError, r"fold-2/thesis\.txt was written by no training.*: move it"),
+        (tiny_config(**SETTINGS), ConfigError, "the data have validation images"),
+    ]
+    for settings, kind, message in refusals:
+        with pytest.raises(kind, match=message):
+            train_folds(settings, tmp_path, measure=measured, overwrite=True)
+        assert {path for path in tmp_path.rglob("*") if path.name != ".lock"} == before
+        (tmp_path / "fold-2/thesis.txt").unlink(missing_ok=True)
+        before.discard(tmp_path / "fold-2/thesis.txt")
+
+    def stopping(_folder):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_folds(config(folds=2), tmp_path, measure=stopping, overwrite=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"folds.json", "fold-1", "fold-of-sheep"}
+    assert not (tmp_path / "fold-1/rows.jsonl").exists()
+    record = train_folds(config(folds=2), tmp_path, measure=measured, resume=True)
+    assert list(record["scores"]) == ["1", "2"]
+    assert (tmp_path / "fold-2/model.safetensors").read_bytes() != weights["fold-2"]
+
+
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_path, monkeypatch):
@@ -353,6 +385,9 @@ def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
     with pytest.raises(KeyboardInterrupt):
         train_folds(settings, out, measure=stopping, overwrite=True)
     assert not (out / "soup").exists()
+    assert not fold_runs[1].exists()  # nor are other folds of the command before
+    for run in fold_runs[1:]:
+        shutil.copytree(fold_runs[0], run)
     # a run that somebody called so is left alone
     shutil.copytree(finished_folds / "first", out / "soup")
     save_fold_soup(out, 3, lines.append)

@@ -18,6 +18,7 @@ from vit.errors import DataError, RunError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
+from vit.training.checkpoint.run_folder import delete_run, foreign_files
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.final_report import distance_samples, report, with_held_out
@@ -109,6 +110,11 @@ def test_the_end_of_a_training_calibrates_the_scores(
     train(tiny_config(epochs=2, ema=0.0, mixup=0.0), run, resume=True)
     assert (run / "config.json").read_bytes() == config
     assert (run / "report.html").read_bytes() == page
+    # --overwrite deletes the distance, too: a folder with it alone would be refused
+    assert (run / "distance.safetensors").is_file()
+    assert foreign_files(run) == []
+    delete_run(run)
+    assert {path.name for path in run.iterdir()} <= {".lock"}
 
 
 def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):

@@ -316,6 +316,32 @@ def test_what_was_given_stays_and_the_rest_adapts():
     assert training.time is None
 
 
+@pytest.mark.parametrize(
+    ("side", "patch"),
+    [(225, 15), (250, 10), (299, 13), (300, 15), (1000, 20), (50, 10), (100, 4), (224, 16)],
+)
+def test_the_patch_divides_an_image_size_that_was_given(side, patch):
+    model = planned(PHOTOS, image_size=side).model
+    assert (model.image_size, model.patch_size) == (side, patch)
+    assert model.stem == ("conv" if patch in (4, 16) else "linear")
+
+
+@pytest.mark.parametrize(("side", "patch"), [(8, 4), (10, 2), (12, 4), (18, 3), (28, 4)])
+def test_so_it_does_of_tiny_images(side, patch):
+    assert planned(TINY, image_size=side).model.patch_size == patch
+
+
+def test_an_image_size_that_no_patch_divides_is_refused():
+    with pytest.raises(ConfigError, match=r"image_size=331: no patches of 4 .*; give 320 or 336"):
+        planned(PHOTOS, image_size=331)
+
+
+def test_the_planned_image_size_is_a_multiple_of_all_patch_sizes():
+    facts = dataclasses.replace(PHOTOS, side=120, seconds=4000.0)
+    assert planned(facts).model.image_size == 112
+    assert planned(facts, patch_sizes=(8, 32)).model.image_size == 128
+
+
 def test_longer_trainings_have_less_weight_decay():
     times = [60.0, 600.0, 6000.0, 600_000.0]
     decays = [

@@ -519,6 +519,34 @@ def test_full_memory_is_an_error_with_a_remedy(tiny_config, tmp_path, monkeypatc
         train(tiny_config(), tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({}, "resume with an --accumulate of more than 2, .* or --checkpoint-activations; other"),
+        ({"task": "lejepa", "min_crop": 0.5}, "memory: resume with --checkpoint-activations; oth"),
+    ],
+)
+def test_the_remedy_of_a_resumed_run_is_one_that_may_change(
+    tiny_config, tmp_path, monkeypatch, capsys, task, message
+):
+    off = {"mixup": 0.0, "cutmix": 0.0} if task else {}
+    config = tiny_config(accumulate=2, **task, **off)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Trainer, "run_epoch", lambda self: self.save_and_wait() or killed())
+        train(config, tmp_path / "run")
+    monkeypatch.setattr("vit.training.training_loop.forward_losses", full)
+    with pytest.raises(RunError, match=message):
+        train(out=tmp_path / "run", resume=True, accumulate=None)
+    assert "note: -b auto is not used: the run keeps accumulate=2; --acc" in capsys.readouterr().err
+
+
 def test_files_of_a_run_can_be_read_by_others(tiny_config, tmp_path):
     train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*.*")}
@@ -642,6 +670,26 @@ def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colou
     with pytest.raises(ConfigError, match="leaves nothing to plan"):
         plan(tiny_config())
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.auto_precision
+def test_the_settings_of_a_run_train_on_one_class_more(tiny_config, colour_data, tmp_path):
+    """As the command does: nobody chose what the data had decided."""
+    data = tmp_path / "data"
+    shutil.copytree(colour_data, data)
+    for split in ("train", "val"):
+        shutil.move(data / split / "blue", tmp_path / split)
+    config = tiny_config(data=str(data), epochs=1, warmup_epochs=0, report="fast")
+    settings = train(config, tmp_path / "first").folder / "config.yaml"
+    assert "num_classes: 2" in settings.read_text()
+    for split in ("train", "val"):
+        shutil.move(tmp_path / split, data / split / "blue")
+    assert train(settings, tmp_path / "second").classes == ("blue", "green", "red")
+    folds = {"data": str(data / "train"), "folds": 2, "num_classes": 2}
+    with pytest.raises(ConfigError, match="num_classes=2: the data has 3 classes"):  # if chosen
+        vit.cross_validate(settings, tmp_path / "folds", **folds)
+    folds.pop("num_classes")
+    assert len(vit.cross_validate(settings, tmp_path / "folds", **folds)["scores"]) == 2
 
 
 def test_images_that_the_run_was_trained_on_are_counted(colour_data, tmp_path, capsys, tiny_config):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 import yaml
@@ -122,6 +123,10 @@ class Power(BaseException):
     """The plug is pulled."""
 
 
+def pull_the_plug(*_):
+    raise Power
+
+
 @pytest.fixture
 def cut(monkeypatch):
     """Pulls the plug before a given optimiser step of all that are made, or before a given save."""
@@ -221,6 +226,25 @@ def test_a_failed_trial_ranks_last(pretended, tmp_path, capsys):
     assert "the loss became nan" in (tmp_path / "out" / "tune.html").read_text()
 
 
+def test_what_is_large_of_a_finished_trial_is_deleted(pretended, tmp_path, monkeypatch):
+    out, learn = tmp_path / "out", tuning.train
+    large = ("model.safetensors", "teacher.safetensors")
+
+    def train(config, folder, **options):
+        result = learn(config, folder, **options)
+        for name in large:
+            (folder / name).touch()
+        return result
+
+    monkeypatch.setattr(tuning, "train", train)
+    with monkeypatch.context() as patched, pytest.raises(Power):
+        patched.setattr(tuning, "drop_weights", pull_the_plug)
+        tune(pretended, out, trials=4)
+    assert {path.name for path in out.glob("trials/*/*.safetensors")} == set(large)
+    tune(out=out, resume=True)
+    assert not [*out.glob("trials/*/*.safetensors")]
+
+
 def test_a_search_that_is_slower_than_measured_ends_early(pretended, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "seconds_spent", lambda record: 1300.0 * len(record["results"]))
     finished = tune(pretended, tmp_path / "out", trials=4)
@@ -237,6 +261,27 @@ def test_errors_that_no_setting_causes_end_the_search(quick, tmp_path, monkeypat
     monkeypatch.setattr(tuning, "train", train)
     with pytest.raises(type(stop)):
         tune(quick, tmp_path / "out", trials=4)
+
+
+def test_a_resumed_search_takes_the_flags_that_its_error_names(pretended, tmp_path, monkeypatch):
+    out, learn, seen = tmp_path / "out", tuning.train, []
+
+    def train(config, *args, **options):
+        seen.append((config.data.on_bad_image, options["given"]))
+        if config.data.on_bad_image == "stop":
+            raise BadImage("a.png", "cut")
+        return learn(config, *args, **options)
+
+    monkeypatch.setattr(tuning, "train", train)
+    with pytest.raises(BadImage):
+        tune(pretended, out, trials=4)
+    with pytest.raises(ConfigError, match="accumulate=7: does not divide"):
+        tune(out=out, resume=True, accumulate=7)
+    tune(out=out, resume=True, on_bad_image="skip")
+    assert [flag for flag, _ in seen] == ["stop", *["skip"] * 7]  # six trials, and the best
+    assert all("on_bad_image" in given for _, given in seen[1:])
+    record = json.loads((out / tuning.TUNE_FILE).read_text())
+    assert record["settings"]["on_bad_image"] == "skip"  # the next one needs no flag
 
 
 def test_a_refused_search_leaves_the_one_that_it_would_overwrite(quick, tmp_path, monkeypatch):
@@ -265,3 +310,11 @@ def test_folders_with_other_files_are_refused(quick, tmp_path):
     with pytest.raises(RunError, match=r"no tuning wrote \(thesis\.txt\)"):
         tune(quick, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").is_file()
+    # nor in the run folders that are deleted, and trained in after the search
+    for place in ("best", "best/checkpoints", "trials/00-rung1"):
+        (tmp_path / "tuned" / place).mkdir(parents=True)
+        (tmp_path / "tuned" / place / "distance.safetensors").touch()
+        (tmp_path / "tuned" / place / "thesis.txt").touch()
+        with pytest.raises(RunError, match=rf"tuned/{place}/\S+ was written by no tuning.*move"):
+            tune(quick, tmp_path / "tuned", overwrite=True)
+        shutil.rmtree(tmp_path / "tuned" / place)

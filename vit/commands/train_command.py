@@ -208,7 +208,7 @@ def cross_validate(
         out: Folder of the run folders fold-1, fold-2 and so on; `runs/<name of the data>` if
             omitted.
         resume: Skip finished folds, and resume the one that is not.
-        overwrite: Delete existing runs.
+        overwrite: Delete all existing runs of folds, once the first fold begins.
         given: Names of the settings that the user chose, as for `vit.train`.
         settings: More settings by name, unless `config` is a Config.
 
@@ -227,7 +227,7 @@ def cross_validate(
 
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = [*config] if given is None else given
+        given = names_of_chosen(config, settings) if given is None else given
         config = make_config(config)
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:

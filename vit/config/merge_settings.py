@@ -26,6 +26,9 @@ FOLDS_FILE = "folds.json"
 """Record of a cross-validation, in the folder of its runs."""
 SOUP_FOLDER = "soup"
 """Folder beside it of the network that is the mean of all folds."""
+ROWS_FILE, LABEL_ERRORS_FILE = "rows.jsonl", "label_errors.csv"
+"""Predictions of held-out images, there and in the folder of each fold; and the suspected labels,
+there."""
 
 
 def call_settings(

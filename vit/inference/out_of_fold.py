@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.config.merge_settings import LABEL_ERRORS_FILE, ROWS_FILE
 from vit.config.stored_config import stored_config
 from vit.evaluation.confident_learning import (
     SuspectRow,
@@ -24,8 +25,6 @@ from vit.output.output_file import atomic_file
 from vit.output.prediction_results import csv_row, to_json
 from vit.text import csv_mark, csv_text, plural, printable, quoted
 
-ROWS_FILE = "rows.jsonl"
-LABEL_ERRORS_FILE = "label_errors.csv"
 COLUMNS = ("image", "label", "label_score", "likely", "likely_score", "margin")
 
 

@@ -22,12 +22,24 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.merge_settings import FOLDS_FILE, read_fold_settings
+from vit.config.merge_settings import (
+    FOLDS_FILE,
+    LABEL_ERRORS_FILE,
+    ROWS_FILE,
+    read_fold_settings,
+)
 from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
-from vit.config.stored_config import stored_config
-from vit.errors import ConfigError, RunError, VitError
+from vit.config.stored_config import has_stored_config, stored_config
+from vit.errors import ConfigError, RunError
 from vit.text import printable
-from vit.training.checkpoint.run_folder import RESUMABLE_CHANGES, WEIGHTS
+from vit.training.checkpoint.run_folder import (
+    RESUMABLE_CHANGES,
+    WEIGHTS,
+    delete_run,
+    delete_unused,
+    foreign_files,
+    lock_folder,
+)
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
@@ -61,7 +73,7 @@ def train_folds(
         out: Folder of the run folders; `runs/<name of the data>` if omitted.
         measure: Returns the scores of a finished run; those that are numbers are kept.
         resume: Skip finished folds, and resume the one that is not.
-        overwrite: Delete existing runs.
+        overwrite: Delete all existing runs of folds, once the first fold begins.
         given: As for `train`.
 
     Returns:
@@ -93,9 +105,13 @@ def train_folds(
         found = {"folds": folds, "settings": settings, "planned": planned, "scores": scores}
         return {**found, **summary([*scores.values()])}
 
-    previous = on_main(accelerator, lambda: read_record_bytes(folder))
-    on_main(accelerator, lambda: write_record(folder, record()))
-    begun = False
+    def begin() -> None:
+        if overwrite:
+            delete_folds(folder, locked=folder / "fold-1")
+        delete_fold_soup(folder)
+        write_record(folder, record())
+
+    claimed: Callable[[], None] | None = begin
     for fold in range(1, folds + 1):
         run_folder = folder / f"fold-{fold}"
         if str(fold) in scores:
@@ -106,26 +122,16 @@ def train_folds(
         if fold > 1 and config.data.intensity_range is None:  # of deep images, the same for all
             of_data["intensity_range"] = stored_config(folder / "fold-1").data.intensity_range
         part = dataclasses.replace(config, data=dataclasses.replace(config.data, **of_data))
-        before = settings_time(run_folder)
-        try:
-            result = train(
-                part,
-                run_folder,
-                resume=resume,
-                overwrite=overwrite,
-                given=[*given, "fold"],
-                resumed_by=("vit train", folder),
-            )
-        except VitError:
-            refused = settings_time(run_folder) == before and not begun
-            if accelerator.is_main_process:
-                if refused:
-                    restore_record(folder, previous)
-                else:
-                    delete_fold_soup(folder)
-            raise
-        begun = True
-        on_main(accelerator, lambda: delete_fold_soup(folder))  # of the folds before
+        result = train(
+            part,
+            run_folder,
+            resume=resume,
+            overwrite=overwrite,
+            given=[*given, "fold"],
+            resumed_by=("vit train", folder),
+            claimed=claimed,
+        )
+        claimed = None
         failed |= result.failed
         scores[str(fold)] = on_main(accelerator, partial(numeric_scores, measure, run_folder))
         on_main(accelerator, lambda: write_record(folder, record()))
@@ -189,6 +195,12 @@ def finished_folds(
     if (folder / WEIGHTS).exists():  # of a training without folds
         raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
     if overwrite:
+        for run in fold_runs(folder):
+            if foreign := [file for file in foreign_files(run) if file.name != ROWS_FILE]:
+                raise RunError(
+                    f"{printable(foreign[0])} was written by no training, and its folder is "
+                    "deleted: move it, or give another --out"
+                )
         return {}
     if not path.is_file():
         return {}
@@ -277,27 +289,36 @@ def t_cdf(value: float, freedom: int) -> float:
     return (1 + inside) / 2
 
 
-def settings_time(run_folder: Path) -> int:
-    """When the settings of a run were written, in nanoseconds; 0 if it has not begun."""
-    path = run_folder / "config.yaml"
-    return path.stat().st_mtime_ns if path.is_file() else 0
+def fold_runs(folder: Path) -> list[Path]:
+    """The run folders of all folds in `folder`, also of another number of folds."""
+    return [run for run in folder.glob("fold-*") if has_stored_config(run)]
 
 
-def read_record_bytes(folder: Path) -> bytes | None:
-    """The content of folds.json, or None without one."""
-    path = folder / FOLDS_FILE
-    return path.read_bytes() if path.is_file() else None
+def delete_folds(folder: Path, *, locked: Path) -> None:
+    """Delete the runs of folds in `folder`, and what was made of them, and nothing else.
 
+    A command that is killed before its last fold would else resume with folds of the one before.
 
-def restore_record(folder: Path, content: bytes | None) -> None:
-    """Undo `write_record` after a command that was refused; delete what it created."""
-    path = folder / FOLDS_FILE
-    if content is not None:
-        path.write_bytes(content)
-        return
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # other files are in it
-        folder.rmdir()
+    Args:
+        folder: Folder of the run folders.
+        locked: The run folder that this process has locked, for its next training.
+
+    Raises:
+        RunError: Another process trains a fold, or they cannot be deleted.
+    """
+    runs = fold_runs(folder)
+    others = [run for run in runs if run != locked]
+    with explain_write_errors(folder):
+        with contextlib.ExitStack() as stack:
+            for run in others:
+                stack.enter_context(lock_folder(run))
+            for run in runs:
+                (run / ROWS_FILE).unlink(missing_ok=True)
+                delete_run(run)
+        for run in others:
+            delete_unused(run)
+        for name in (ROWS_FILE, LABEL_ERRORS_FILE):
+            (folder / name).unlink(missing_ok=True)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit.config import AugmentConfig
+from vit.errors import ConfigError
 from vit.text import format_bytes
 
 if TYPE_CHECKING:
@@ -346,17 +347,37 @@ def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
     side = given.get("image_size", image_side(native, row))
     patch = given.get("patch_size")
     if patch is None:
-        patch = next((p for p in (16, 8, 4, 2) if p <= row.patch and side % p == 0), side)
-        while side < 4 * patch and patch > 4 and patch % 2 == 0:
-            patch //= 2
+        patch = patch_for(side, row.patch)
     if "image_size" not in given:
-        side = max(math.ceil(side / patch), 1) * patch
+        multiple = math.lcm(patch, *given.get("patch_sizes", ()))
+        side = max(math.ceil(side / multiple), 1) * multiple
     stride = row.stem_stride if patch >= 8 else 1
     layers = row.stem_depth if patch == row.patch else max(3, patch.bit_length() - stride)
     chosen = {name: given.get(name, getattr(row, name)) for name in ("dim", "depth")}
     stem = {"stem_depth": layers, "stem_stride": stride}
     stem["stem_width"] = min(row.stem_width, chosen["dim"])
     return row._replace(side=side, patch=patch, **stem, **chosen)
+
+
+def patch_for(side: int, usual: int) -> int:
+    """Side of the patches of images of `side` pixels: at most `usual` if a stem of convolutions
+    then makes at most 32 x 32 tokens, else what is nearest to it.
+
+    Raises:
+        ConfigError: No patch of a sensible size divides the image.
+    """
+    least = 2 if side <= TINY_SIDE else 4
+    divisors = [p for p in range(least, 33) if side % p == 0 and (side >= 4 * p or p == 4)]
+    for patch in (16, 8, 4):
+        if patch <= usual and patch in divisors and side <= 32 * patch:
+            return patch
+    if not divisors:
+        below = max(side // usual, 1) * usual
+        raise ConfigError(
+            f"image_size={side}: no patches of {least} to 32 pixels divide it; give {below} or "
+            f"{below + usual}"
+        )
+    return min(divisors, key=lambda patch: abs(patch - usual))
 
 
 def network_settings(network: Network) -> dict[str, int]:

@@ -18,8 +18,9 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.merge_settings import call_settings
+from vit.config.merge_settings import call_settings, names_of_chosen
 from vit.config.parser import changed_settings, checked, default_run_folder, make_config
+from vit.config.stored_config import stored_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
@@ -76,6 +77,7 @@ def train(
     began: float | None = None,
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
+    claimed: Callable[[], None] | None = None,
     **settings: Any,
 ) -> TrainingResult:
     """Train a network, and write a run folder: `vit train`.
@@ -98,6 +100,8 @@ def train(
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
         report: Whether to choose thresholds and write report.html at the end.
+        claimed: Called in the main process once nothing refuses the training any more and `out` is
+            locked, before anything is written there.
         settings: More settings by name, unless `config` is a Config.
 
     Raises:
@@ -106,7 +110,7 @@ def train(
     began = time.monotonic() if began is None else began
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = [*config] if given is None else given
+        given = names_of_chosen(config, settings) if given is None else given
         config = make_config(config)
     data = config.data.data if isinstance(config, Config) else config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -125,7 +129,8 @@ def train(
         notify(f"note: no run in {printable(folder)} yet: starting one")
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
-    with translate_errors(), Interruption(echo_seconds()) as signals, ExitStack() as stack:
+    resuming = config if resumed is not None else None
+    with translate_errors(resuming), Interruption(echo_seconds()) as signals, ExitStack() as stack:
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
@@ -144,7 +149,7 @@ def train(
             workers_for=choose_workers,
         )
         claim = partial(claim_run_folder, folder, stack, check, config, splits)
-        on_main(accelerator, lambda: claim(new=resumed is None))
+        on_main(accelerator, lambda: claim(new=resumed is None, claimed=claimed))
         probed = init_head_from_probe(run, splits) if begins_with_probe else None
         trainer = Trainer(
             run, folder, splits, epoch_steps, budget, resumed_by=resumed_by, report=report
@@ -249,6 +254,10 @@ def resolve(
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
     source = None
     if resumed is not None:  # its checkpoint has the weights
+        if config.data.accumulate is None and "accumulate" in given:
+            kept = stored_config(resumed).data.accumulate
+            keeps = f"the run keeps accumulate={kept}; --accumulate changes it"
+            notify(f"note: -b auto is not used: {keeps}")
         config = with_stored_settings(config, resumed, given)
     elif config.finetune.weights is not None:
         source = load_source(config, given, accelerator, notify)
@@ -265,7 +274,7 @@ def resolve(
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
     splits = with_cache(config, splits, accelerator, notify)
-    with translate_errors():
+    with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
         config = fit_memory(config, accelerator, notify, splits)
         config, budget = fit_time(
@@ -326,8 +335,11 @@ def claim_run_folder(
     splits: Splits,
     *,
     new: bool,
+    claimed: Callable[[], None] | None = None,
 ) -> None:
     """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
+
+    `claimed` is called before they are written.
 
     Raises:
         RunError: Another process has locked it, or began a run there since `check` was called.
@@ -335,6 +347,8 @@ def claim_run_folder(
     stack.enter_context(lock_folder(folder))
     if check() == new:
         raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
+    if claimed is not None:
+        claimed()
     if new:
         write_new_run(folder, config, splits)
     record_environment(folder, config.data.data)
@@ -357,12 +371,16 @@ def echo_seconds() -> float:
 
 
 @contextlib.contextmanager
-def translate_errors() -> Iterator[None]:
-    """Raise errors of the machine, such as full memory, as RunError with a remedy."""
+def translate_errors(resuming: Config | None = None) -> Iterator[None]:
+    """Raise errors of the machine, such as full memory, as RunError with a remedy.
+
+    Args:
+        resuming: Settings of the run, if it is resumed: they allow fewer remedies.
+    """
     try:
         yield
     except RuntimeError as error:
-        message = remedy(error)
+        message = remedy(error, resuming)
         if message is None:
             raise
         failure = RunError(message)
@@ -370,9 +388,15 @@ def translate_errors() -> Iterator[None]:
         raise failure from None
 
 
-def remedy(error: RuntimeError) -> str | None:
+def remedy(error: RuntimeError, resuming: Config | None = None) -> str | None:
     """Message and remedy of an error that the machine causes; None for any other error."""
     text = str(error)
+    if is_out_of_memory(error) and resuming is not None:
+        less = "--checkpoint-activations"
+        if not get_task(resuming.training.task).compares_images:
+            more = resuming.data.micro_batches
+            less = f"an --accumulate of more than {more}, which splits a step's batch, or {less}"
+        return f"out of memory: resume with {less}; other settings need a new run"
     if is_out_of_memory(error):
         return (
             "out of memory: -b auto or a larger --accumulate splits a step's batch; or use "

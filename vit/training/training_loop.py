@@ -114,7 +114,8 @@ def train_one_epoch(
     Raises:
         RunError: The loss is not finite, or several gradients; the weights are those of the
             previous step.
-        BadImage: An image cannot be read and `on_bad_image` is stop; weights likewise.
+        BadImage: An image cannot be read and `on_bad_image` is stop; weights and running
+            statistics likewise.
     """
     run.model.train()
     while run.step < end():
@@ -134,6 +135,7 @@ def train_one_step(
     set_lr(run.optimizer, lr)
     choose_patch_size(run)
     device = run.accelerator.device
+    statistics = [each.clone() for each in run.running_stats]
     loss_sums = torch.zeros(3, device=device, dtype=widest_float(device))
     for index, batch in enumerate(micro_batches):
         with sync_gradients(run, last=index == len(micro_batches) - 1):
@@ -147,6 +149,9 @@ def train_one_step(
     counts = [images, len(failed), int(due), *signals]
     totals = StepTotals.over_processes(run.accelerator, loss_sums, grad_norm, counts)
     if totals.failed:
+        if run.config.data.on_bad_image == "stop":  # the step is made again on resume
+            for each, before in zip(run.running_stats, statistics, strict=True):
+                each.copy_(before)
         run.exclude_unreadable(failed)
     step = totals.summary(lr=lr, processes=run.processes)
     if updates_weights(run, step.loss, step.grad_norm):

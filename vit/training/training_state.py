@@ -21,7 +21,11 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.classification import Classification
 from vit.tasks.task import Task
-from vit.training.batch_norm_statistics import frozen_running_stats, sum_over_processes
+from vit.training.batch_norm_statistics import (
+    frozen_running_stats,
+    running_stats,
+    sum_over_processes,
+)
 from vit.training.distributed.collectives import gather_lists, on_main
 from vit.training.ema import ExponentialMovingAverage
 
@@ -87,6 +91,11 @@ class TrainingState:
     def frozen_running_stats(self) -> contextlib.AbstractContextManager[None]:
         """Keep the network's running statistics as they are."""
         return frozen_running_stats(self.network)
+
+    @cached_property
+    def running_stats(self) -> tuple[Tensor, ...]:
+        """The network's running statistics, which every forward pass of a training changes."""
+        return tuple(running_stats(self.network).values())
 
     def gather(self, mine: list[T]) -> list[T]:
         """Concatenate the lists of all processes."""

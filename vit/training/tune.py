@@ -49,9 +49,11 @@ from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
     RESUMABLE_CHANGES,
+    TEACHER_FILE,
     WEIGHTS,
     delete_run,
     delete_unused,
+    foreign_files,
     lock_folder,
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
@@ -304,16 +306,42 @@ def claim_tuning(
         names = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
     if has_stored_config(folder) or (folder / WEIGHTS).exists():
         raise RunError(f"{where} is a run folder itself: give another --out")
-    if foreign := sorted(name for name in names - ours if not name.endswith(".tmp")):
-        raise RunError(f"{where} has files that no tuning wrote ({foreign[0]}): give another --out")
+    if others := sorted(name for name in names - ours if not name.endswith(".tmp")):
+        raise RunError(f"{where} has files that no tuning wrote ({others[0]}): give another --out")
     stack.enter_context(lock_folder(folder))
     if path.is_file() and not (resume or overwrite):
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
+        for run in search_runs(folder):
+            if foreign := foreign_files(run):
+                raise RunError(
+                    f"{printable(foreign[0])} was written by no tuning, which trains there: move "
+                    "it, or give another --out"
+                )
         return None  # the new one deletes what is there, if its plan is no refusal
     record = read_record(path)
     require_same(values, trials, record, path)
+    change_settings(record, values)
     return record
+
+
+def change_settings(record: Record, values: Mapping[str, Any]) -> None:
+    """Apply those of `values` that may change on resume to a search and all of its trials.
+
+    Raises:
+        ConfigError: A trial cannot be trained with them.
+    """
+    changes = {name: values[name] for name in values if name in RESUMABLE_CHANGES}
+    for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
+        settings.update(changes)
+    for trial in record["trials"]:
+        make_config(trial["settings"])
+
+
+def search_runs(folder: Path) -> list[Path]:
+    """The run folders of a search in `folder`: its trials', and that of the best settings."""
+    runs = [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]
+    return [run for run in runs if run.is_dir()]
 
 
 def delete_search(folder: Path) -> None:
@@ -323,12 +351,11 @@ def delete_search(folder: Path) -> None:
         RunError: It cannot be written.
     """
     with explain_write_errors(folder):
-        for run in [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]:
-            if run.is_dir():
-                delete_run(run)
-                (run / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # with other files in it
-                    run.rmdir()
+        for run in search_runs(folder):
+            delete_run(run)
+            (run / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # with other files in it
+                run.rmdir()
         with contextlib.suppress(OSError):
             (folder / TRIALS).rmdir()
         for name in (PAGE_FILE, RECIPE_FILE, TUNE_FILE):
@@ -434,7 +461,10 @@ def search(record: Record, folder: Path, seconds: float, accelerator: Accelerato
     given = [name for name in record["settings"] if name != "time"]
     for rung, size in enumerate(record["rungs"], 1):
         for place, trial in enumerate(trials_of_rung(record, rung), 1):
-            if find_result(record, rung, trial) is not None or record.get("stopped"):
+            finished = find_result(record, rung, trial) is not None
+            if finished:  # a kill may have come before its weights were deleted
+                on_main(accelerator, partial(drop_weights, trial_folder(folder, trial, rung)))
+            if finished or record.get("stopped"):
                 continue
             too_slow = seconds_spent(record) + size["seconds"] > MAX_SEARCH_SHARE * seconds
             if too_slow and (rung, place) != (1, 1):
@@ -523,11 +553,11 @@ def trial_folder(folder: Path, trial: int, rung: int) -> Path:
 
 
 def drop_weights(folder: Path) -> None:
-    """Delete the weights of a finished trial; its settings and metrics stay."""
+    """Delete weights and teacher's answers of a finished trial; its settings and metrics stay."""
     with explain_write_errors(folder):
         for name in (CHECKPOINTS, BEST):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (WEIGHTS, "config.json"):
+        for name in (WEIGHTS, "config.json", TEACHER_FILE):
             (folder / name).unlink(missing_ok=True)
 
 

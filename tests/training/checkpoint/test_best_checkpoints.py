@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import weakref
 
 import pytest
 import torch
@@ -120,6 +121,22 @@ def test_a_soup_of_captions_of_few_images_is_ranked_by_loss_as_the_epochs_are(tm
 def test_equal_epochs_are_added_in_their_order(tmp_path):
     found, weight = made_of(tmp_path, [0.8, 0.8, 0.8], {1.5: 0.9, 2.0: 0.9})
     assert (found["epochs"], found["better"], weight) == ([1, 2, 3], True, 2.0)
+
+
+def test_a_soup_holds_few_networks_at_a_time(tmp_path, monkeypatch):
+    load, loaded, most = BestEpochs.load, weakref.WeakSet(), []
+
+    def counted(self, epoch):
+        most.append(len(loaded))  # the soup so far, and the one that was added before
+        tensors = load(self, epoch)
+        loaded.update(tensors.values())
+        return tensors
+
+    monkeypatch.setattr(BestEpochs, "load", counted)
+    soups = {1.5: 0.9, 2.0: 0.91, 2.5: 0.92, 3.0: 0.93}
+    found, weight = made_of(tmp_path, [0.8] * 5, soups)
+    assert (found["epochs"], weight) == ([1, 2, 3, 4, 5], 3.0)
+    assert max(most) <= 2
 
 
 def test_weights_of_another_network_are_refused_by_name(tmp_path):

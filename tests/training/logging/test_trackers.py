@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.config import RunConfig
 from vit.errors import ConfigError
+from vit.evaluation.caption_metrics import caption_scores
 from vit.training.logging import trackers
 from vit.training.logging.metrics_logger import MetricsFile
 from vit.training.logging.trackers import (
@@ -45,7 +46,7 @@ def step_event(step: int) -> dict:
 
 def epoch_event(step: int) -> dict:
     epoch = step // PER_EPOCH
-    scores = {key: 1 / (epoch + place) for place, key in enumerate(NAMES["epoch"])}
+    scores = {key: 1 / (epoch + place + 1) for place, key in enumerate(NAMES["epoch"])}
     return {"event": "epoch", "step": step, "epoch": epoch, "train_loss": 0.5, **scores}
 
 
@@ -235,6 +236,24 @@ def test_a_partly_written_line_is_sent_when_complete(tmp_path, fake):
     assert fake.seen() == expected(3)
 
 
+def test_what_precedes_the_first_step_is_sent_once(tmp_path, fake):
+    """The head of a probe is epoch 0; a run of it alone ends at step 0."""
+    append(tmp_path, epoch_event(0))
+    append(tmp_path, {"event": "soup", "step": 0, "val_balanced_accuracy": 0.25})
+    sent = {NAMES["epoch"][key]: [(0, epoch_event(0)[key])] for key in NAMES["epoch"]}
+    sent["soup/balanced_accuracy"] = [(0, 0.25)]
+    for _ in range(2):  # with a checkpoint of step 0
+        follow(tmp_path, 0)
+        assert fake.seen() == sent
+
+
+def test_every_score_of_an_epoch_has_a_name():
+    captions = caption_scores(["a dog"], [["a dog"]]).keys() - {"bleu1", "bleu2", "bleu3"}
+    of_pretraining = {"rankme", "centred_rank", "spread", "knn"}
+    for score in {*captions, *of_pretraining, "caption_loss", "balanced_accuracy", "f1"}:
+        assert NAMES["epoch"][f"val_{score}"] == f"val/{score}"
+
+
 def test_nothing_is_sent_twice_if_the_sent_file_is_lost(tmp_path, fake):
     train(tmp_path, 1, 9)
     follow(tmp_path, 0)
@@ -261,7 +280,7 @@ def test_mlflow_has_no_step_twice_after_a_kill(tmp_path, monkeypatch):
     follow(tmp_path, 0, "mlflow")
     assert json.loads((tmp_path / "tracking/mlflow.json").read_text()) == {"key": "its own"}
     sent = tmp_path / "tracking/mlflow.sent"
-    assert json.loads(sent.read_text()) == {"step": 6, "epoch": 4, "soup": 0}
+    assert json.loads(sent.read_text()) == {"step": 6, "epoch": 4, "soup": -1}
     sent.write_text(json.dumps({"step": 5, "epoch": 4}))
     run.data.metrics = {name: values[-1][1] for name, values in tracker.seen().items()}
     train(tmp_path, 7, 9)

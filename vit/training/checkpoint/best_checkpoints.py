@@ -10,7 +10,7 @@ The choice depends only on the epochs' events, so a resumed run keeps the same f
 Source: Wortsman et al., "Model soups", recipe 1, arXiv:2203.05482; of epochs instead of runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,7 @@ def average_best_epochs(
     event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}
     for candidate in best.events[1:]:
         tried = [*members, candidate["epoch"]]
-        parts = [best.load(epoch) for epoch in tried]
-        require_same(best.path(candidate["epoch"]), "the best epoch", parts[-1], parts[0])
-        weights = average_weights(parts)
+        weights = average_weights(load_alike(best, tried, chosen))
         measured = evaluate(weights)
         if measured is None:
             return None
@@ -128,3 +126,13 @@ def average_best_epochs(
     if not better:
         chosen = best.load(best.first["epoch"])
     return {"event": "soup", "epochs": sorted(members), **event, "better": better}, chosen
+
+
+def load_alike(
+    best: BestEpochs, epochs: Sequence[int], expected: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """The weights of `epochs`, one after the other, which must have the tensors of `expected`."""
+    for epoch in epochs:
+        weights = best.load(epoch)
+        require_same(best.path(epoch), "the best epoch", weights, expected)
+        yield weights

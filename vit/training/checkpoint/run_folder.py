@@ -30,13 +30,14 @@ from vit.weights.safetensors_io import (
     write_tensors,
     write_text,
 )
-from vit.weights.saved_model import PRETRAINING_FILE, TOKENIZER_FILE
+from vit.weights.saved_model import DISTANCE_FILE, PRETRAINING_FILE, TOKENIZER_FILE
 
 TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 """Answers of a teacher for the training images, in their order; and the name of their tensor."""
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
+    DISTANCE_FILE,
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
@@ -133,6 +134,16 @@ def delete_run(folder: Path) -> None:
     # config.yaml identifies a run folder: deleted last, since a kill may come in between
     for name in reversed(FILES):
         (folder / name).unlink(missing_ok=True)
+
+
+def foreign_files(folder: Path) -> list[Path]:
+    """What `delete_run` leaves in `folder`; a new run is then refused there."""
+    patterns = {CHECKPOINTS: "step-*", BEST: "epoch-*"}
+    known = {*FILES, *patterns, TRACKING, LOCK}
+    found = [path for path in folder.glob("*") if path.name not in known]
+    for name, pattern in patterns.items():
+        found += [path for path in folder.glob(f"{name}/*") if not path.match(pattern)]
+    return sorted(path for path in found if path.suffix != ".tmp")
 
 
 def clean_leftovers(folder: Path) -> None:

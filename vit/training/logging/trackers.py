@@ -39,21 +39,19 @@ TRACKING = "tracking"
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 30.0  # at the end, without progress of the tracker
 NOTED_BYTES = 100_000
+SCORES = (
+    *("loss", "top1", "balanced_accuracy", "map", "f1"),
+    *("caption_loss", "loss_shuffled", "bleu4", "rouge_l", "cider", "chrf", "distinct", "exact"),
+    *("knn", "rankme", "centred_rank", "spread"),
+)
+"""Validation scores of all tasks."""
 NAMES = {
     "step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm"},
     "epoch": {
-        "val_loss": "val/loss",
-        "val_top1": "val/top1",
-        "val_balanced_accuracy": "val/balanced_accuracy",
-        "val_map": "val/map",
-        "val_f1": "val/f1",
-        "val_loss_shuffled": "val/loss_shuffled",
-        "val_bleu4": "val/bleu4",
-        "val_cider": "val/cider",
-        "val_exact": "val/exact",
+        **{f"val_{score}": f"val/{score}" for score in SCORES},
         "images_per_second": "train/images_per_second",
     },
-    "soup": {"val_loss": "soup/loss", "val_top1": "soup/top1", "val_map": "soup/map"},
+    "soup": {f"val_{score}": f"soup/{score}" for score in SCORES},
 }
 # telemetry that is switched off unless the user has set the variable
 TELEMETRY_OFF = {
@@ -279,7 +277,7 @@ class Sent:
     def __init__(self, path: Path, record: Record) -> None:
         known = {} if record.new else read_json(path)
         # if the file is lost, nothing before the checkpoint is sent again
-        unknown = 0 if record.new else record.step
+        unknown = -1 if record.new else record.step  # a probe is recorded at step 0
         self.last = {kind: int(known.get(kind, unknown)) for kind in NAMES}
         if path.stem == "tensorboard":  # it purges the steps after the checkpoint
             self.last = {kind: min(step, record.step) for kind, step in self.last.items()}
