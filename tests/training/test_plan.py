@@ -324,6 +324,8 @@ def test_the_patch_divides_an_image_size_that_was_given(side, patch):
     model = planned(PHOTOS, image_size=side).model
     assert (model.image_size, model.patch_size) == (side, patch)
     assert model.stem == ("conv" if patch in (4, 16) else "linear")
+    if side == 300:
+        assert planned(PHOTOS, image_size=side, stem="conv").model.patch_size == 4
 
 
 @pytest.mark.parametrize(("side", "patch"), [(8, 4), (10, 2), (12, 4), (18, 3), (28, 4)])

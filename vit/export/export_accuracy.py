@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image
+from torch import Tensor
 
 from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
@@ -95,7 +95,7 @@ def compare(
     readable: list[Sample] = []
     start = last = time.monotonic()
     for number in range(0, len(samples), BATCH_SIZE):
-        images: list[Image.Image] = []
+        images: list[Tensor] = []
         for sample in samples[number : number + BATCH_SIZE]:
             try:
                 image = read_image(sample.path, intensity_range=run.preprocessing.intensity_range)
@@ -107,7 +107,7 @@ def compare(
                     f"{printable(sample.path)}: the exported network overflows; nothing was "
                     "written; choose precision fp32"
                 )
-            images.append(image)
+            images.append(run.preprocessing(image))
             readable.append(sample)
         if images:
             ours.extend(probabilities(run, images))
@@ -132,8 +132,8 @@ def compare(
 
 
 @torch.inference_mode()
-def probabilities(run: LoadedRun, images: Sequence[Image.Image]) -> Array:
-    """Outputs of the network for images of any size, (images, outputs), in float32."""
-    floats = run.preprocessing.normalise(torch.stack([*map(run.preprocessing, images)]))
+def probabilities(run: LoadedRun, images: Sequence[Tensor]) -> Array:
+    """Outputs of the network for preprocessed images, (images, outputs), in float32."""
+    floats = run.preprocessing.normalise(torch.stack([*images]))
     computed: Array = calibrated_activation(run)(run.model(floats)).numpy()
     return computed

@@ -347,7 +347,7 @@ def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
     side = given.get("image_size", image_side(native, row))
     patch = given.get("patch_size")
     if patch is None:
-        patch = patch_for(side, row.patch)
+        patch = patch_for(side, row.patch, convolutions=given.get("stem") == "conv")
     if "image_size" not in given:
         multiple = math.lcm(patch, *given.get("patch_sizes", ()))
         side = max(math.ceil(side / multiple), 1) * multiple
@@ -359,15 +359,21 @@ def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
     return row._replace(side=side, patch=patch, **stem, **chosen)
 
 
-def patch_for(side: int, usual: int) -> int:
+def patch_for(side: int, usual: int, *, convolutions: bool = False) -> int:
     """Side of the patches of images of `side` pixels: at most `usual` if a stem of convolutions
     then makes at most 32 x 32 tokens, else what is nearest to it.
+
+    Args:
+        side: Of the images.
+        usual: Patches of the network for images of any other size.
+        convolutions: Whether the stem must be one of convolutions, each of which halves the image.
 
     Raises:
         ConfigError: No patch of a sensible size divides the image.
     """
     least = 2 if side <= TINY_SIDE else 4
-    divisors = [p for p in range(least, 33) if side % p == 0 and (side >= 4 * p or p == 4)]
+    sizes = (4, 8, 16, 32) if convolutions else range(least, 33)
+    divisors = [p for p in sizes if side % p == 0 and (side >= 4 * p or p == 4)]
     for patch in (16, 8, 4):
         if patch <= usual and patch in divisors and side <= 32 * patch:
             return patch

@@ -237,7 +237,7 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
         ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
         ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
-        ('{"image": "x.png"}', "line 21: no 'label' in this record"),
+        ('{"image": "x.png"}', "line 21: no label"),
         ("[1]", "line 21: a list; expected an object"),
         ("{", "line 21: not JSON"),
         ('{"image": "x\\u0000.png", "label": "a"}', "line 21: a file name with a NUL"),
@@ -586,7 +586,10 @@ def test_a_record_without_the_label_of_others_has_not_none_of_the_classes(write)
     lines = [json.dumps({"image": name, "labels": [name[0]]}) for name in NAMES]
     path = write("\n".join([*lines, '{"image": "x.png", "lables": ["a"]}']), "list.jsonl")
     with pytest.raises(DataError, match="line 21: no 'labels' in this record; write null"):
-        opened(path)
+        opened(path, multilabel=True)
+    lines[1] = lines[1].replace('["a"]', '["a", "b"]')
+    with pytest.raises(DataError, match="line 20: no 'labels' in this record; write null"):
+        opened(write("\n".join([*lines[1:], '{"image": "x.png"}']), "list.jsonl"))
     lines[0] = '{"image": "a/0.png", "labels": null}'
     splits = opened(write("\n".join(lines), "list.jsonl"), multilabel=True)
     assert labels_by_name(splits)["a/0.png"] == []
@@ -612,6 +615,9 @@ def test_names_without_a_suffix_are_those_of_images(write, images):
     assert noted(splits, "20 names without a suffix: a/0 is read as a/0.png")
     below = write(table([(str(n), "xy"[n % 2]) for n in range(10)]), "below.csv")
     assert len(classes(below, images=str(images / "a"))[0]) == 10
+    both = write(table([*rows, ("a/3.png", "b")], header="id,breed"))
+    assert {"a/3", "a/3.png"} <= classes(both, **columns)[0].keys()  # neither line is lost
+    write(table(rows, header="id,breed"))
     (images / "a/0.jpg").touch()  # of two images, none is guessed
     assert "a/0" in classes(path, **columns)[0]
 

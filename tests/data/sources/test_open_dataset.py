@@ -202,7 +202,6 @@ def test_datasets_that_cannot_be_trained_on_are_refused(make_tree, tree, message
         (("Train", "Test"), "read Train as train, Test as test"),
         (("training", "validation", "evaluation"), "read training as train, evaluation as test"),
         (("TRAIN", "Val", "more"), "read TRAIN as train, Val as val"),
-        (("train", "Testing"), "read Testing as test"),
     ],
 )
 def test_folders_with_other_names_for_splits_are_splits(make_tree, names, note):
@@ -221,6 +220,10 @@ def test_folders_with_other_names_for_splits_are_splits(make_tree, names, note):
         {"Train": 9, "Car": 9},  # images straight in them: classes
         {"Training/day": 9, "Car/day": 9},
         {"Testing/a": 9, "Validation/a": 9, "Car": 9},
+        {"Training/s1": 9, "Testing/s2": 9},
+        {"Training/day": 9, "Testing/day": 9},
+        {"Train/a": 6, "Train/b": 6, "Test/c": 9, "Test/d": 3},
+        {"Train/a": 6, "Train/b": 6, "Bus": 9, "Car": 9},
     ],
 )
 def test_classes_may_have_names_like_splits(make_tree, tree):
@@ -239,6 +242,15 @@ def test_test_images_without_labels_are_left_out(make_tree, train, test):
     assert "no_classes" not in {one.kind for one in list_dataset(str(root)).problems}
     with pytest.raises(DataError, match=f"{test} has no class folders"):
         open_eval_split(str(root), split="test", classes=("a", "b"))
+
+
+def test_beside_train_only_the_usual_names_are_splits(make_tree):
+    tree = {"train/a": 12, "train/b": 12}
+    for name in ("dev", "Val/a", "evaluation/results", "Testing"):
+        tree |= {name: 3}
+    splits = open_data(make_tree(tree))
+    assert splits.made
+    assert has_note(splits, "left out folders beside train: Testing, Val, dev, evaluation")
 
 
 def test_a_class_called_train_is_named(make_tree):

@@ -49,6 +49,12 @@ def test_the_encoder_of_a_training_is_taken(prefix, build):
     assert any("head.mlp.0.weight" in note for note in found.notes)
 
 
+def test_a_stray_tensor_does_not_hide_the_network(build):
+    _, state = build("vit_small_patch16_224")
+    with pytest.raises(WeightsError, match=r"unknown: encoder\.proj\.weight"):
+        read_timm({**state, "encoder.proj.weight": torch.zeros(2, 2)}, architecture=None, where="x")
+
+
 def test_i_jepa_is_read_as_timm_does(build, tmp_path):
     name = "vit_huge_patch14_gap_224"
     model, state = build(name, num_classes=0)

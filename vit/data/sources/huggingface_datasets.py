@@ -89,7 +89,7 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     names = split_names([*map(str, loaded)])
     for split, rows in loaded.items():
         name = names[str(split)]
-        if name not in SPLIT_NAMES:
+        if name in SPLIT_ALIASES or name not in SPLIT_NAMES:
             images = plural(len(rows), "image")
             notes.append(f"the split {printable(name)}, {images}, is none that a training reads")
         columns = find_columns(rows.features, spec)

@@ -102,8 +102,8 @@ def split_folders(root: Path, walker: FolderWalker) -> tuple[dict[str, Path], li
     """The split folders in `root` by name, and the names of the other folders.
 
     Without `train` and with other folders, each folder is a class and there are no splits. Folders
-    of other names for splits, such as Training and Testing, are splits if class folders are in
-    Training, and beside it there are no other folders, or a split with a class of the same name.
+    of other names for splits, such as Training and Testing, are splits where there is no `train`,
+    as `_holds_splits` says.
 
     Raises:
         DataError: A file has the name of a split.
@@ -112,26 +112,30 @@ def split_folders(root: Path, walker: FolderWalker) -> tuple[dict[str, Path], li
         if (root / name).is_file():
             raise DataError(f"{printable(root / name)} is a file, not a folder; {LAYOUT}")
     names = walker.subfolders(str(root))
-    found: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: name not in SPLIT_NAMES):  # the usual names first
-        found.setdefault(SPLIT_ALIASES.get(name.casefold(), ""), name)
-    found.pop("", None)
-    train = found.get("train", "train")
-    if train not in names or (train != "train" and not _holds_splits(root, train, names, found)):
-        found = {name: name for name in SPLIT_NAMES if name in names}
+    found = {name: name for name in SPLIT_NAMES if name in names}
+    if "train" not in names:
+        aliases = dict(found)
+        for name in names:
+            if (split := SPLIT_ALIASES.get(name.casefold())) is not None:
+                aliases.setdefault(split, name)
+        if "train" in aliases and _holds_splits(root, names, aliases):
+            found = aliases
     splits = {name: root / found[name] for name in SPLIT_NAMES if name in found}
     others = [name for name in names if name not in found.values()]
     return (splits, others) if "train" in splits or not others else ({}, [])
 
 
-def _holds_splits(root: Path, train: str, names: list[str], splits: dict[str, str]) -> bool:
-    """Whether `train`, such as Training, is a split of `root` and not a class."""
-    classes = _class_folders(root / train)
-    others = [name for name in splits.values() if name != train]
-    only_splits = {*names} == {train, *others}
-    return bool(classes) and (
-        only_splits or any(classes & _class_folders(root / name) for name in others)
-    )
+def _holds_splits(root: Path, names: list[str], splits: dict[str, str]) -> bool:
+    """Whether folders such as Training and Testing are splits of `root` and no classes.
+
+    Training has at least two class folders, and each other one has two of the same names, or none;
+    and there are no folders beside them, or one has such class folders.
+    """
+    classes = _class_folders(root / splits["train"])
+    others = [_class_folders(root / name) for split, name in splits.items() if split != "train"]
+    if len(classes) < 2 or any(one and len(one & classes) < 2 for one in others):
+        return False
+    return {*names} == {*splits.values()} or any(others)
 
 
 def renamed_splits(folders: dict[str, Path]) -> list[str]:

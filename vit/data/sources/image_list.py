@@ -100,6 +100,8 @@ class ImageList:
     """Images that have another class in another line, and both lines."""
     guarded: set[str] = field(default_factory=set)
     """Names that may be cells of `csv_text`, with an apostrophe or escapes."""
+    without_label: dict[str, int] = field(default_factory=dict)
+    """Lines of records that lack the key of labels, by image."""
     guarded_labels: int = 0
     """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
 
@@ -162,6 +164,19 @@ class ImageList:
             elif len(entry.labels) > 1:
                 skip_or_raise(self.errors, "several_labels", self._several_labels(entry.line), name)
                 del self.entries[name]
+
+    def check_keys(self) -> None:
+        """Require the key of labels in each record, where an image may have none of the classes.
+
+        Raises:
+            DataError: A record lacks it, and errors are not collected.
+        """
+        for name, line in self.without_label.items():
+            assert self.columns is not None
+            lacks = f"no {self.columns.label!r} in this record"
+            error = wrong(self.path, f"{lacks}; write null where it has none of the classes", line)
+            skip_or_raise(self.errors, "no_label", error, name)
+            self.entries.pop(name, None)
 
     def report_merged(self, notes: list[str]) -> None:
         """Report the images whose lines have other labels: an image has all of them.
@@ -299,8 +314,7 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         labels: tuple[str, ...] = ()
         if spec.labels:
             if columns.label not in values and columns.label and not spec.captions:
-                kind, lacks = "no_label", f"no {columns.label!r} in this record"
-                raise wrong(path, f"{lacks}; write null where it has none", line)
+                contents.without_label[name] = line
             value = values.get(columns.label)
             if row.is_table and isinstance(value, str):
                 plain = without_formula_guards(value)
@@ -351,6 +365,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
         if not multilabel and (spec.labels or spec.captions):
             contents.check_single()
             continue
+        contents.check_keys()
         contents.report_merged(notes)
         if contents.multilabel and spec.row_errors is not None:
             advice = "so an image may have several, or none, as --task multilabel learns them"
@@ -533,7 +548,11 @@ def _with_original_names(contents: ImageList, base: str) -> ImageList:
 
 def _with_suffixes(contents: ImageList, base: str, notes: list[str]) -> ImageList:
     """`contents` with the names of files for names that lack their suffix, with a note."""
-    found = suffixed_names(base, contents.entries)
+    found = {
+        name: file
+        for name, file in suffixed_names(base, contents.entries).items()
+        if file not in contents.entries
+    }
     if not found:
         return contents
     name, file = next(iter(found.items()))

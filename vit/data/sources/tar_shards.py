@@ -502,8 +502,8 @@ class _Annotations:
             )
         if not table or (is_name and isinstance(value, str)):
             return label
-        if label in table:
-            return table[label]
+        if label in table or is_name:
+            return table.get(label, label)
         known = plural(len(table), "class", "classes")
         raise _error(
             image, f"label {label!r} is none of the {known} in classes.json or classes.txt"

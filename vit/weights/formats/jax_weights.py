@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.config import DataConfig, ModelConfig
+from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
@@ -76,6 +77,7 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
         state=state,
         config=config,
         origin="a Vision Transformer of the JAX code",
+        preprocessing=Preprocessing.from_config(DataConfig(), config.image_size),
         notes=(*notes, NOTE),
     )
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names
-from vit.weights.formats.state_dict_names import WRAPPERS, State, wrapper_prefix
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, WRAPPERS, State, wrapper_prefix
 
-# Prefixes of the image tower in an image-text model, and of the encoder in a training of DINO.
-TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.", "backbone.", "encoder.")
+# Prefixes of the image tower in an image-text model, and of the encoder in other trainings.
+TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
+ENCODERS = ("backbone.", "encoder.")
 # Parts that are only used in pre-training.
 LEFT_OUT = {
     "mask_token": "the mask token of pre-training",
@@ -130,12 +131,16 @@ def _drop(state: State, names: list[str], meaning: str, notes: list[str], limit:
 
 def _image_tower(state: State, notes: list[str]) -> State:
     """Select the image tower of an image-text model, or the encoder without its training head."""
-    for start in TRUNKS:
-        if any(name.startswith(start) for name in state):
-            others = [name for name in state if not name.startswith(start)]
-            inside = _drop(state, others, "not of the tower of images", notes)
-            return {name.removeprefix(start): tensor for name, tensor in inside.items()}
-    return state
+    tower = next((p for p in TRUNKS if any(name.startswith(p) for name in state)), None)
+    encoder = None
+    if PATCH_WEIGHT not in state:
+        encoder = next((p for p in ENCODERS if f"{p}{PATCH_WEIGHT}" in state), None)
+    if (start := tower or encoder) is None:
+        return state
+    others = [name for name in state if not name.startswith(start)]
+    what = "not of the tower of images" if tower else f"outside of {start[:-1]}"
+    inside = _drop(state, others, what, notes)
+    return {name.removeprefix(start): tensor for name, tensor in inside.items()}
 
 
 def _from_clip(state: State, notes: list[str]) -> State:
