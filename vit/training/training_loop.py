@@ -135,7 +135,10 @@ def train_one_step(
     set_lr(run.optimizer, lr)
     choose_patch_size(run)
     device = run.accelerator.device
-    statistics = [each.clone() for each in run.running_stats]
+    statistics: list[Tensor] | None = None
+    may_stop = run.processes > 1 or any(batch.failed for batch in micro_batches)
+    if may_stop and run.config.data.on_bad_image == "stop":  # the step is made again on resume
+        statistics = [each.clone() for each in run.running_stats]
     loss_sums = torch.zeros(3, device=device, dtype=widest_float(device))
     for index, batch in enumerate(micro_batches):
         with sync_gradients(run, last=index == len(micro_batches) - 1):
@@ -149,7 +152,7 @@ def train_one_step(
     counts = [images, len(failed), int(due), *signals]
     totals = StepTotals.over_processes(run.accelerator, loss_sums, grad_norm, counts)
     if totals.failed:
-        if run.config.data.on_bad_image == "stop":  # the step is made again on resume
+        if statistics is not None:
             for each, before in zip(run.running_stats, statistics, strict=True):
                 each.copy_(before)
         run.exclude_unreadable(failed)
