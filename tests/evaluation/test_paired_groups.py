@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 
 from vit.evaluation.paired_comparison import AllPairs, PairedComparison
 from vit.evaluation.paired_groups import PairedGroups, sign_flip_test
-from vit.evaluation.paired_map import PairedMap
+from vit.evaluation.paired_map import MapScores, PairedMap
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,9 @@ def test_the_error_of_map_is_that_of_groups():
     noise = torch.randn(2, 40, 3, generator=random)[:, groups]
     a, b = (torch.sigmoid(targets + one).double() for one in noise)
     right = tuple(((one >= 0.5) == targets.bool()).all(dim=1) for one in (a, b))
-    alone = PairedMap.of_scores(a, b, targets, right)
-    found = PairedMap.of_scores(a, b, targets, right, groups)
+    alone = PairedMap.between(*(MapScores.of(x, targets) for x in (a, b)), targets, right)
+    both = (MapScores.of(x, targets, groups) for x in (a, b))
+    found = PairedMap.between(*both, targets, right, groups)
     assert found.error > 1.5 * alone.error
     assert (found.groups, alone.groups) == (40, None)
     assert found.degrees <= 39

@@ -20,8 +20,14 @@ def scored(noise: float, seed: int, images: int = 60, classes: int = 4):
     return torch.from_numpy(targets), torch.from_numpy(1 / (1 + np.exp(-scores)))
 
 
+def paired_map(a, b, targets, right, groups=None) -> PairedMap:
+    """The comparison of two networks by their probabilities, (images, classes) both."""
+    both = (MapScores.of(scores, targets, groups) for scores in (a, b))
+    return PairedMap.between(*both, targets, right, groups)
+
+
 def compared(a, b, targets) -> PairedMap:
-    return PairedMap.of_scores(a, b, targets, (NEITHER, NEITHER))
+    return paired_map(a, b, targets, (NEITHER, NEITHER))
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 9.0])
@@ -97,7 +103,7 @@ def test_few_groups_of_images_show_nothing(groups):
     targets, a = scored(1.5, 0)
     _, b = scored(0.3, 1)
     numbers = torch.arange(60) % groups
-    assert is_unknown(PairedMap.of_scores(a, b, targets, (NEITHER, NEITHER), numbers))
+    assert is_unknown(paired_map(a, b, targets, (NEITHER, NEITHER), numbers))
 
 
 def test_the_error_of_large_tables_is_that_of_fewer_parts(monkeypatch):
@@ -120,7 +126,7 @@ def test_equally_good_networks_are_called_different_in_about_five_of_a_hundred_c
         targets = torch.from_numpy((random.random((80, 4)) < 0.35).astype(np.uint8))
         a, b = (targets + torch.from_numpy(random.standard_normal((80, 4))) for _ in "ab")
         p_values.append(
-            PairedMap.of_scores(
+            paired_map(
                 a.sigmoid(),
                 b.sigmoid(),
                 targets,

@@ -54,7 +54,7 @@ class MapScores(NamedTuple):
 
     @staticmethod
     def of(scores: Tensor, targets: Tensor, groups: Tensor | None = None) -> "MapScores":
-        """From probabilities, (images, classes); as for `PairedMap.of_scores`."""
+        """From probabilities, (images, classes); as for `PairedMap.between`."""
         parts = jackknife_weights(len(scores), groups, most=MAX_WORK // scores.numel())
         return MapScores(
             nanmean(average_precisions(scores, targets)),
@@ -84,25 +84,6 @@ class PairedMap(PairedComparison):
     words: ClassVar[str] = "mAP"
 
     @staticmethod
-    def of_scores(
-        a: Tensor,
-        b: Tensor,
-        targets: Tensor,
-        right: tuple[Tensor, Tensor],
-        groups: Tensor | None = None,
-    ) -> "PairedMap":
-        """From the probabilities of both.
-
-        Args:
-            a, b: (images, classes).
-            targets: 1 where an image has a class, (images, classes).
-            right: Whether each answer has all classes right, (images,) both.
-            groups: The group of each image, (images,); None of independent ones.
-        """
-        both = MapScores.of(a, targets, groups), MapScores.of(b, targets, groups)
-        return PairedMap.between(*both, targets, right, groups)
-
-    @staticmethod
     def between(
         a: MapScores,
         b: MapScores,
@@ -110,7 +91,14 @@ class PairedMap(PairedComparison):
         right: tuple[Tensor, Tensor],
         groups: Tensor | None = None,
     ) -> "PairedMap":
-        """From the scores of both on the same images; as `of_scores`."""
+        """From the scores of both on the same images.
+
+        Args:
+            a, b: Scores of both.
+            targets: 1 where an image has a class, (images, classes).
+            right: Whether each answer has all classes right, (images,) both.
+            groups: The group of each image, (images,); None of independent ones.
+        """
         counts = vars(PairedComparison.of(*right))
         if groups is not None:
             counts = {**counts, "groups": count_groups(groups)}

@@ -36,7 +36,10 @@ KERNEL = "embedding/kernel"
 POSITION_TABLE = "Transformer/posembed_input/pos_embedding"
 # Errors caused by malformed arrays.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError)
-NOTE = "activation=gelu, as timm runs these weights; the JAX code approximates it by gelu_tanh"
+NOTE = (
+    "activation=gelu, as timm runs these weights; the JAX code approximates it by gelu_tanh; mean "
+    "and std of images are 0.5, as there"
+)
 
 
 @dataclass(frozen=True)
