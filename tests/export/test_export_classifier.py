@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.model.test_build import MIXTURES, OPTIONS, SHORTER, SMALL, random_network, shallow
+from tests.model.test_build import MIXTURES, MORE_MIXTURES, SMALL, random_network
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
@@ -30,7 +30,7 @@ STEM, OTHER_STEM = (options for options in MIXTURES if options.get("stem") == "c
 QUICK = MIXTURES[:1]  # and STEM below, in other formats
 EACH = QUICK + [
     pytest.param(options, marks=pytest.mark.slow, id=str(options))
-    for options in MIXTURES + OPTIONS + SHORTER
+    for options in MIXTURES + MORE_MIXTURES
     if "channels" not in options and options not in QUICK
 ]
 
@@ -81,7 +81,7 @@ def assert_agrees(path, run, atol=1e-5):
 
 @pytest.mark.parametrize("options", EACH, ids=str)
 def test_every_network_gives_the_probabilities_of_torch(options, tmp_path):
-    run = saved(tmp_path / "run", shallow(options))
+    run = saved(tmp_path / "run", options)
     found = export_onnx(run, tmp_path / "a.onnx")
     assert found.difference < 1e-5
     assert [(path.name, size) for path, size in found.files] == [

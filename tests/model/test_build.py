@@ -267,13 +267,6 @@ def test_every_option_is_saved_and_loaded(options, tmp_path):
     assert torch.equal(load_run(tmp_path).model(images), model(images))
 
 
-def shallow(options):
-    """One of OPTIONS in a single block, unless it needs two: the others repeat what it does."""
-    experts = options.get("feedforward") == "moe" and "moe_every" not in options
-    deep = experts or "drop_path" in options or options not in OPTIONS
-    return options if deep else {"depth": 1, **options}
-
-
 def random_network(options):
     """The network of `options`, no part of which is zero."""
     torch.manual_seed(0)
@@ -291,8 +284,8 @@ def channels(options) -> int:
     return options.get("channels", 3)
 
 
-# Networks with many options each. To export one takes seconds: the default suite does it with one,
-# the slow one exports and compiles all of them and each option alone.
+# Networks with many options each. To export or compile one takes seconds: the default suite does it
+# with one, the slow one with all of these and MORE_MIXTURES, which together have all of OPTIONS.
 MIXTURES = [
     {"registers": 2, "qk_norm": True, "norm": "rmsnorm", "feedforward": "swiglu"},
     {"position": "rotary", "pooling": "mean", "norm_order": "sandwich", "num_kv_heads": 2},
@@ -303,8 +296,43 @@ MIXTURES = [
     {"stem": "conv", "pooling": "mean", "class_token": False, "position": "sinusoidal_2d"},
     {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "registers": 2},
 ]
+MORE_MIXTURES = [
+    {"class_token": False, "pooling": "mean", "registers": 2, "position": "sinusoidal_2d"}
+    | {"feedforward": "moe", "moe_every": 1, "top_k": 1, "shared_expert": True, "num_experts": 3},
+    {"position": "rotary", "rotary_grid": "centred", "registers": 2, "qk_norm": True}
+    | {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 2, "stem_width": 12},
+    {"position": "rotary", "rotary_reference": 7, "class_token": False, "pooling": "mean"}
+    | {"feedforward": "moe", "moe_every": 1, "capacity_factor": 0.8, "router_priority": "score"}
+    | {"activation": "quick_gelu"},
+    {"position": "relative", "registers": 2, "class_token": False, "pooling": "mean"}
+    | {"qk_norm": True, "norm": "rmsnorm", "layer_scale": 0.1, "activation": "relu"}
+    | {"num_kv_heads": 1},
+    {"position": "relative", "class_token": False, "pooling": "attention", "num_kv_heads": 2}
+    | {"norm_pre": True, "patch_bias": False, "norm_eps": 1e-5, "repeat_blocks": 2}
+    | {"patch_sizes": (4, 16)},
+    {"norm_order": "post", "pooling": "mean", "layer_scale": 0.1, "feedforward": "swiglu"}
+    | {"qkv_bias": False, "proj_bias": False},
+    {"pooling": "attention", "class_token": False, "activation": "gelu_tanh", "registers": 2}
+    | {"position": "sinusoidal_1d", "prefix_positions": "all"}
+    | {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
+    {"position": "rotary", "num_kv_heads": 2, "qk_norm": True, "patch_dropout": 0.5},
+    {"position": "rotary", "merge_tokens": 1, "pooling": "mean"},
+    {"registers": 2, "prefix_positions": "class_token", "pooling": "class_token_mean"}
+    | {"final_norm": "pooled"},
+    {"position": "none", "feedforward": "moe"},
+    {"prefix_positions": "none", "parallel_blocks": True, "layer_scale": 0.1},
+    {"hidden_dim": 40, "channels": 4},
+    {"stem": "conv", "stem_depth": 4, "position": "rotary", "channels": 4},
+]
 QUICK = [MIXTURES[5]]
-# of the options alone, those that test_export_classifier.py leaves out
+
+
+def test_the_mixtures_have_every_option():
+    networks = [vars(ModelConfig(**SMALL | options)) for options in MIXTURES + MORE_MIXTURES]
+    for options in OPTIONS + SHORTER:
+        assert any(options.items() <= network.items() for network in networks), options
+
+
 EACH = QUICK + [
     pytest.param(options, marks=pytest.mark.slow, id=str(options))
     for options in MIXTURES + SHORTER + [one for one in OPTIONS if "channels" in one]
@@ -330,9 +358,9 @@ def test_a_conv_stem_runs_in_onnxruntime_with_any_batch(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", MIXTURES + OPTIONS + SHORTER, ids=str)
+@pytest.mark.parametrize("options", MIXTURES + MORE_MIXTURES, ids=str)
 def test_compiles_as_one_graph(options):
-    model = random_network(shallow(options)).eval()
+    model = random_network(options).eval()
     images = torch.randn(2, channels(options), 16, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
