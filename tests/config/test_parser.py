@@ -92,6 +92,7 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"batch_size": "auto", "accumulate": 2}, "accumulate is given twice"),
         ({"batch_size": "many"}, "batch_size='many' is not a whole number"),
         ({"time": "soon"}, "time='soon': write a number and s, m or h"),
+        ({"time": "0.0h"}, "time='0.0h': no time is left to train in"),
         ({"soup": True}, "keep_best=1: a soup averages several epochs"),
         ({"keep_best": 0}, "keep_best=0: must be at least 1"),
         ({"patience": 0}, "patience=0: must be at least 1"),

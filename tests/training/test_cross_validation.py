@@ -98,6 +98,10 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
     assert seen == ["fold-1", "fold-2", "fold-2", "fold-3"]
     assert list(record["scores"]) == ["1", "2", "3"]
     assert (tmp_path / "fold-1/model.safetensors").stat().st_mtime_ns == before
+    recorded = json.loads((tmp_path / "folds.json").read_text())
+    recorded["settings"]["randaugment_layers"] = 2  # of a file with all settings, without effect
+    (tmp_path / "folds.json").write_text(json.dumps(recorded))
+    assert train_folds(config(), tmp_path, measure=stopping, resume=True)["scores"]
     (tmp_path / "folds.json").write_text("{")
     with pytest.raises(RunError, match=r"folds\.json is damaged"):
         train_folds(config(), tmp_path, measure=stopping, resume=True)
@@ -406,6 +410,16 @@ def test_folds_from_scratch_make_no_network(config, tmp_path):
 def test_quantiles_of_students_t_equal_scipys(freedom):
     for share in (0.6, 0.95, 0.975, 0.9995):
         assert t_quantile(share, freedom) == pytest.approx(stats.t.ppf(share, freedom), rel=1e-9)
+
+
+def test_numbers_of_images_and_groups_have_no_interval():
+    rows = [{"count": 90, "groups": 9.0, "top1": 0.5}, {"count": 91, "groups": 11.0, "top1": 0.7}]
+    assert cross_validation.summary(rows)["interval"].keys() == {"top1"}
+
+
+def test_a_dict_without_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no data given"):
+        vit.cross_validate({"folds": 3}, tmp_path)
 
 
 def test_the_interval_is_that_of_nadeau_and_bengio():

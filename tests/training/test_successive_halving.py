@@ -70,6 +70,9 @@ def test_trials_are_measured_with_what_the_data_decided(monkeypatch):
         assert config.model.num_classes == 7
         assert config.data.intensity_range == (0.0, 4095.0)
         assert config.data.accumulate == 2
+    measured.clear()
+    CostMeter(completed, None, None, 1.0)({"settings": {**sizes, "accumulate": 4}})
+    assert {config.data.accumulate for config in measured} == {4}  # as the trial is trained
 
 
 def test_all_trials_of_a_rung_have_the_same_time():

@@ -351,3 +351,5 @@ def test_saving_and_ending_count_towards_the_time():
     assert costs.of(config, epoch_steps=10, steps=20) == 1 + 2 * (10 * 2 + 3 + 4) + 5
     assert costs.of(config, epoch_steps=10, steps=11) == 1 + 11 * 2 + 2 * (3 + 4) + 5
     assert costs.between(config, 10, 10, 11) == 2 + 3 + 4
+    later = dataclasses.replace(costs, setup=100)
+    assert later.of(config, epoch_steps=10, steps=20) == costs.of(config, 10, 20) + 100

@@ -665,6 +665,8 @@ def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colou
     again = train(tmp_path / "named/config.yaml", tmp_path / "again")
     assert again.scores == other.scores
     assert train(out=tmp_path / "again", resume=True).scores == other.scores
+    few = {"data": str(colour_data), "epochs": 1}  # the others are those of the run, not planned
+    assert train(few, tmp_path / "again", resume=True).scores == other.scores
     with pytest.raises(ConfigError, match="epohcs is not a setting; did you mean epochs"):
         train(colour_data, tmp_path / "no", epohcs=3)
     with pytest.raises(ConfigError, match="leaves nothing to plan"):

@@ -284,6 +284,16 @@ def test_a_resumed_search_takes_the_flags_that_its_error_names(pretended, tmp_pa
     assert record["settings"]["on_bad_image"] == "skip"  # the next one needs no flag
 
 
+def test_a_search_with_a_setting_of_several_values_is_resumed(pretended, tmp_path):
+    settings = {**pretended, "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.2, 0.2)}
+    tune(settings, tmp_path / "out", trials=4)
+    path = tmp_path / "out" / tuning.TUNE_FILE
+    tuning.require_same(settings, 4, tuning.read_record(path), path)
+    with pytest.raises(ConfigError, match=r"std=\[0\.3"):
+        other = {**settings, "std": (0.3, 0.2, 0.2)}
+        tuning.require_same(other, 4, tuning.read_record(path), path)
+
+
 def test_a_refused_search_leaves_the_one_that_it_would_overwrite(quick, tmp_path, monkeypatch):
     out = tmp_path / "out"
     (out / "trials" / "0-rung0").mkdir(parents=True)

@@ -77,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     launch_if_requested()
     flags = chosen_settings(args)
-    out = Path(args.out) if args.out else run_folder(str(flags.get("data") or ""))
+    out = Path(args.out) if args.out else None
+    if out is None and flags.get("data"):
+        out = run_folder(str(flags["data"]))
     values, stored = collect_settings(
         flags, config=args.config, out=out, resume=args.resume, notify=notify_on_main
     )
     require_data(values, args, "pretraining")
+    out = out or run_folder(str(values["data"]))
     if values.get("weights") == AUTO_WEIGHTS:
         raise ConfigError(
             "weights=auto chooses weights for classes; name the weights to go on from, or leave "

@@ -63,7 +63,10 @@ def call_settings(
     if isinstance(first, Mapping):
         if twice := [name for name in settings if name in first]:
             raise ConfigError(f"{join_names(twice)} is given twice, in the dict and by name")
-        return {**first, **settings}, False
+        every = {**first, **settings}
+        if not resume:
+            return every, False
+        return collect_settings(every, out=out, resume=True, notify=notify)
     chosen, config = dict(settings), None
     if first is not None:
         path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")

@@ -121,6 +121,8 @@ class TrainingConfig(Section):
             self.check_at_least(1, "patience")
         if self.time is not None and not DURATION.fullmatch(self.time):
             self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
+        if self.seconds == 0:
+            self.refuse("time", "no time is left to train in: give more")
         if self.min_lr > self.lr:
             self.refuse("min_lr", f"is more than lr={self.lr}")
         for name in ("epoch_steps", "steps"):

@@ -29,7 +29,7 @@ from vit.config.merge_settings import (
     read_fold_settings,
 )
 from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
-from vit.config.stored_config import has_stored_config, stored_config
+from vit.config.stored_config import has_stored_config, stored_config, with_effect
 from vit.errors import ConfigError, RunError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
@@ -49,6 +49,8 @@ from vit.weights.model_soup import delete_fold_soup
 from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
+COUNTS = ("count", "groups")
+"""Numbers beside the scores, which have no interval."""
 UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
 """Scores that are not in [0, 1]."""
 HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
@@ -84,7 +86,9 @@ def train_folds(
         VitError: An error that the user can fix; the message has the remedy.
     """
     refuse_time(config)
-    data = config.data.data if isinstance(config, Config) else config["data"]
+    data = config.data.data if isinstance(config, Config) else config.get("data")
+    if not data:
+        raise ConfigError("no data given: give a folder, a list or a name as data")
     folder = Path(out or default_run_folder(data))
     if resume:
         config, given = with_recorded_plan(config, given, folder)
@@ -208,11 +212,12 @@ def finished_folds(
         raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        before = dict(record["settings"])
+        before = with_effect(dict(record["settings"]))
         scores = dict(record["scores"])
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+    settings = with_effect(settings)
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
     changed = [name for name in names if settings.get(name) != before.get(name)]
     if changed:
@@ -238,7 +243,7 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Mean and interval over folds of each score that all folds have."""
     if not rows:
         return {}
-    names = [name for name in rows[0] if name != "count" and all(name in row for row in rows)]
+    names = [name for name in rows[0] if name not in COUNTS and all(name in row for row in rows)]
     spread = {
         name: interval([row[name] for row in rows], share=name not in UNBOUNDED) for name in names
     }

@@ -218,6 +218,11 @@ class Plan:
         return value
 
     @property
+    def names(self) -> list[str]:
+        """Names of all settings, given and decided, for `given` of `vit.train`."""
+        return [*dict.fromkeys([*self.given, *self.choices])]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings that were decided, without those that were given."""
         return {name: choice.value for name, choice in self.choices.items()}

@@ -50,6 +50,10 @@ def show_batch(
     config, given, listing = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
     config, given, planned = with_chosen_weights(config, given, accelerator)
+    if config.data.labels is not None and config.distillation.teacher is not None:
+        notifier(accelerator)(
+            "note: only images with a label are shown; the teacher adds the others to the training"
+        )
     # the time budget and the teacher do not change the first epoch's images
     timeless = dataclasses.replace(config.training, time=None)
     in_process = dataclasses.replace(config.data, workers=0)

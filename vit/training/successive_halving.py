@@ -72,7 +72,8 @@ class CostMeter:
     def __call__(self, trial: Mapping[str, Any]) -> tuple[Config, Costs]:
         """The settings of a trial from `make_trials`, and the costs of its trainings."""
         config, completed = make_config(trial["settings"]), self.completed
-        parts = completed.data.micro_batches
+        chosen = "accumulate" in trial["settings"]
+        parts = (config if chosen else completed).data.micro_batches
         while config.data.batch_size % parts:  # of a batch that a trial changed
             parts += 1
         config = dataclasses.replace(
@@ -154,7 +155,7 @@ def count_trials(
 
 def fixed_costs(costs: Costs) -> float:
     """Seconds of a trial besides its steps."""
-    return costs.start + VALIDATIONS * (costs.validation + costs.saving) + costs.ending
+    return costs.around + VALIDATIONS * (costs.validation + costs.saving)
 
 
 def make_rungs(

@@ -88,7 +88,7 @@ class Costs:
     """Seconds that the parts of a run take."""
 
     start: float
-    """Until steps have their pace: the network is built, loaders start, a probe is fitted."""
+    """Until steps have their pace, from the first one on: loaders start."""
     small_step: float
     """An optimiser step with the images of the first epoch."""
     full_step: float
@@ -98,10 +98,17 @@ class Costs:
     """All that is written in an epoch."""
     ending: float
     """From the last epoch to the end of the process."""
+    setup: float = 0.0
+    """Until the first step: the network is built, a probe is fitted."""
+
+    @property
+    def around(self) -> float:
+        """Seconds before and after the steps."""
+        return self.setup + self.start + self.ending
 
     def of(self, config: Config, epoch_steps: int, steps: int) -> float:
         """Seconds of a run of so many steps, and a validation after each `epoch_steps` of them."""
-        return self.start + self.between(config, epoch_steps, 0, steps) + self.ending
+        return self.around + self.between(config, epoch_steps, 0, steps)
 
     def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
         """Seconds of steps `first` to `last`, excluded, of a run of `last` steps."""
@@ -228,7 +235,7 @@ def long_enough(
     config: Config, seconds: float, costs: Costs, spent: float, notify: Notify
 ) -> tuple[Config, float]:
     """`config` with a planned time, in seconds too, of which half is left for training."""
-    other = spent + costs.start + costs.ending + LEAST_VALIDATIONS * costs.validation
+    other = spent + costs.around + LEAST_VALIDATIONS * costs.validation
     needed = other + max(seconds / 2, USEFUL_STEPS * costs.full_step)
     if needed <= seconds:
         return config, seconds
@@ -245,8 +252,8 @@ def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: flo
     if any(getattr(config.training, name) is not None for name in IN_EPOCHS):
         return config.training.epoch_steps or steps_per_pass
     each = costs.validation + costs.saving
-    room = seconds - costs.start - costs.ending
-    free = dataclasses.replace(costs, start=0.0, validation=0.0, saving=0.0, ending=0.0)
+    room = seconds - costs.around
+    free = dataclasses.replace(costs, setup=0.0, start=0.0, validation=0.0, saving=0.0, ending=0.0)
     steps = count_that_fit(room, lambda steps: free.of(config, steps_per_pass, steps))
     passes = steps / steps_per_pass
     most = max(MOST_VALIDATIONS, int(passes))
@@ -419,7 +426,8 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     if run.task.measures_distance and (others := distance_samples(splits)):
         ending += start + validation * len(others) / len(splits.val)
     return Costs(
-        start=build + starts + start + probing,
+        setup=build + probing,
+        start=starts + start,
         small_step=small,
         full_step=full,
         validation=validation,

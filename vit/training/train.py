@@ -163,13 +163,14 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
     """The settings that `train` would choose, each with its reason: `vit plan`.
 
         config, plan = vit.plan("photos/", time="20m")
+        vit.train(config, "runs/photos", given=plan.names)
 
     Args:
         data: As for `train`, except a Config.
         settings: More settings by name.
 
     Returns:
-        Settings with which `train` follows the plan, and the plan.
+        Settings, with which and `given=plan.names` `train` follows the plan, and the plan.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.

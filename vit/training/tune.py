@@ -76,7 +76,7 @@ from vit.training.successive_halving import (
     with_steps,
 )
 from vit.training.time_budget import MOST_SECONDS, SHARE
-from vit.training.train import resolve, train
+from vit.training.train import resolve, train, translate_errors
 from vit.training.trainer import TrainingResult
 from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
@@ -160,7 +160,8 @@ def tune(
             if resume:
                 notify(f"note: no tuning in {printable(folder)} yet: starting one")
             try:
-                record = plan_search(values, seconds, trials, accelerator, began)
+                with translate_errors():
+                    record = plan_search(values, seconds, trials, accelerator, began)
             except VitError:
                 if accelerator.is_main_process:
                     delete_unused(folder)
@@ -389,8 +390,13 @@ def require_same(
     Raises:
         ConfigError: The message has the first setting that differs.
     """
-    now = json.loads(json.dumps({**values, "trials": trials}))
-    before = {**record["settings"], "trials": record["asked"]}
+    now, before = (
+        json.loads(json.dumps(every))  # tuples are lists there
+        for every in (
+            {**values, "trials": trials},
+            {**record["settings"], "trials": record["asked"]},
+        )
+    )
     changed = [
         name
         for name in sorted({*now, *before})
@@ -415,8 +421,10 @@ def plan_search(
     config, plan = plan_training({**values, "time": f"{SEARCH_SHARE * seconds:.1f}s"})
     for line in summary_lines(plan):
         notifier(accelerator)(line)
-    setup_began = time.monotonic()
     given = [name for name in values if name != "time"]
+    if config.distillation.teacher is not None:  # its pass over the images, which is made once
+        resolve(with_steps(config, 1), given, accelerator, began=time.monotonic())
+    setup_began = time.monotonic()
     resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
     startup = max_over_processes(accelerator, time.monotonic() - setup_began)
     config, splits = resolved.config, resolved.splits

@@ -1,5 +1,6 @@
 """The image cache does not change a training; the number of loader processes is measured."""
 
+import dataclasses
 import os
 import signal
 
@@ -137,6 +138,8 @@ def test_timing_the_network_changes_no_state(tiny_config):
     before = {name: value.clone() for name, value in run.network.state_dict().items()}
     random = torch.get_rng_state()
     assert 0 < loader_autotune.time_network(run) < 1
+    compiled = dataclasses.replace(config, run=dataclasses.replace(config.run, compile=True))
+    assert loader_autotune.time_network(dataclasses.replace(run, config=compiled)) == 0
     assert run.network.training
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in run.network.state_dict().items())

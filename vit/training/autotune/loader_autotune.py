@@ -204,11 +204,13 @@ def time_loading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, 
 def time_network(run: TrainingState) -> float:
     """Approximate seconds per image of a training step in the first epoch, on a CPU.
 
-    Three times the forward pass of two blank images. 0 on other devices, under FSDP and for
-    captioning.
+    Three times the forward pass of two blank images. 0 on other devices, under FSDP, for
+    captioning, and where the first pass would compile the network.
     """
     accelerator = run.accelerator
     if accelerator.device.type != "cpu" or is_sharded(accelerator) or run.tokenizer is not None:
+        return 0.0
+    if run.config.run.compile:
         return 0.0
     side = image_side(run.config, 0, run.config.training.epochs)
     dtype = next(run.network.parameters()).dtype
