@@ -137,7 +137,13 @@ def test_networks_with_other_options_are_quantized(graph_of, noise_of, options, 
     images = noise_of(64, seed=1)
     with torch.no_grad():
         (wanted,) = module(torch.from_numpy(images))
-    found = answers(quantize(content, list(noise_of(32)), dynamic=dynamic), images)
+    quantized = quantize(content, list(noise_of(32)), dynamic=dynamic)
+    found = answers(quantized, images)
+    changed = Graph(quantized)
+    routers = [changed.only_consumer(node.output[0]) for node in changed.nodes
+               if node.op_type == "MatMul" and changed.shape(node.input[1])]  # fmt: skip
+    blocks = 2 if options.get("feedforward") == "moe" else 0
+    assert [one.op_type for one in routers] == ["Softmax"] * blocks  # tokens keep their experts
     assert np.abs(found - wanted.numpy()).mean() < 0.02
     assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
 

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit.config.parser import make_config
 from vit.data.image_io import read_image
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
 from vit.export import sample_images
 from vit.export.export_options import Options
 from vit.export.sample_images import calibration_images
+from vit.training.checkpoint.run_folder import write_config
 
 
 def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_path):
@@ -68,6 +70,24 @@ def test_undivided_images_are_calibrated_with_or_measured_on(tiny_data):
     options = Options(precision="int8", calibration=str(data), samples=len(paths))
     with pytest.raises(DataError, match="can be calibrated with"):
         calibration_images(options, classes, samples)
+
+
+def test_lists_are_read_as_the_training_read_them(tiny_data, tmp_path):
+    (tmp_path / "list").mkdir()
+    rows = [f"{one.relative_to(tiny_data / 'val')},{one.parent.name},train"
+            for one in sorted((tiny_data / "val").rglob("*.*"))]  # fmt: skip
+    data = tmp_path / "list/images.csv"
+    data.write_text("\n".join(["picture,kind,split", *rows]))
+    classes = tuple(sorted(one.name for one in (tiny_data / "val").iterdir()))
+    settings = {"images": str(tiny_data / "val"), "image_column": "picture"}
+    config = make_config({"data": str(data), "label_column": "kind", **settings})
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(run, config)
+    options = Options(precision="int8", calibration=str(data), samples=5)
+    found = calibration_images(options, classes, (), source=run)
+    assert len(found) == 5
+    assert found[0].shape[2] == 3
 
 
 def test_deep_images_are_calibrated_with_the_range_of_their_training(tmp_path):

@@ -151,7 +151,13 @@ def classifier_file(
         raise RunError(f"{name} exists; choose another name, or add --overwrite")
     samples = validation_samples(source, run, options.measured_on, notify)
     images = calibration_images(
-        options, run.classes, samples, run.preprocessing.intensity_range, notify=notify
+        options,
+        run.classes,
+        samples,
+        run.preprocessing.intensity_range,
+        task=run.task_name,
+        source=source,
+        notify=notify,
     )
     calibrated = {*images.paths}
     samples = tuple(sample for sample in samples if sample.path not in calibrated)

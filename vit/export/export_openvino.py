@@ -75,7 +75,7 @@ def export_openvino(
         difference,
         accuracy,
     ):
-        convert(checked, path)
+        difference += convert(checked, path)
     files = tuple((file, file.stat().st_size) for file in (path, weights))
     return Exported(files, difference, accuracy)
 

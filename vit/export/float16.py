@@ -1,12 +1,14 @@
 """float16 conversion of an ONNX graph; operators that need range or precision stay in float32."""
 
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from vit.errors import ConfigError, VitError, error_text
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
+from vit.exported.onnx_classifier import DISTANCE
 from vit.text import printable
 
 FLOAT32_OPERATORS = (
@@ -25,6 +27,8 @@ LARGEST = float(np.finfo(np.float16).max)
 def convert_to_float16(proto: Any) -> Any:
     """Convert a float32 graph to float16; inputs and outputs keep their types.
 
+    The distance from the training images stays in float32: it is a difference of large numbers.
+
     Args:
         proto: An onnx.ModelProto, which is modified.
 
@@ -35,7 +39,8 @@ def convert_to_float16(proto: Any) -> Any:
     from onnxruntime.transformers import float16
     from onnxruntime.transformers.onnx_model import OnnxModel
 
-    check_range(proto)
+    apart = distance_nodes(proto)
+    check_range(proto, apart)
     blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPERATORS]
     with warnings.catch_warnings():  # of weights that are too small and become 0
         warnings.simplefilter("ignore")
@@ -44,7 +49,7 @@ def convert_to_float16(proto: Any) -> Any:
                 proto,
                 keep_io_types=True,
                 op_block_list=blocked,
-                node_block_list=feeds_from_images(proto),
+                node_block_list=[*feeds_from_images(proto), *(node.name for node in apart)],
             )
             deduplicate_casts(half)
             OnnxModel(half).topological_sort()  # casts that it adds come last
@@ -57,8 +62,13 @@ def convert_to_float16(proto: Any) -> Any:
     return half
 
 
-def check_range(proto: Any) -> None:
-    """Raise if the weights are too many for the converter, or one is too large for float16."""
+def check_range(proto: Any, apart: Sequence[Any]) -> None:
+    """Raise if the weights are too many for the converter, or one is too large for float16.
+
+    Args:
+        proto: The graph.
+        apart: Nodes that stay in float32.
+    """
     onnx = libraries()
     floats = [x for x in proto.graph.initializer if x.data_type == onnx.TensorProto.FLOAT]
     size = sum(len(x.raw_data) for x in floats)
@@ -67,7 +77,12 @@ def check_range(proto: Any) -> None:
             f"precision='fp16': the network has {size / 1e9:.2f} GB of weights, and less than "
             f"{MAX_GRAPH_BYTES / 1e9:.2f} can be converted; choose fp32"
         )
+    own = {name for node in apart for name in node.output}
+    others = (node for node in proto.graph.node if not own & {*node.output})
+    read = {name for node in others for name in node.input}
     for tensor in floats:
+        if tensor.name not in read:
+            continue
         largest = float(np.abs(onnx.numpy_helper.to_array(tensor)).max(initial=0.0))
         if largest > LARGEST:
             raise VitError(
@@ -82,6 +97,26 @@ def deduplicate_casts(proto: Any) -> None:
     kept = [node for node in proto.graph.node if once[tuple(node.output)] is node]
     del proto.graph.node[:]
     proto.graph.node.extend(kept)
+
+
+def distance_nodes(proto: Any) -> list[Any]:
+    """Nodes that the distance from the training images is computed by, and no other output."""
+    producers = {name: node for node in proto.graph.node for name in node.output}
+
+    def ancestors(names: Iterable[str]) -> set[str]:
+        found: set[str] = set()
+        waiting = [*names]
+        while waiting:
+            name = waiting.pop()
+            if name in producers and name not in found:
+                found |= {*producers[name].output}
+                waiting += producers[name].input
+        return found
+
+    outputs = [output.name for output in proto.graph.output]
+    shared = ancestors(name for name in outputs if name != DISTANCE)
+    own = ancestors([DISTANCE]) - shared
+    return [node for node in proto.graph.node if own & {*node.output}]
 
 
 def feeds_from_images(proto: Any) -> list[str]:

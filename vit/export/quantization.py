@@ -231,10 +231,12 @@ class Activation:
 
 
 def _product_inputs(graph: Graph) -> list[Activation]:
-    """Activations that are multiplied by a matrix of weights."""
+    """Activations that are multiplied by a matrix of weights, except those of a router."""
     found: dict[str, Activation] = {}
     for each in graph.nodes:
-        if each.op_type == "MatMul" and len(shape := graph.shape(each.input[1]) or ()) == 2:
+        routes = getattr(graph.only_consumer(each.output[0]), "op_type", "") == "Softmax"
+        matrix = each.op_type == "MatMul" and not routes
+        if matrix and len(shape := graph.shape(each.input[1]) or ()) == 2:
             name = each.input[0]
             activation = found.setdefault(name, Activation(name, [], channels=shape[0]))
             activation.readers.append(each)

@@ -19,7 +19,6 @@ from vit.data.image_io import IntensityRange, read_image
 from vit.data.intensity_range import evenly_spaced
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import BadImage, DataError, VitError
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
@@ -76,6 +75,8 @@ def calibration_images(
     validation: Sequence[Sample],
     intensity_range: IntensityRange | None = None,
     *,
+    task: str = "classify",
+    source: str | os.PathLike[str] | None = None,
     notify: Notify = lambda _note: None,
 ) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
@@ -88,6 +89,8 @@ def calibration_images(
         classes: Class names of the model.
         validation: Images that are left out, since the accuracy is measured on them.
         intensity_range: With which deep images are read.
+        task: What the model does.
+        source: Its run folder, whose settings of the data apply, such as `images` of a list.
         notify: Called with each image that is left out, since it cannot be decoded.
 
     Raises:
@@ -97,7 +100,8 @@ def calibration_images(
         return SampleImages([])
     excluded = {sample.path for sample in validation}
     try:
-        found, _ = open_eval_split(options.calibration, split="train", classes=classes)
+        spec = DatasetSpec(options.calibration, split="train")
+        found = load_samples(get_task(task), source, spec, classes, lambda _note: None)
         paths = [sample.path for sample in found]
     except DataError:  # no train folder: a folder of images of any kind
         paths = list_images([options.calibration])
