@@ -27,7 +27,7 @@ from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
-from vit.text import Notify, format_duration
+from vit.text import Notify, format_duration, plural
 from vit.training.autotune.dry_run import LONG, dry_run
 from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
@@ -208,12 +208,12 @@ def fit_time(
         raise ConfigError(too_short(config, costs, end(1)))
     epochs = math.ceil(steps / epoch_steps)
     notify(
-        f"note: time={config.training.time}: {counted(steps, 'step')} ({costs.full_step:.2g} s a "
+        f"note: time={config.training.time}: {plural(steps, 'step')} ({costs.full_step:.2g} s a "
         f"step, {costs.validation:.2g} s a validation), about {format_duration(end(steps))}"
     )
     if steps < USEFUL_STEPS:
         notify(
-            f"warning: {counted(steps, 'step')} can hardly learn anything, and the rest of the "
+            f"warning: {plural(steps, 'step')} can hardly learn anything, and the rest of the "
             "time goes to start, validations and report: give a longer --time, or fewer images"
         )
     chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
@@ -222,7 +222,7 @@ def fit_time(
         fitted = with_growth(fitted, steps / epoch_steps)
     except ConfigError as error:
         raise ConfigError(
-            f"time={config.training.time} has room for {counted(epochs, 'epoch')}: {error}"
+            f"time={config.training.time} has room for {plural(epochs, 'epoch')}: {error}"
         ) from None
     return (
         (fitted, None)
@@ -561,8 +561,3 @@ def too_short(config: Config, costs: Costs, needed: float) -> str:
 def with_training(config: Config, **changes: Any) -> Config:
     """`config` with other settings of training."""
     return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
-
-
-def counted(count: int, what: str) -> str:
-    """`1 epoch`, `2 epochs`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
