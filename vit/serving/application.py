@@ -458,20 +458,21 @@ def row_options(query: dict[str, str]) -> RowOptions:
         raise ConfigError(f"reject={printable(reject[:40])!r}: give true or false")
     return RowOptions(
         None if top_k is None else int(top_k),
-        _share(query, "threshold"),
+        _share(query, "threshold", zero=True),
         reject in TRUE,
         _share(query, "sets"),
     )
 
 
-def _share(query: dict[str, str], name: str) -> float | None:
+def _share(query: dict[str, str], name: str, *, zero: bool = False) -> float | None:
     word = query.get(name)
     if word is None:
         return None
     try:
         number = float(word[:40])
     except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number above 0 and at most 1")
+        number = -1.0
+    if not (0 < number <= 1 or (zero and number == 0)):
+        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
+        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number {allowed}")
     return number
