@@ -343,7 +343,8 @@ def prepare(
             return images, failed
     if config.sort_into is not None:
         filled = config.overwrite or (output is not None and bool(output.leftovers()))
-        check_sorting(config.sort_into, config.inputs, images, filled=filled)
+        method = config.sort_with or "copy"
+        check_sorting(config.sort_into, config.inputs, images, filled=filled, method=method)
     return images, None
 
 
