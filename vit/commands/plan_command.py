@@ -7,6 +7,7 @@ from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
 from vit.config.parser import write_settings
 from vit.output.output_file import check_output
 from vit.quick_imports import quick_imports
+from vit.text import quoted
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 
@@ -48,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
         write_settings(args.save, config, HEADER, only=only)
     if pretrained:
         same = "vit train, with the same DATA and flags"
-        print(f"train it: vit train -c {args.save}" if args.save else f"train it: {same}")
+        print(f"train it: vit train -c {quoted(args.save)}" if args.save else f"train it: {same}")
     return 0
