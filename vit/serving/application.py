@@ -42,7 +42,7 @@ from vit.serving.dynamic_batching import (
 from vit.serving.model_registry import ModelRegistry, UnknownModel
 from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
 from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, RequestError, check_name
-from vit.serving.served_model import RowOptions, ServedModel
+from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import printable
@@ -181,7 +181,9 @@ class Application:
             if explain == "png" and len(uploads) > 1:
                 raise RequestError(400, "explain=png draws one image: send one, or explain=json")
             names = [one.name for one in uploads]
-            outputs = await self.scheduler.predict(model, names, [*uploads])
+            pending: list[Upload] = [*uploads]
+            del uploads  # the scheduler empties `pending`, and so frees bytes as they are decoded
+            outputs = await self.scheduler.predict(model, names, pending)
         predictions = [
             model.to_prediction(*one, options) for one in zip(names, outputs, strict=True)
         ]
