@@ -5,8 +5,9 @@ import os
 
 import pytest
 
-from vit.commands.command_output import Progress
+from vit.commands.command_output import Progress, print_result
 from vit.commands.main import main
+from vit.errors import RunError
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,14 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path, capsys, words):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.endswith(f"{name}: {os.strerror(errno.ENAMETOOLONG)}\n")
+
+
+def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path, monkeypatch, capsys):
+    def full(_path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vit.output.output_file.os.fsync", full)
+    with pytest.raises(RunError, match="No space left"):
+        print_result("top-1 90 %", str(tmp_path / "a.json"), {"top1": 0.9})
+    assert capsys.readouterr().out == "top-1 90 %\n"
+    assert not [*tmp_path.iterdir()]

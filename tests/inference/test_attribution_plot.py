@@ -3,6 +3,7 @@ that stay in the folder.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -354,3 +355,21 @@ def test_no_summary_is_printed_if_no_image_is_readable(tmp_path, tiny_run):
     assert found.error
     assert said == []
     assert os.listdir(tmp_path / "x") == []
+
+
+def test_an_explanation_that_overflows_is_the_error_of_its_image(
+    tiny_run, input_images, tmp_path, monkeypatch
+):
+    def overflow(network, images, classes, **settings):
+        maps = relevance(network, images, classes, **settings)
+        return maps.fill_(torch.nan) if next(count) == 1 else maps
+
+    count = itertools.count()
+    monkeypatch.setattr("vit.inference.attribution.relevance", overflow)
+    predictor = Predictor(tiny_run, precision="fp32")
+    explained = draw_explanations(predictor, input_images[:3], tmp_path / "x", deletion=False)
+    found = [*explained]
+    assert [one.error is None for one in found] == [True, False, True]
+    assert found[1].error == "gradients overflowed, so it cannot be explained"
+    assert found[1].predictions == predictor(input_images[:3])[1].predictions
+    assert len(os.listdir(tmp_path / "x")) == 4

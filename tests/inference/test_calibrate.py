@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 
 import pytest
 
 from vit.commands.main import main
-from vit.errors import ConfigError, DataError, RunError
+from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.inference.calibrate import calibrate
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -175,3 +176,9 @@ def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
     assert "in a new group" in printed or "groups without a mistake" in printed
     with pytest.raises(DataError, match="it matches none of 27 paths"):
         calibrate(run, str(tiny_data), group="no (such)", **EXACT)
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_first(run, monkeypatch):
+    monkeypatch.setattr("vit.output.output_file.os.access", lambda _path, mode: not mode & os.W_OK)
+    with pytest.raises(VitError, match=r"run cannot be written"):
+        calibrate(run, "no such data", **EXACT)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.inference.captioners import save_captioner
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.problems import Problem
@@ -177,3 +178,14 @@ def test_the_network_has_progress_and_the_workers_of_the_check(tiny_run, tiny_da
     check(str(tiny_data / "val"), weights=tiny_run, device="cpu", **steps)
     assert opened == [1]
     assert ("encoded", 27, 27) in told
+
+
+@pytest.mark.auto_precision
+def test_a_captioner_gives_features_and_writes_no_captions(tiny_data, tmp_path, monkeypatch):
+    def generate(*_):
+        raise AssertionError("captions were generated")
+
+    monkeypatch.setattr("vit.inference.caption_generator.CaptionGenerator.generate", generate)
+    run = save_captioner(tmp_path / "run", classes=("cat", "dog"))
+    report = check(str(tiny_data / "val"), weights=run, device="cpu", workers=1, cache=False)
+    assert len(report.stats) == 27

@@ -1,11 +1,14 @@
 """Suggested images: no copies, none that has a label, unreadable ones named, the same each time."""
 
 import shutil
+import tarfile
 
 import pytest
 from PIL import Image
 
 from vit.data.checks.near_duplicates import find_near_duplicates
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError
 from vit.inference.suggest import suggest
 
@@ -88,3 +91,23 @@ def test_images_are_compared_by_the_workers_and_labelled_ones_not_again(
     labels.write_text("image,label\napple_0.png,a\nclass2_1.png,b\n")
     suggest(photos, weights=tiny_run, n=3, labels=str(labels), **SETTINGS)
     assert calls == [(2, 1)]
+
+
+def test_images_of_equal_names_in_two_shards_are_named_by_their_paths(photos, tiny_run, tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(shards / f"{split}-000000.tar", "w") as shard:
+            for number in range(3):
+                name = f"class2_{number + (split == 'val')}.png"
+                shard.add(photos / f"class2_{number}.png", arcname=name)
+            shard.add(photos / "broken.png", arcname="broken.png")
+    found = suggest(shards, weights=tiny_run, n=3, **SETTINGS)
+    names = {one.image for one in found.suggested}
+    assert "class2_0.png" in names  # of the training images alone
+    assert all("train-000000.tar" in name for name in names - {"class2_0.png"})
+    assert "train-000000.tar" in found.failed[0][0]
+    found.write(str(tmp_path / "list.csv"))
+    spec = DatasetSpec(str(shards), labels=False, exclude=str(tmp_path / "list.csv"))
+    left = [record.path for record in read_source(spec).splits["train"]]
+    assert [path.rpartition("/")[2] for path in left] == ["broken.png"]

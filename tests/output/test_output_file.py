@@ -35,6 +35,30 @@ def test_outputs_replace_no_input_and_not_each_other(
     assert (tmp_path / "list.csv").read_text() == "image,label\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["verify", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
+        (["summary", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
+        (["plan", "m.onnx", "--save", "m.onnx", "--overwrite"], "--save m.onnx is a file that is"),
+        (["export", "run", "--out", "m.onnx", "--json", "m.onnx"], "--out and --json are one file"),
+        (["evaluate", "run", "data", "--json", ""], "the name of an output file is empty"),
+        (["verify", "m.onnx", "--json", ""], "the name of an output file is empty"),
+        (["plan", "data", "--save", ""], "the name of an output file is empty"),
+        (["suggest", "data", "--weights", "run", "--out", ""], "the name of an output file is"),
+    ],
+)
+def test_a_model_is_no_output_and_an_output_has_a_name(
+    command, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.onnx").write_text("network")
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert (tmp_path / "m.onnx").read_text() == "network"
+
+
 def test_devices_and_new_names_are_distinct(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
+from vit.data.workbook import read_sheet
 from vit.output.review_list import write_review_list
+from vit.text import printable
 
 
 def test_a_list_without_a_file_is_csv_and_a_formula_is_text(tmp_path, capsys):
@@ -15,3 +19,11 @@ def test_a_list_without_a_file_is_csv_and_a_formula_is_text(tmp_path, capsys):
         {"image": "=a.png", "label": ""},
         {"image": "b.png", "label": "cat"},
     ]
+
+
+@pytest.mark.parametrize("name", ["a\udcff.png", "a\x01.png"])
+def test_a_workbook_shows_escapes_for_what_it_cannot_hold(tmp_path, name):
+    path = str(tmp_path / "list.xlsx")
+    write_review_list(path, ("image", "label"), [(name, "cat")])
+    text = [[str(cell) for cell in row] for row in read_sheet(path)]
+    assert text == [["image", "label"], [printable(name), "cat"]]

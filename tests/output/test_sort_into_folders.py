@@ -223,3 +223,24 @@ def test_a_folder_that_a_pattern_does_not_match_is_taken(tmp_path, input_images,
     with pytest.raises(VitError):
         check_sorting("in/out", ["in/*"], ["in/a/1.jpg"], filled=False)
     assert check_sorting("in/out", ["in/*.jpg"], ["in/a/1.jpg"], filled=False) is None
+
+
+@pytest.mark.parametrize("way", ["symlink", "hardlink"])
+def test_an_image_inside_of_a_shard_is_not_linked(tmp_path, input_images, way):
+    shard = tmp_path / "photos.tar"
+    shard.touch()
+    images = [*input_images, f"{shard}/a.jpg"]
+    with pytest.raises(
+        ConfigError, match=rf"sort_with={way}: .*photos.tar/a.jpg is inside .* copy"
+    ):
+        check_sorting(str(tmp_path / "out"), [], images, filled=False, method=way)
+    check_sorting(str(tmp_path / "out"), [], images, filled=False)
+
+
+def test_no_hard_link_leads_to_another_disk(tmp_path, input_images, monkeypatch):
+    folder = str(tmp_path / "out")
+    check_sorting(folder, [], input_images, filled=False, method="hardlink")
+    monkeypatch.setattr("vit.output.sort_into_folders._disk", lambda name: int(name.endswith("b")))
+    with pytest.raises(ConfigError, match=r"sort_with=hardlink: .*b is on another disk than .*out"):
+        check_sorting(folder, [], input_images, filled=False, method="hardlink")
+    check_sorting(folder, [], input_images, filled=False, method="symlink")

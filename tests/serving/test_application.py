@@ -4,12 +4,15 @@ import io
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from tests.conftest import png_bomb
 from tests.serving.conftest import BOUNDARY, multipart, running
+from vit.errors import ConfigError
+from vit.serving.served_model import RowOptions, ServedModel
 
 MODELS = ("tiny", "several", "captions", "fruit")
 
@@ -34,6 +37,7 @@ def test_rows_are_those_of_vit_predict_byte_for_byte(client, files, predicted, m
         ("tiny", {"top_k": 99, "threshold": 0.4}, ["--top-k", "99", "--threshold", "0.4"]),
         ("tiny", {"sets": 0.9, "reject": "true"}, ["--sets", "0.9", "--reject"]),
         ("several", {"threshold": 0.6}, ["--threshold", "0.6"]),
+        ("several", {"threshold": 0}, ["--threshold", "0"]),
         ("several", {"top_k": 2}, ["--top-k", "2"]),
         ("fruit", {"top_k": 2, "threshold": 0.2}, ["--top-k", "2", "--threshold", "0.2"]),
     ],
@@ -103,6 +107,8 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"top_k": "1" * 300}, 400, "at least 1"),
         ({"sets": "nan"}, 400, "above 0"),
         ({"reject": "perhaps"}, 400, "true or false"),
+        ({"threshold": -0.1}, 400, "give a number from 0 to 1"),
+        ({"sets": 0}, 400, "give a number above 0"),
         ({"reject": 1, "model": "several"}, 400, "calibrat"),
         ({"sets": 0.9, "model": "captions"}, 400, "no classes"),
         ({"explain": "jpg"}, 400, "json or png"),
@@ -239,3 +245,12 @@ def test_a_token_is_needed_for_all_but_health_and_the_page(exported, files):
         assert client.get("/ready").status == client.get("/health").status == 200
         allowed = {"Authorization": "Bearer secret", "Host": "vit.example"}
         assert client.get("/models", **allowed).status == 200
+
+
+def test_reject_of_a_multilabel_network_takes_no_other_threshold(monkeypatch):
+    monkeypatch.setattr("vit.serving.served_model.check_selection", lambda *_, **__: None)
+    predictor = SimpleNamespace(classes=("a", "b"), thresholds=(0.5, 0.5), n_best=0)
+    model = SimpleNamespace(predictor=predictor, explains=False)
+    ServedModel.check(model, RowOptions(reject=True))
+    with pytest.raises(ConfigError, match=r"reject with threshold=0.4: .*leave one of the two out"):
+        ServedModel.check(model, RowOptions(threshold=0.4, reject=True))

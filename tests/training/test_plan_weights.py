@@ -227,12 +227,12 @@ def test_an_unfinished_download_is_not_taken(tiny_list):
 def test_auto_trains_and_resumes_and_is_planned(tiny_list, photos, tmp_path, capsys):
     put_in_cache()
     source, size = f"timm/{AUGREG_TINY.name}", ["--image-size", "32"]
-    assert main(["plan", photos, "--weights", "auto", *size, "--save", "plan.yaml"]) == 0
+    assert main(["plan", photos, "--weights", "auto", *size, "--save", "my plan.yaml"]) == 0
     printed = capsys.readouterr().out
     assert source in printed
     assert "Apache-2.0" in printed
-    assert "train it: vit train -c plan.yaml" in printed
-    assert yaml.safe_load(Path("plan.yaml").read_text())["weights"] == source
+    assert "train it: vit train -c 'my plan.yaml'" in printed
+    assert yaml.safe_load(Path("my plan.yaml").read_text())["weights"] == source
 
     words = ["train", photos, "--weights", "auto", *size, "-j", "0", "--epochs", "1"]
     out = ["--out", str(tmp_path / "run")]

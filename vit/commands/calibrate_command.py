@@ -12,8 +12,8 @@ from vit.commands.command_options import (
     inference_settings,
     probability,
 )
-from vit.commands.command_output import Progress, notify, write_json
-from vit.output.output_file import check_distinct, check_output, standard_output
+from vit.commands.command_output import Progress, notify, print_result
+from vit.output.output_file import check_outputs
 from vit.text import plural, printable
 
 ROWS = {
@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_output(args.json, overwrite=True)
-    check_distinct({"--json": args.json}, [args.data])
+    check_outputs({"--json": args.json}, [args.data])
 
     from vit.inference.calibrate import calibrate
 
@@ -75,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
             notify=lambda note: notify(f"vit calibrate: {note}"),
             progress=progress,
         )
-    write_json(args.json, found)
     lines = [f"{'images':<18} {found['calibration']['images']}"]
     for name, title in ROWS.items():
         before, after = found["before"][name], found["after"][name]
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             f"{title:<18} {before:.4f} before, {after:.4f} after, on held-out images{decides}"
         )
     lines.append(f"{'stored in':<18} {printable(os.path.join(args.run, 'config.json'))}")
-    print("\n".join(lines), file=standard_output(), flush=True)
+    print_result("\n".join(lines), args.json, found)
     for row in found["failed"]:
         notify(f"vit calibrate: {printable(row['image'])}: {printable(row['error'])}")
     if failed := len(found["failed"]):

@@ -11,11 +11,11 @@ from vit.commands.command_options import (
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import Progress, notify, write_json
+from vit.commands.command_output import Progress, notify, print_result
 from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
 from vit.errors import ConfigError
-from vit.output.output_file import check_distinct, check_output, open_output, standard_output
+from vit.output.output_file import check_outputs, open_output
 from vit.text import plural, printable
 
 MAX_ERROR_LINES = 10
@@ -89,11 +89,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--write-list: suspected labels are found by --weights SOURCE or --rows FILE; give one"
         )
-    for path in (args.json, args.html):
-        check_output(path, overwrite=True)
-    check_output(args.write_list, overwrite=args.overwrite)
     outputs = {"--json": args.json, "--html": args.html, "--write-list": args.write_list}
-    check_distinct(outputs, (args.data, args.labels, args.weights, args.rows))
+    inputs = (args.data, args.labels, args.weights, args.rows)
+    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--write-list",))
     if args.write_list is not None and is_workbook(args.write_list):
         check_size(0, 3, what="--write-list")
 
@@ -110,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit check: {note}"),
         )
-    write_json(args.json, report.to_dict())
+    lines = report.lines(MAX_ERROR_LINES, hint=args.html is None and args.json is None)
+    print_result("\n".join(lines), args.json, report.to_dict())
     if args.html is not None:
         from vit.evaluation.check_report import check_page
 
@@ -122,6 +121,4 @@ def run(args: argparse.Namespace) -> int:
 
         number = plural(write_suspects(report, args.write_list), "suspected label")
         notify(f"vit check: {number} written to {printable(args.write_list)}")
-    lines = report.lines(MAX_ERROR_LINES, hint=args.html is None and args.json is None)
-    print("\n".join(lines), file=standard_output(), flush=True)
     return int(report.failed)

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from vit.output.output_file import open_output
+from vit.output.output_file import open_output, standard_output
 from vit.text import format_clock
 
 SECONDS = 30.0
@@ -18,6 +18,14 @@ def write_json(path: str | None, content: Any) -> None:
 
     with open_output(path) as out:
         out.write(to_json(content, indent=2) + "\n")
+
+
+def print_result(text: str, path: str | None, content: Any) -> None:
+    """Print a result and write it as JSON to `path`; if one fails, the other is still there."""
+    try:
+        print(text, file=standard_output(), flush=True)
+    finally:
+        write_json(path, content)
 
 
 def notify(*words: Any) -> None:

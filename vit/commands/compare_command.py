@@ -12,9 +12,9 @@ from vit.commands.command_options import (
     dataset_spec,
     inference_settings,
 )
-from vit.commands.command_output import Progress, notify, write_json
+from vit.commands.command_output import Progress, notify, print_result
 from vit.errors import ConfigError
-from vit.output.output_file import check_distinct, check_output, open_output, standard_output
+from vit.output.output_file import check_outputs, open_output
 from vit.paths import is_saved_model
 from vit.text import align_columns, printable
 
@@ -56,10 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in (args.json, args.html):
-        check_output(path, overwrite=True)
     outputs = {"--json": args.json, "--html": args.html}
-    check_distinct(outputs, (args.run_a, args.run_b, *args.more, args.data))
+    check_outputs(outputs, (args.run_a, args.run_b, *args.more, args.data))
     if is_saved_model(args.data):
         raise ConfigError(
             f"{printable(args.data)} is a run folder: the images come last, "
@@ -83,11 +81,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             found = compare(args.run_a, args.run_b, data, **options)
             lines = [*two_lines(args, found.to_dict()), found.counts.sentence()]
-    write_json(args.json, found.to_dict())
+    print_result("\n".join(lines), args.json, found.to_dict())
     if args.html is not None:
         with open_output(args.html) as out:
             out.write(found.page())
-    print("\n".join(lines), file=standard_output(), flush=True)
     for row in found.failed:
         notify(f"vit compare: {printable(row['image'])}: {printable(row['error'])}")
     return int(bool(found.failed))

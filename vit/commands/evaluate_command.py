@@ -18,9 +18,9 @@ from vit.commands.command_options import (
     inference_settings,
     positive_int,
 )
-from vit.commands.command_output import Progress, notify, write_json
+from vit.commands.command_output import Progress, notify, print_result
 from vit.errors import ConfigError
-from vit.output.output_file import check_distinct, check_output, open_output, standard_output
+from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import plural, printable
 
@@ -91,10 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in (args.json, args.out, args.html):
-        check_output(path, overwrite=True)
     outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
-    check_distinct(outputs, (args.model, args.data))
+    check_outputs(outputs, (args.model, args.data))
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
     if args.all_scores and args.out is None:
@@ -119,13 +117,12 @@ def run(args: argparse.Namespace) -> int:
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
         )
-    write_json(args.json, scores)
+    print_result(format_scores(scores), args.json, scores)
     if args.html is not None:
         from vit.evaluation.evaluation_page import evaluation_page
 
         with open_output(args.html) as out:
             out.write(evaluation_page(args.model, args.data, scores))
-    print(format_scores(scores), file=standard_output(), flush=True)
     failed = scores["failed"]
     for row in failed:
         notify(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")

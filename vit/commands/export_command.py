@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vit.commands.command_options import NO_CALIBRATION_HELP, positive_int
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
-from vit.output.output_file import check_output
+from vit.output.output_file import check_distinct, check_output
 from vit.quick_imports import quick_imports
 from vit.text import printable
 
@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_output(args.json, overwrite=True)
+    inputs = (args.run, args.calibration, args.validation)
+    check_distinct({"--out": args.out, "--json": args.json}, inputs)
 
     with quick_imports():
         from vit.export.export_formats import export_model

@@ -5,8 +5,9 @@ import argparse
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
 from vit.config.parser import write_settings
-from vit.output.output_file import check_output
+from vit.output.output_file import check_outputs
 from vit.quick_imports import quick_imports
+from vit.text import quoted
 
 HEADER = "A plan made by vit plan; every setting may be changed.\nTrain it: vit train --config THIS"
 
@@ -31,8 +32,8 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and write it to a file if requested."""
     chosen = chosen_settings(args)
-    if args.save is not None:
-        check_output(args.save, overwrite=args.overwrite)
+    must_be_new = () if args.overwrite else ("--save",)
+    check_outputs({"--save": args.save}, [args.data], must_be_new=must_be_new)
     with quick_imports():
         from vit.tasks.task import settings_to_plan
         from vit.training.plan import check_plannable, is_planned, plan_lines, plan_training
@@ -48,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
         write_settings(args.save, config, HEADER, only=only)
     if pretrained:
         same = "vit train, with the same DATA and flags"
-        print(f"train it: vit train -c {args.save}" if args.save else f"train it: {same}")
+        print(f"train it: vit train -c {quoted(args.save)}" if args.save else f"train it: {same}")
     return 0

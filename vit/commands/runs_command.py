@@ -6,7 +6,7 @@ import shutil
 from vit.commands.command_options import add_json_option
 from vit.commands.command_output import write_json
 from vit.evaluation.runs_table import COLUMNS, runs
-from vit.output.output_file import check_distinct, check_output, open_output, standard_output
+from vit.output.output_file import check_outputs, open_output, standard_output
 from vit.output.prediction_results import to_json
 
 
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     shown = args.json == "-"
-    for path in (None if shown else args.json, args.html):
-        check_output(path, overwrite=True)
-    check_distinct({"--html": args.html, "--json": None if shown else args.json})
+    check_outputs({"--html": args.html, "--json": None if shown else args.json})
     table = runs(args.folder, sort=args.sort, reverse=args.reverse)
     if args.html is not None:
         with open_output(args.html) as out:

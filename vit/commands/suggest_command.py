@@ -5,7 +5,7 @@ import argparse
 from vit.commands.command_options import add_json_option, add_list_options, count, positive_int
 from vit.commands.command_output import Progress, notify, write_json
 from vit.data.workbook import check_size, is_workbook
-from vit.output.output_file import check_distinct, check_output, open_output
+from vit.output.output_file import check_outputs, open_output
 from vit.text import printable, quoted
 
 MAX_FAILED = 20
@@ -97,11 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Suggest; the exit code is 1 if images could not be read."""
-    check_output(args.out, overwrite=args.overwrite)
-    for path in (args.json, args.html):
-        check_output(path, overwrite=True)
     outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
-    check_distinct(outputs, (args.data, args.weights, args.labels, args.exclude))
+    inputs = (args.data, args.weights, args.labels, args.exclude)
+    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--out",))
     if args.out is not None and is_workbook(args.out):
         check_size(args.n, 3, what="--out")
 

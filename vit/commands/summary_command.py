@@ -17,7 +17,7 @@ from vit.commands.command_output import notify
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config, model_settings
 from vit.config.presets import PRESETS
-from vit.output.output_file import check_output, open_output
+from vit.output.output_file import check_outputs, open_output
 from vit.paths import path_argument
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     to_file = args.json not in (None, "-")
-    if to_file:
-        check_output(args.json, overwrite=True)
+    check_outputs({"--json": args.json if to_file else None}, [args.model])
     config = network_config(args.model, checked(settings_from_args(args)))
     if (Path(args.model) / "tokenizer.json").is_file():
         notify("vit summary: this is the encoder alone; the decoder of its captions is not counted")

@@ -4,10 +4,10 @@ import argparse
 import os
 
 from vit.commands.command_options import add_json_option
-from vit.commands.command_output import notify, write_json
+from vit.commands.command_output import notify, print_result
 from vit.errors import VitError
 from vit.exported.load_exported import exported_engine
-from vit.output.output_file import check_output, standard_output
+from vit.output.output_file import check_outputs
 from vit.text import printable, quoted
 
 
@@ -63,7 +63,7 @@ def check_order(model: str, images: list[str]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_order(args.model, args.images)
-    check_output(args.json, overwrite=True)
+    check_outputs({"--json": args.json}, [args.model, args.run_folder, *args.images])
     from vit.export.verification import verify
 
     report = verify(
@@ -73,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
         engine=args.engine,
         notify=lambda note: notify(f"vit verify: {note}"),
     )
-    write_json(args.json, report.to_dict())
-    print("\n".join(report.lines()), file=standard_output(), flush=True)
+    print_result("\n".join(report.lines()), args.json, report.to_dict())
     for row in report.failures:
         where = "" if row["path"] == "all" else f" ({printable(row['path'])})"
         notify(f"vit verify: {printable(row['image'])}: {printable(row['error'])}{where}")

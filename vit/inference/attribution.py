@@ -52,6 +52,14 @@ UNSPACED = (
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
+class AttributionOverflow(RunError):
+    """The maps of one image are not finite, for the `reason`."""
+
+    def __init__(self, image: str, reason: str) -> None:
+        super().__init__(f"{printable(image)}: {reason}")
+        self.reason = reason
+
+
 def attribute_classes(
     predictor: Predictor, output: ImageOutput, *, deletion: bool = True
 ) -> "list[ClassAttribution]":
@@ -65,7 +73,7 @@ def attribute_classes(
         deletion: Whether to compute the deletion metric, which costs far more than the maps.
 
     Raises:
-        RunError: The network overflowed.
+        AttributionOverflow: The network overflowed.
     """
     classes, image, maps = _class_relevance(predictor, output)
     assert output.pixels is not None, "an output without an error has an image"
@@ -93,7 +101,7 @@ def class_maps(predictor: Predictor, output: ImageOutput) -> list[tuple[int, Ten
     """Index and map of each class that `attribute_classes` explains, without the deletion metric.
 
     Raises:
-        RunError: The network overflowed.
+        AttributionOverflow: The network overflowed.
     """
     classes, _, maps = _class_relevance(predictor, output)
     return [
@@ -109,9 +117,7 @@ def _class_relevance(predictor: Predictor, output: ImageOutput) -> tuple[list[in
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
     maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
     if not maps.isfinite().all():
-        raise RunError(
-            f"{printable(output.image)}: gradients overflowed, so it cannot be explained"
-        )
+        raise AttributionOverflow(output.image, "gradients overflowed, so it cannot be explained")
     return classes, image, maps
 
 
@@ -351,7 +357,7 @@ def attribute_caption(predictor: Predictor, output: ImageOutput) -> "list[WordAt
     """Attention map of each word of the best caption of `output`.
 
     Raises:
-        RunError: The attention overflowed.
+        AttributionOverflow: The attention overflowed.
     """
     generator = predictor.caption_generator
     assert generator is not None, "only a captioner has captions"
@@ -368,10 +374,8 @@ def attribute_caption(predictor: Predictor, output: ImageOutput) -> "list[WordAt
             grid=(height // size, width // size),
         )
     if not all(bool(word.weights.isfinite().all()) for word in words):
-        raise RunError(
-            f"{printable(output.image)}: attention overflowed in {predictor.precision}; try "
-            "precision fp32"
-        )
+        reason = f"attention overflowed in {predictor.precision}; try precision fp32"
+        raise AttributionOverflow(output.image, reason)
     return words
 
 

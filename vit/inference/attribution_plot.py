@@ -11,6 +11,7 @@ without "deletion" if the maps are not tested.
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError
 from vit.inference.attribution import (
+    AttributionOverflow,
     WordAttribution,
     attribute_caption,
     attribute_classes,
@@ -97,6 +99,8 @@ def draw_explanations(
 ) -> Iterator[Prediction]:
     """Iterate over predictions as `Predictor.stream`, and plot each into `folder`.
 
+    A prediction whose explanation overflows has the reason as its `error`, and no plot.
+
     Plots are named by the number and the name of the image: 0001-cat.png. Classes are explained in
     float32, whatever the precision of the predictions.
 
@@ -121,13 +125,18 @@ def draw_explanations(
     tested: list[Deletion] = []
     for number, output in enumerate(outputs, 1):
         path = folder / plot_name(number, output.image)
-        with explain_full_memory():
-            if output.captions:
-                _plot_caption(predictor, output, path)
-            elif output.error is None and predictor.caption_generator is None:
-                metric = _plot_classes(predictor, output, path, deletion=deletion)
-                tested += [] if metric is None else [metric]
-        yield predictor.to_predictions([output], top_k, threshold)[0]
+        overflow = None
+        try:
+            with explain_full_memory():
+                if output.captions:
+                    _plot_caption(predictor, output, path)
+                elif output.error is None and predictor.caption_generator is None:
+                    metric = _plot_classes(predictor, output, path, deletion=deletion)
+                    tested += [] if metric is None else [metric]
+        except AttributionOverflow as error:
+            overflow = error.reason
+        prediction = predictor.to_predictions([output], top_k, threshold)[0]
+        yield prediction if overflow is None else replace(prediction, error=overflow)
     if tested:
         notify(deletion_summary(tested))
 

@@ -8,6 +8,7 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.inference.evaluate import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
+from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
 from vit.text import Notify, printable
 from vit.weights.saved_model import (
@@ -84,12 +86,14 @@ def calibrate(
         `before` and `after`; and `failed`, unreadable images with the reason.
 
     Raises:
-        VitError: The run or the data cannot be used, or there are fewer than 50 labelled images.
+        VitError: The run or the data cannot be used, the run cannot be written, or there are
+            fewer than 50 labelled images.
     """
     if not 0 < target_precision < 1:
         raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
     if not Path(run).is_dir():
         raise RunError(f"{printable(run)} is no run folder: calibrations are stored in one")
+    check_folder(os.fspath(run), overwrite=True, content="calibration")
     loaded = load_run(run)
     if loaded.tokenizer is not None or not loaded.classes or loaded.stored_task:
         raise ConfigError(

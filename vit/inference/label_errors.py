@@ -159,6 +159,7 @@ def find_label_errors(
         VitError: The weights cannot be used.
     """
     predictor = Predictor(weights, device=device, workers=workers, embeddings=True, notify=notify)
+    predictor.caption_generator = None  # features need no captions
     images = [one for one in report.listing.images if one.path in report.stats]
     pairs: list[tuple[ListedImage, Tensor]] = []
     done = 0

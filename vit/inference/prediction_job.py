@@ -327,7 +327,7 @@ def prepare(
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
     images = find_images(config.inputs, lists=engine == "ray", notify=notify)
-    if output is not None and config.resume and not config.overwrite:
+    if output is not None and config.resume and (output.needs_name or not config.overwrite):
         failed = output.complete(images, style)
         if failed is not None:
             name = printable(config.out)
@@ -343,7 +343,8 @@ def prepare(
             return images, failed
     if config.sort_into is not None:
         filled = config.overwrite or (output is not None and bool(output.leftovers()))
-        check_sorting(config.sort_into, config.inputs, images, filled=filled)
+        method = config.sort_with or "copy"
+        check_sorting(config.sort_into, config.inputs, images, filled=filled, method=method)
     return images, None
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from vit.errors import DataError, RunError, VitError
-from vit.output.prediction_results import FORMATS, Layout, Prediction
+from vit.output.output_file import resolve_link
+from vit.output.prediction_results import FORMATS, Layout, Prediction, byte_order_mark
 from vit.text import printable
 from vit.weights.safetensors_io import atomic_write
 
@@ -131,7 +132,7 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
             with open(beside, "wb") as file:
                 _write(file, style, layout, rows)
 
-        atomic_write(Path(out), write)
+        atomic_write(resolve_link(out), write)
         return
     import fsspec
 
@@ -148,7 +149,8 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
 def _write(file: IO[bytes], style: str, layout: Layout, rows: Iterable[Prediction]) -> None:
     if style != "parquet":
         header, line = FORMATS[style](layout)
-        file.write(header.encode())
+        mark = byte_order_mark(layout, local=layout.separator != ",") if style == "csv" else ""
+        file.write((mark + header).encode())
         for row in rows:
             file.write(line(row).encode("utf-8", "backslashreplace"))
         return

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from vit.cpu_cores import usable_cores
-from vit.data.archives import relative
 from vit.data.checks.dataset_check import Progress
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
-from vit.data.sources.label_review import read_labels
+from vit.data.sources.label_review import read_labels, review_names
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError
 from vit.inference.active_learning import (
@@ -52,7 +51,7 @@ class Suggestion:
     """An image that is worth a label."""
 
     image: str
-    """Name, relative to the data."""
+    """Name, relative to the data; the whole path where several images have that name."""
     path: str
     likely: str = ""
     """The most probable class, where one is known."""
@@ -65,7 +64,7 @@ class Suggestions:
     """The result of `suggest`."""
 
     root: Path
-    """Folder that names are relative to."""
+    """Folder that names are relative to, where they are not whole paths."""
     order: str
     """typical or uncertain."""
     source: str
@@ -79,7 +78,7 @@ class Suggestions:
     suggested: list[Suggestion]
     """The best first."""
     failed: list[tuple[str, str]]
-    """Unreadable images, relative to the data, and the reasons."""
+    """Unreadable images, named as the suggested ones, and the reasons."""
 
     def lines(self) -> list[str]:
         """What was done, for a terminal."""
@@ -190,7 +189,9 @@ def suggest(
     source = _source_of_classes(predictor, order, known, str(weights))
     paths = list(dict.fromkeys([record.path for record in records] + [*known]))
     table = _extract(predictor, paths, margins=source == "network", progress=progress)
-    failed = [(relative(path, index.root), reason) for path, reason in table.failed]
+    every = chain(*index.splits.values(), index.unlabelled)
+    names = review_names({*paths, *(record.path for record in every)}, index.root)
+    failed = [(names[path], reason) for path, reason in table.failed]
     if not table.paths:
         raise DataError(
             f"{printable(spec.data)}: none of {plural(len(paths), 'image')} can be read: "
@@ -202,9 +203,9 @@ def suggest(
     if source == "labels" and not labelled.any():
         raise DataError(f"labels={printable(labels)}: none of its images can be read")
     directions = unit_directions(table.features)
-    names: Sequence[str] = predictor.classes
+    classes: Sequence[str] = predictor.classes
     if source == "labels":
-        table, names = _with_neighbour_margins(table, directions, labelled, known)
+        table, classes = _with_neighbour_margins(table, directions, labelled, known)
     if source == "nothing":
         candidates = order_by_typicality(directions, n, labelled, seed=seed)
     else:
@@ -212,7 +213,7 @@ def suggest(
     chosen, passed, broken = _without_near_duplicates(
         candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, workers, progress
     )
-    failed += [(relative(table.paths[place], index.root), reason) for place, reason in broken]
+    failed += [(names[table.paths[place]], reason) for place, reason in broken]
     if len(chosen) < n:
         notify(f"note: only {plural(len(chosen), 'different image')} without a label, not {n:,}")
     likely, margins = table.likely.tolist(), table.margins.tolist()
@@ -225,9 +226,9 @@ def suggest(
         near_duplicates=passed,
         suggested=[
             Suggestion(
-                relative(table.paths[place], index.root),
+                names[table.paths[place]],
                 table.paths[place],
-                "" if source == "nothing" else names[likely[place]],
+                "" if source == "nothing" else classes[likely[place]],
                 None if source == "nothing" else margins[place],
             )
             for place in chosen

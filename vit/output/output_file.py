@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,11 +17,13 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
     """Refuse a file that could not be written at the end.
 
     Raises:
-        VitError: The file exists and `overwrite` is off, is a folder, its name is too long, or its
-            folder is missing or cannot be written.
+        VitError: The file exists and `overwrite` is off, is a folder, its name is empty or too
+            long, or its folder is missing or cannot be written.
     """
     if path is None or is_device(path):
         return
+    if not path:
+        raise VitError("the name of an output file is empty; is a variable of the shell not set?")
     name, target = printable(path), resolve_link(path)
     if os.path.isdir(path):
         raise VitError(f"{name} is a folder; give the name of a file in it")
@@ -30,6 +32,27 @@ def check_output(path: str | None, *, overwrite: bool) -> None:
     if os.path.exists(path) and not overwrite:
         raise VitError(f"{name} exists; choose another name, or add --overwrite")
     _check_parent(name, target.parent, os.W_OK)
+
+
+def check_outputs(
+    outputs: Mapping[str, str | None],
+    inputs: Iterable[str | None] = (),
+    *,
+    must_be_new: Collection[str] = (),
+) -> None:
+    """Check, before any work is done, the files that a command writes.
+
+    Args:
+        outputs: Path of each output by its flag; None is no output.
+        inputs: Paths that are read.
+        must_be_new: Flags whose files are not replaced.
+
+    Raises:
+        VitError: As `check_output` and `check_distinct`.
+    """
+    for flag, path in outputs.items():
+        check_output(path, overwrite=flag not in must_be_new)
+    check_distinct(outputs, inputs)
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | None] = ()) -> None:

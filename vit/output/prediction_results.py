@@ -44,10 +44,10 @@ class Prediction:
 
     Args:
         image: The image's path, as it was given.
-        predictions: (label, probability) pairs, the most probable first; empty on an error, and
-            from a network without classes.
-        error: Reason of a failure, or None.
-        captions: The best first; empty on an error, and from a classifier.
+        predictions: (label, probability) pairs, the most probable first; empty if the image cannot
+            be read, and from a network without classes.
+        error: Reason of a failure, or None; that of an explanation leaves the predictions.
+        captions: The best first; empty if the image cannot be read, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
         truth: Ground truth of the image, in rows of an evaluation: `label`, and the
             probability of it, `label_score`; `true_labels` if there may be several; `references`,

@@ -217,6 +217,11 @@ class ResumableOutput:
         endings = r"(\.\d+-of-\d+)?(\.journal|\.journal\.tmp|\.stop|\.finished)?"
         return [file for path in self.targets for file in partial_files(path, endings)]
 
+    @property
+    def needs_name(self) -> bool:
+        """Whether the finished file has all rows and only its name is missing."""
+        return self.finished.exists() and not self.logs()
+
     def rows(self) -> int:
         """Rows in the logs."""
         total = 0
@@ -251,17 +256,28 @@ class ResumableOutput:
                 f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
+        if self.needs_name and not (resume or overwrite):
+            raise VitError(
+                f"{printable(self.finished)} has all rows; give it its name with --resume, or "
+                "start again with --overwrite"
+            )
 
     def complete(self, images: Sequence[str], style: str) -> int | None:
         """Return the failures of a complete file; None if it is not complete.
 
+        A finished file that could not replace the one at `out` does it now.
+
         Raises:
-            RunError: It belongs to other images, or has another format.
+            RunError: It belongs to other images, or has another format; or cannot get its name.
         """
         with FileLock(self.targets) as lock:
             lock.acquire()
-            if self.finished.exists() and not self.out.exists():
-                self._publish()
+            if self.needs_name:
+                count_failed_rows(self.finished, style, images)  # refuses those of another job
+                try:
+                    self._publish()
+                except RunError as error:
+                    raise RunError(f"{error}; {self.describe_kept()}") from None
             if not self.out.exists() or self.logs():
                 return None
             failed = count_failed_rows(self.out, style, images)
@@ -285,7 +301,8 @@ class ResumableOutput:
         resume = resume and bool(self.logs())
         self.check(resume=resume, overwrite=overwrite)
         if not resume:
-            remove(self.leftovers())
+            # the finished file first: without logs it would count as complete
+            remove(sorted(self.leftovers(), key=lambda path: path != self.finished))
             return False
         for log in self.logs():
             stored = read_settings(log)

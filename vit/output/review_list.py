@@ -5,7 +5,7 @@ from itertools import chain
 
 from vit.data.workbook import is_workbook, write_sheet
 from vit.output.output_file import atomic_file, open_output, resolve_link
-from vit.output.prediction_results import csv_row, to_json
+from vit.output.prediction_results import csv_row, json_cell, to_json
 from vit.text import csv_mark, csv_text
 
 
@@ -25,7 +25,8 @@ def write_review_list(
     """
     if path is not None and is_workbook(path):
         with atomic_file(resolve_link(path)) as book:
-            write_sheet(book, [columns, *rows], number_format="General")
+            cells = ([json_cell(cell) for cell in row] for row in [columns, *rows])
+            write_sheet(book, cells, number_format="General")
         return
     with open_output(path) as out:
         if path is not None and path.lower().endswith(".jsonl"):

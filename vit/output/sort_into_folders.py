@@ -175,11 +175,6 @@ class ImageSorter:
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
-        if self.method != "copy" and is_inside(image):
-            raise RunError(
-                f"{printable(image)} is inside of a file, to which nothing can be linked; take "
-                "--sort-with copy"
-            )
         if self.method == "symlink":
             target.symlink_to(os.path.abspath(image))
         elif self.method == "hardlink":
@@ -234,20 +229,33 @@ def _publish(beside: str, target: Path) -> None:
 
 
 def check_sorting(
-    folder: str, inputs: Sequence[str], images: Sequence[str], *, filled: bool
+    folder: str,
+    inputs: Sequence[str],
+    images: Sequence[str],
+    *,
+    filled: bool,
+    method: SortMethod = "copy",
 ) -> None:
-    """Refuse a folder whose images would be inputs of the next run, or are those of this one.
+    """Refuse a folder whose images would be inputs of the next run, or are those of this one; and
+    images to which no link can lead.
 
     Args:
         folder: Of the classes.
         inputs: As they were typed.
         images: What they mean.
         filled: Whether it may have files.
+        method: How images are placed.
 
     Raises:
-        VitError: It is, has files, or cannot be written.
+        VitError: It is, has files, or cannot be written; or an image cannot be linked.
     """
     name, here = printable(folder), os.path.realpath(folder)
+    inside = None if method == "copy" else next(filter(is_inside, images), None)
+    if inside is not None:
+        raise ConfigError(
+            f"sort_with={method}: {printable(inside)} is inside of a file, to which nothing can be "
+            "linked; take copy"
+        )
     for word in inputs:
         root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
@@ -267,6 +275,26 @@ def check_sorting(
         content="sorted images",
         overwriting=" to sort into it all the same (no file of it is replaced)",
     )
+    if method == "hardlink":
+        _check_one_disk(here, images)
+
+
+def _check_one_disk(folder: str, images: Sequence[str]) -> None:
+    disk = _disk(folder if os.path.isdir(folder) else os.path.dirname(folder))
+    for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
+        if _disk(source) not in (disk, None):
+            raise ConfigError(
+                f"sort_with=hardlink: {printable(source)} is on another disk than "
+                f"{printable(folder)}, to which no hardlink can lead; take copy or symlink"
+            )
+
+
+def _disk(folder: str) -> int | None:
+    """The device of a folder; None if it is gone."""
+    try:
+        return os.stat(folder).st_dev
+    except OSError:
+        return None
 
 
 def _searched_root(word: str, here: str) -> str | None:

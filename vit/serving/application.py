@@ -42,7 +42,7 @@ from vit.serving.dynamic_batching import (
 from vit.serving.model_registry import ModelRegistry, UnknownModel
 from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
 from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, RequestError, check_name
-from vit.serving.served_model import RowOptions, ServedModel
+from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import printable
@@ -181,7 +181,9 @@ class Application:
             if explain == "png" and len(uploads) > 1:
                 raise RequestError(400, "explain=png draws one image: send one, or explain=json")
             names = [one.name for one in uploads]
-            outputs = await self.scheduler.predict(model, names, [*uploads])
+            pending: list[Upload] = [*uploads]
+            del uploads  # the scheduler empties `pending`, and so frees bytes as they are decoded
+            outputs = await self.scheduler.predict(model, names, pending)
         predictions = [
             model.to_prediction(*one, options) for one in zip(names, outputs, strict=True)
         ]
@@ -458,20 +460,21 @@ def row_options(query: dict[str, str]) -> RowOptions:
         raise ConfigError(f"reject={printable(reject[:40])!r}: give true or false")
     return RowOptions(
         None if top_k is None else int(top_k),
-        _share(query, "threshold"),
+        _share(query, "threshold", zero=True),
         reject in TRUE,
         _share(query, "sets"),
     )
 
 
-def _share(query: dict[str, str], name: str) -> float | None:
+def _share(query: dict[str, str], name: str, *, zero: bool = False) -> float | None:
     word = query.get(name)
     if word is None:
         return None
     try:
         number = float(word[:40])
     except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number above 0 and at most 1")
+        number = -1.0
+    if not (0 < number <= 1 or (zero and number == 0)):
+        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
+        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number {allowed}")
     return number

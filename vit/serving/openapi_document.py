@@ -18,7 +18,7 @@ PREDICT_PARAMETERS = {
 }
 RANGES: dict[str, dict[str, Any]] = {
     "top_k": {"minimum": 1, "maximum": 999_999_999},
-    "threshold": {"exclusiveMinimum": 0, "maximum": 1},
+    "threshold": {"minimum": 0, "maximum": 1},
     "sets": {"exclusiveMinimum": 0, "maximum": 1},
     "explain": {"enum": ["json", "png"]},
     "name": {"minLength": 1, "maxLength": 1000},

@@ -36,7 +36,7 @@ from vit.inference.backends import (
 from vit.inference.prediction_job import apply_threshold, classes_per_row
 from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k, resolve_top_k
 from vit.paths import sha256_of_files
-from vit.score_calibration import check_selection
+from vit.score_calibration import check_decisions, check_selection
 from vit.text import plural
 
 if TYPE_CHECKING:
@@ -394,6 +394,8 @@ class ServedModel:
         calibration = getattr(self.predictor, "calibration", None)
         if options.reject or options.sets is not None:
             check_selection(calibration, reject=options.reject, sets=options.sets)
+        thresholds = self.predictor.thresholds
+        check_decisions(thresholds, reject=options.reject, threshold=options.threshold)
         if not explain:
             return
         if not self.explains:
