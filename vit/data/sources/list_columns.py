@@ -43,6 +43,8 @@ DRIVE = re.compile("[A-Za-z]:/")
 MIDNIGHT = "T00:00:00"
 WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
+LIST_IN_CELL = re.compile(r"\[\s*['\"\d].*\]", re.DOTALL)
+"""A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
 
 
 SPREADSHEET_ERRORS = frozenset(
@@ -358,8 +360,10 @@ def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> 
     A cell `a|b` or `a;b` names two. In JSON a list does, and a text is one class as it stands.
 
     Raises:
-        DataError: It is no name, number or list of them.
+        DataError: It is no name, number or list of them, or a Python list in a table.
     """
+    if is_table and LIST_IN_CELL.fullmatch(value.strip()):
+        raise wrong(path, f"a list in a cell: {value[:40]!r}; write cat|dog, or JSON lines", line)
     if is_table and (separator := next((mark for mark in SEPARATORS if mark in value), None)):
         value = [part.strip() for part in value.split(separator) if part.strip()]
     if isinstance(value, list):
