@@ -504,6 +504,12 @@ def test_groups_of_json():
     assert groups == ["", "", "a", "0", "7", "0.5", "0"]
 
 
+def test_a_number_as_pandas_writes_it_beside_gaps_is_the_group_without_decimals():
+    texts = ("17.0", " 17.0 ", "017.0", "17", "v1.0", "1.5", "1.00", "17.0.0")
+    groups = [cell_group(text, "x", 1) for text in texts]
+    assert groups == ["17", "17", "017", "17", "v1.0", "1.5", "1.00", "17.0.0"]
+
+
 @pytest.mark.parametrize(
     ("value", "kind"), [({}, "an object"), ([1], "a list"), (False, "true or false")]
 )

@@ -43,6 +43,7 @@ DRIVE = re.compile("[A-Za-z]:/")
 MIDNIGHT = "T00:00:00"
 WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
+WHOLE_NUMBER = re.compile(r"\d+\.0")
 LIST_IN_CELL = re.compile(r"\[\s*['\"\d].*\]", re.DOTALL)
 """A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
 
@@ -351,7 +352,9 @@ def cell_group(value: Any, path: str, line: int) -> str:
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise wrong(path, f"the group is {json_kind(value)}; expected a name or a number", line)
-    return "" if value is None else str(value).strip()
+    text = "" if value is None else str(value).strip()
+    # the same group has no .0 in a CSV file whose column has no gaps
+    return text.removesuffix(".0") if WHOLE_NUMBER.fullmatch(text) else text
 
 
 def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> tuple[str, ...]:
