@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import re
 from pathlib import Path
 
@@ -238,7 +239,8 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
     [
         ('{"image": 3, "label": "a"}', "line 21: image is a number; expected a file name"),
         ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
-        ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
+        ('{"image": "x.png", "label": 0.5}', "line 21: the label is 0.5, a fraction; expected"),
+        ('{"image": "x.png", "label": NaN}', "line 21: no label"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
         ('{"image": "x.png"}', "line 21: no label"),
         ("[1]", "line 21: a list; expected an object"),
@@ -502,6 +504,11 @@ def test_the_group_0_is_a_group(write):
 def test_groups_of_json():
     groups = [cell_group(value, "x", 1) for value in (None, "", " a ", 0, 7.0, 0.5, "0")]
     assert groups == ["", "", "a", "0", "7", "0.5", "0"]
+
+
+def test_nan_in_json_is_no_group(write):
+    path = write(keyed(patient=lambda number: math.nan if number < 10 else number), "list.jsonl")
+    assert noted(opened(path, group="patient"), "10 images without a group")
 
 
 def test_a_number_as_pandas_writes_it_beside_gaps_is_the_group_without_decimals():

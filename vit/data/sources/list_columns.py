@@ -378,8 +378,9 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | None):
-        expected = "a name or a number" + (", or a list of them" if may_lack else "")
-        raise wrong(path, f"the label is {json_kind(value)}; expected {expected}", line)
+        kind = f"{value}, a fraction" if isinstance(value, float) else json_kind(value)
+        expected = "a name or a whole number" + (", or a list of them" if may_lack else "")
+        raise wrong(path, f"the label is {kind}; expected {expected}", line)
     name = "" if value is None else str(value).strip()
     if "\0" in name:
         raise wrong(path, "a label with a NUL character", line)

@@ -46,7 +46,7 @@ from vit.data.sources.list_columns import (
     drop_uncaptioned,
     match_name,
 )
-from vit.data.sources.table_reader import whole_text
+from vit.data.sources.table_reader import JSON_CONSTANTS, whole_text
 from vit.data.tar_index import BadShard, TarIndex
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
@@ -611,7 +611,7 @@ def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
 
 def _parse_json(text: str, location: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=JSON_CONSTANTS.get)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{printable(location)}: no JSON ({printable(error)})") from None
 
