@@ -189,6 +189,13 @@ def test_columns_may_be_named(write):
     assert noted(splits, "classes from breed; not used: label")
 
 
+def test_of_names_that_differ_in_case_the_exact_one_is_read(write):
+    path = write(table([(name, "x", label) for name, label in ROWS], "image,label,Label"))
+    splits = opened(path, label_column="Label")
+    assert splits.classes == ("a", "b")
+    assert noted(splits, "classes from Label; not used: label")
+
+
 @pytest.mark.parametrize(
     ("header", "asked", "message"),
     [

@@ -88,6 +88,12 @@ def match_name(names: Sequence[str], expected: Sequence[str]) -> str:
     return next((plain[name] for name in expected if name in plain), "")
 
 
+def find_column(names: Sequence[str], column: str) -> str:
+    """The name of a column that the user gave, as in `names`: in the same case, else in any."""
+    exact = next((name for name in names if name.strip() == column.strip()), "")
+    return exact or match_name(names, (column.strip().lower(),))
+
+
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
     """The columns of a list.
 
@@ -103,7 +109,7 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     has = join_names([name.strip() for name in names], 8) or "none"
 
     def named(setting: str, column: str) -> str:
-        found = match_name(names, (column,)) or match_name(names, (column.strip().lower(),))
+        found = find_column(names, column)
         if not found:
             hint = nearest(column, [name.strip() for name in names])
             raise wrong(path, f"{setting}={column}: no such column among {has}{hint}", line)
@@ -144,9 +150,9 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         if caption_columns(names):
             advice += "; for captions, --task caption"
         raise wrong(path, f"no column of classes among {has}; {advice}", line)
-    group = match_name(names, (spec.group.strip().lower(),)) if spec.group else ""
+    group = find_column(names, spec.group) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
-    more = tuple(match_name(names, (column.strip().lower(),)) for column in spec.columns)
+    more = tuple(find_column(names, column) for column in spec.columns)
     used = {image, *captions, label, split, group, *more}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
     return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)), more)
