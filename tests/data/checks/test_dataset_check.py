@@ -14,10 +14,14 @@ from PIL import Image
 
 from tests.data.checks.test_near_duplicates import scene
 from vit.data import image_io
-from vit.data.checks import image_stats
+from vit.data.checks import duplicates, image_stats
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import check_dataset, unreadable_images
-from vit.data.checks.duplicates import exact_duplicate_problems, near_duplicate_problem
+from vit.data.checks.duplicates import (
+    exact_duplicate_problems,
+    find_duplicates,
+    near_duplicate_problem,
+)
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.problems import KINDS, problem_kind
 from vit.data.sources.dataset_warnings import equal_files
@@ -234,6 +238,26 @@ def test_exact_duplicates_equal_those_that_training_reports(folder):
     report, _ = found(folder)
     leak = next(problem for problem in report.problems if problem.kind == "leak")
     assert sorted(leak.images) == sorted(equal_files(map(str, folder.rglob("*.png")))[0])
+
+
+def test_near_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, monkeypatch):
+    path = folder / "train/a/1.png"
+    scene(1).resize((95, 71)).save(folder / "near.png")
+    stats, images = {}, []
+    for name, file in (("one", path), ("two", folder / "near.png")):
+        for number in range(40):
+            copy = f"{name}/{number}.png"
+            stats[copy] = compute_stats(str(file))
+            split = "val" if (name, number) == ("two", 30) else "train"
+            images.append(ListedImage(copy, split, ("a",)))
+    compared = []
+    compare = duplicates.compare_origins
+    monkeypatch.setattr(
+        duplicates, "compare_origins", lambda *given: compared.append(given) or compare(*given)
+    )
+    (near,) = [one for one in find_duplicates(images, stats) if one.kind == "near_leak"]
+    assert near.images == ("one/0.png", "two/30.png")
+    assert len(compared) < 10
 
 
 def dies_or_hangs(path: str) -> object:

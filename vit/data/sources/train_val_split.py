@@ -146,9 +146,10 @@ def hold_out(
 
 def name_copies(identical: Iterable[Sequence[str]], root: Path) -> Copies:
     """The sets of `identical` images by path, each named like the first of its images."""
-    return {
-        path: min(relative(one, root) for one in group) for group in identical for path in group
-    }
+    copies: dict[str, str] = {}
+    for group in identical:
+        copies |= dict.fromkeys(group, min(relative(one, root) for one in group))
+    return copies
 
 
 def make_units(
