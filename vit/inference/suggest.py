@@ -255,7 +255,8 @@ def _labels_by_path(
     path: str, index: DatasetIndex, column: str | None, notify: Notify
 ) -> dict[str, tuple[str, ...]]:
     found = read_labels(path, index, label_column=column)
-    notify(f"note: {found.note}")
+    for note in found.notes:
+        notify(f"note: {note}")
     return {image: entry.labels for image, entry in found.entries.items()}
 
 

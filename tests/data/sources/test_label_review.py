@@ -129,6 +129,20 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
     assert notes[-1] == f"9 images without a label: not used ({use})"
 
 
+def test_notes_about_a_label_list_are_those_of_any_list(data, tmp_path):
+    rows = ["train/dog/0.png,dog", 'train/cat/0.png,"cat, dog"', 'train/cat/1.png,"cat, hat"']
+    path = label_list(tmp_path, *rows, "train/dog/0.png,dog")
+    _, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert any("2 labels have a comma" in note and "write cat|dog" in note for note in notes)
+    assert any("left out 1 line that name an image again" in note for note in notes)
+    path = label_list(tmp_path, *rows, "train/dog/0.png,coat")
+    index = read_source(DatasetSpec(str(data), label_list=path, multilabel=True))
+    assert any("1 image with other labels in another line" in note for note in index.notes)
+    path = label_list(tmp_path, "train/cat/0.png,dog,x")
+    _, notes = labels(DatasetSpec(str(data), corrections=path))
+    assert notes[-2].endswith("classes from label; not used: likely")
+
+
 def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
     rows = ["train/cat/0.png,x", "train/dog/0.png,y", "train/dog/2.png,"]
     rows += ["val/cat/0.png,x", "val/dog/0.png,y"]

@@ -63,7 +63,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
             elif spec.unlabelled and part in ("train", ""):
                 unlabelled.append(record._replace(group=group))
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
-    notes = [*index.notes, labels.note]
+    notes = [*index.notes, *labels.notes]
     if others := others - len(unlabelled):
         training = not (spec.split or spec.all_splits or spec.unlabelled)
         use = " (with --teacher RUN a training learns from those of train)" if training else ""
@@ -93,8 +93,8 @@ class LabelList:
     multilabel: bool
     """Whether an image may have several labels."""
     columns: Columns
-    note: str
-    """The numbers of labelled images, and of rows without a label."""
+    notes: list[str]
+    """About the list; the last has the numbers of labelled images, and of rows without a label."""
 
 
 def read_labels(
@@ -120,7 +120,8 @@ def read_labels(
     spec = DatasetSpec(
         path, allow_outside=True, multilabel=multilabel, label_column=label_column, group=group
     )
-    contents = read_list(path, spec, [])
+    notes: list[str] = []
+    contents = read_list(path, spec, notes)
     name, rows = printable(path), contents.entries
     contents.entries = {image: one for image, one in rows.items() if one.labels}
     # a row that was left empty does not contradict a later one with the label
@@ -134,7 +135,9 @@ def read_labels(
             f"{column}"
         )
     several = bool(contents.multilabel) if multilabel is None else multilabel
-    if not several:
+    if several:
+        contents.report_merged(notes)
+    else:
         contents.check_single()
     find = _finder(index)
     places = {image: find(image) for image in contents.entries}
@@ -153,7 +156,7 @@ def read_labels(
         note += f"; {plural(len(left), 'row')} without a label"
     unlabelled = {place: rows[image] for image in left if (place := find(image)) is not None}
     assert contents.columns is not None  # a list with entries has rows
-    return LabelList(found, unlabelled, several, contents.columns, note)
+    return LabelList(found, unlabelled, several, contents.columns, [*notes, note])
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
@@ -167,7 +170,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     notes, splits, unlabelled = [*index.notes], index.splits, index.unlabelled
     find = _finder(index)
     if spec.exclude is not None:
-        gone, note = _matched(spec.exclude, spec, find, "exclude", labels=False)
+        gone, note = _matched(spec.exclude, spec, find, "exclude", notes, labels=False)
         notes.append(f"{note} left out")
         splits = {
             split: [record for record in records if record.path not in gone]
@@ -177,7 +180,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     if spec.corrections is not None:
         if not spec.labels:
             raise ConfigError("corrections: these data have no labels; leave it out")
-        fixed, note = _matched(spec.corrections, spec, find, "corrections", labels=True)
+        fixed, note = _matched(spec.corrections, spec, find, "corrections", notes, labels=True)
         fixed = _checked_labels(fixed, index, spec)
         changed = 0
 
@@ -199,10 +202,14 @@ def _matched(
     spec: DatasetSpec,
     find: Callable[[str], str | None],
     setting: str,
+    notes: list[str],
     *,
     labels: bool,
 ) -> tuple[dict[str, Entry], str]:
-    """The entries of a list by the path of the image, and the beginning of a note."""
+    """The entries of a list by the path of the image, and the beginning of a note.
+
+    `notes` receives those about the list itself.
+    """
     columns = DatasetSpec(
         path,
         allow_outside=True,
@@ -210,7 +217,7 @@ def _matched(
         multilabel=spec.multilabel,
         reads_splits=False,
     )
-    entries = read_list(path, columns, []).entries
+    entries = read_list(path, columns, notes).entries
     places = {name: find(name) for name in entries}
     found = _by_place(places, entries, path)
     lacking = [name for name, place in places.items() if place is None]
