@@ -218,6 +218,31 @@ def test_a_label_list_may_have_any_column_of_labels_and_one_of_groups(data, tmp_
         open_splits(dataclasses.replace(spec, group="sites"), val_share=0.34, seed=0)
 
 
+def test_the_column_of_images_is_that_of_the_label_list_unless_the_data_have_one(data, tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("id,breed\ntrain/cat/0.png,x\ntrain/dog/0.png,y\n")
+    columns = {"image_column": "id", "label_column": "breed"}
+    spec = DatasetSpec(str(data), label_list=str(path), **columns)
+    assert [*labels(spec)[0].values()] == ["x", "y"]
+    (tmp_path / "all.csv").write_text("id,image\ntrain/cat/0.png,no.png\ntrain/dog/0.png,no.png\n")
+    path.write_text("image,breed\ntrain/cat/0.png,x\ntrain/dog/0.png,y\n")
+    spec = dataclasses.replace(spec, data=str(tmp_path / "all.csv"), images=str(data))
+    assert [*labels(spec)[0].values()] == ["x", "y"]
+
+
+def test_names_without_a_suffix_are_those_of_images_where_there_is_one(data, tmp_path):
+    rows = ["train/cat/0,x", "train/cat/1,x", "train/dog/0,y", "val/dog/0.png,y"]
+    path = label_list(tmp_path, *rows)
+    found, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert len(found) == 4
+    told = "3 names without a suffix: train/cat/0 is read as train/cat/0.png"
+    assert any(note.endswith(told) for note in notes)
+    Image.new("RGB", (4, 4)).save(data / "train" / "cat" / "1.jpg")  # of two, none is guessed
+    found, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert ("train", "cat/1.png") not in found
+    assert any("3 labelled images (1 other not in the data)" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [

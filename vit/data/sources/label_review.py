@@ -23,6 +23,7 @@ from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.data.sources.image_list import Entry, read_list
 from vit.data.sources.list_columns import SEPARATORS, Columns
 from vit.errors import ConfigError, DataError
@@ -34,7 +35,8 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
 
     Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
     those of the training split are kept apart. A column `split` replaces the split of the source,
-    and a column of the name `spec.group` its groups, of rows without a label too.
+    and a column of the name `spec.group` its groups, of rows without a label too. The columns of
+    images and labels that `spec` names are those of the list.
 
     Raises:
         DataError: The list cannot be read, has no label, names no image of the data, or has several
@@ -45,6 +47,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         spec.label_list,
         index,
         multilabel=spec.multilabel,
+        image_column=spec.image_column,
         label_column=spec.label_column,
         group=spec.group,
     )
@@ -102,6 +105,7 @@ def read_labels(
     index: DatasetIndex,
     *,
     multilabel: bool | None = None,
+    image_column: str | None = None,
     label_column: str | None = None,
     group: str | None = None,
 ) -> LabelList:
@@ -111,14 +115,19 @@ def read_labels(
         path: The list. Rows without a label are not labelled yet.
         index: The images that it may name.
         multilabel: Whether an image may have several labels; None: whether one has in the list.
-        label_column: Column of the labels; None: found by its usual names.
+        image_column, label_column: Its columns; None: found by their usual names.
         group: Column of groups, if the list has it.
 
     Raises:
         DataError: As for `apply_labels`.
     """
     spec = DatasetSpec(
-        path, allow_outside=True, multilabel=multilabel, label_column=label_column, group=group
+        path,
+        allow_outside=True,
+        multilabel=multilabel,
+        image_column=image_column,
+        label_column=label_column,
+        group=group,
     )
     notes: list[str] = []
     contents = read_list(path, spec, notes)
@@ -151,6 +160,14 @@ def read_labels(
     note = f"{name}: {plural(len(found), 'labelled image')}"
     if lacking:
         note += f" ({plural(len(lacking), 'other')} not in the data)"
+    stems = {
+        image: file
+        for image, place in places.items()
+        if place and os.path.splitext(file := relative(place, index.root))[0] == image
+    }
+    if stems:
+        pair = " is read as ".join(map(printable, next(iter(stems.items()))))
+        notes.append(f"{name}: {plural(len(stems), 'name')} without a suffix: {pair}")
     left = [image for image in rows if image not in places]
     if left:
         note += f"; {plural(len(left), 'row')} without a label"
@@ -264,7 +281,7 @@ def review_names(paths: Collection[str], root: Path) -> dict[str, str]:
 
 
 def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
-    """The path of the image that a name in a list means.
+    """The path of the image that a name in a list means, which may lack its suffix.
 
     Raises:
         DataError: When called with a name that several images have.
@@ -277,10 +294,29 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
         name = relative(path, index.root)
         if (other := by_name.setdefault(name, path)) != path:
             ambiguous.setdefault(name, (other, path))
-    # a list is read with slashes for backslashes, those of escapes too
-    named = [*by_name.items(), *zip(paths, paths, strict=True)]
-    by_cell = {csv_text(name).replace("\\", "/"): path for name, path in named}
     real: dict[str, str] = {}
+    by_cell: dict[str, str] = {}
+
+    def add_spellings() -> None:
+        """Fill `by_cell` and `real`, which cost time and are needed for unusual names only."""
+        # a list is read with slashes for backslashes, those of escapes too
+        for name, path in (*by_name.items(), *zip(paths, paths, strict=True)):
+            by_cell[csv_text(name).replace("\\", "/")] = path
+        real.update((os.path.realpath(path), path) for path in paths)
+
+    by_stem: dict[str, set[str]] = {}
+
+    def without_suffix(name: str) -> str | None:
+        """The path of the only image of this name with a suffix."""
+        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+            return None
+        if not by_stem:
+            for one, path in by_name.items():
+                stem, suffix = os.path.splitext(one)
+                if suffix.lower() in IMAGE_SUFFIXES:
+                    by_stem.setdefault(stem, set()).update((path, *ambiguous.get(one, ())))
+        found = by_stem.get(name, ())
+        return next(iter(found)) if len(found) == 1 else None
 
     def find(name: str) -> str | None:
         if name in ambiguous:
@@ -291,8 +327,10 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             )
         if name in by_name:
             return by_name[name]
+        if (found := without_suffix(name)) is not None:
+            return found
         if not real:
-            real.update((os.path.realpath(path), path) for path in paths)
+            add_spellings()
         found = real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
         return found or by_cell.get(name)
 
