@@ -160,10 +160,11 @@ def read_labels(
     note = f"{name}: {plural(len(found), 'labelled image')}"
     if lacking:
         note += f" ({plural(len(lacking), 'other')} not in the data)"
+    files = {image: relative(place, index.root) for image, place in places.items() if place}
     stems = {
         image: file
-        for image, place in places.items()
-        if place and os.path.splitext(file := relative(place, index.root))[0] == image
+        for image, file in files.items()
+        if file != image and os.path.splitext(file)[0] == image
     }
     if stems:
         pair = " is read as ".join(map(printable, next(iter(stems.items()))))
