@@ -15,6 +15,7 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.image_list import images_in, original_name
 from vit.data.sources.list_columns import cell_group
@@ -389,6 +390,17 @@ def test_lists_of_a_folder_split(write, images):
     assert noted(splits, "left out 2 images that no line of a list names: a/9.png, b/9.png")
     samples, _ = open_eval_split(str(images), split="val", classes=splits.classes)
     assert samples == splits.val
+
+
+def test_names_of_images_in_no_list_are_written_only_where_they_are_shown(write, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        FolderWalker, "relative_name", lambda _, path: written.append(path) or path[-7:]
+    )
+    splits = opened(write(table(ROWS[:4] + ROWS[10:12])))
+    names = "a/4.png, a/5.png, a/6.png and 11 more"
+    assert noted(splits, f"left out 14 images that no line of a list names: {names}")
+    assert sum(path.endswith(".png") for path in written) == 3
 
 
 def test_class_folders_in_train_go_before_lists(make_tree):

@@ -117,7 +117,7 @@ def refuse_captions(data: str) -> None:
     Raises:
         DataError: `data` is one.
     """
-    if is_folder_source(data) and os.path.isfile(data) and has_captions(data):
+    if os.path.isfile(data) and is_folder_source(data) and has_captions(data):
         raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
 
 

@@ -53,6 +53,7 @@ from vit.text import join_names, plural, printable
 
 MAX_SHARDS = 100_000
 COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
+TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MAX_LABEL_BYTES = 2**24
@@ -144,7 +145,9 @@ def _tars(folder: str) -> list[str]:
     names = [
         name
         for name in os.listdir(folder)
-        if not name.startswith(".") and (name.lower().endswith(".tar") or COMPRESSED.search(name))
+        if name.lower().endswith(TAR_SUFFIXES)  # first: a folder may have a million images
+        and not name.startswith(".")
+        and (name.lower().endswith(".tar") or COMPRESSED.search(name))
     ]
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
