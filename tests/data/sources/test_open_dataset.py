@@ -154,6 +154,16 @@ def test_circular_links_are_left_out_with_a_note(make_tree):
     assert has_note(splits, "around them: train/a/again, train/a/up, train/b/other")
 
 
+@pytest.mark.parametrize("train", ["train", "Training"])
+def test_circular_links_and_system_folders_beside_folders_are_left_out(make_tree, train):
+    root = make_tree({f"{train}/a": 6, f"{train}/b": 6, "test/a": 1, "test/b": 1})
+    for folder in (root, root / train, root / "test"):
+        (folder / "circle").symlink_to("circle")
+        (folder / "__MACOSX" / "a").mkdir(parents=True)
+    splits = open_data(root)
+    assert (splits.classes, len(splits.train), len(splits.val)) == (("a", "b"), 12, 2)
+
+
 def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
     root = make_tree(SPLIT)
     (root / "train/b").rename(tmp_path / "elsewhere")

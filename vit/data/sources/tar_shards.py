@@ -37,6 +37,7 @@ from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
     SYSTEM_NAMES,
     UNSUPPORTED_SUFFIXES,
+    FolderWalker,
     ignored_suffixes_note,
 )
 from vit.data.sources.list_columns import (
@@ -104,14 +105,15 @@ def _shards_in_folder(folder: str) -> list[str]:
     A tar beside class folders, or beside more images than tars, is taken for a copy of them, not
     for a shard.
     """
-    names = _subfolders(folder)
+    walk = FolderWalker(folder)
+    names = walk.subfolders(folder)
     if not names:
         tars = _tars(folder)
         if tars and _count_images(folder) > len(tars):
             return []
         return _check_uncompressed(folder, tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
-    if "train" not in names or any(_subfolders(path) for path in split_folders):
+    if "train" not in names or any(map(walk.subfolders, split_folders)):
         return []
     return _check_uncompressed(folder, [path for split in split_folders for path in _tars(split)])
 
@@ -126,14 +128,6 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
             "images are compressed already"
         )
     return sorted(paths)
-
-
-def _subfolders(folder: str) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
 
 
 def _count_images(folder: str) -> int:
