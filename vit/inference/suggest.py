@@ -173,7 +173,7 @@ def suggest(
     if labels is not None and not has_image_column(spec.data):
         column, plain = plain.image_column, dataclasses.replace(plain, image_column=None)
     index = read_source(plain)
-    records = index.splits.get("train", index.splits.get("", []))
+    records = index.train
     if not records:
         raise DataError(f"{printable(spec.data)}: no images to suggest from")
     known: dict[str, tuple[str, ...]] = {}

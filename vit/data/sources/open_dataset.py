@@ -246,7 +246,7 @@ def open_splits(
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
     index = listing.index if listing is not None and reusable else read_source(spec)
-    images = index.splits.get("train", index.splits.get("", []))
+    images = index.train
     if not images:
         available = join_names(index.locations) or "nothing"
         raise DataError(f"{printable(spec.data)} has {available} but no images for train")
@@ -502,7 +502,7 @@ def _relabel(
 
 def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
     """The names that training held out, if the dataset contains any of them."""
-    records = index.splits.get("train", index.splits.get("", []))
+    records = index.train
     present = {relative(record.path, index.root) for record in records}
     names = held_out(index.root, present) if callable(held_out) else held_out
     return names if present & set(names) else ()

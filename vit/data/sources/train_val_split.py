@@ -80,7 +80,7 @@ def split_train_val(
         ConfigError: A fold is requested of a dataset with validation images, or `group` is neither
             a column nor a regular expression.
     """
-    train = index.splits.get("train", index.splits.get("", []))
+    train = index.train
     own = next((name for name in VAL_NAMES if name in index.splits), None)
     if fold is not None and own not in (None, "test"):
         raise ConfigError(
