@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.archives import open_binary
+from vit.data.archives import content_digest
 from vit.data.image_io import (
     STACKS,
     Fingerprint,
@@ -160,15 +160,6 @@ def _levels(low: Any, shadow: Any, high: Any, *, floating: bool) -> Levels:
         float((high - low).max()),
         floating,
     )
-
-
-def content_digest(path: str) -> bytes:
-    """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open_binary(path) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.digest()
 
 
 def downscaled(image: Image.Image) -> Image.Image:
@@ -387,7 +378,7 @@ class StatsCache:
                 rows = self.database.execute(
                     "select path, size, mtime, ctime, number from verdicts"
                 ).fetchall()
-                invalid = [
+                invalid: list[tuple[object, ...]] = [
                     (path,)
                     for path, *fingerprint in rows
                     if path not in kept and file_fingerprint(os.fsdecode(path)) != (*fingerprint,)
