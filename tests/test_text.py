@@ -1,7 +1,11 @@
 """Text formatting."""
 
+import sys
+import unicodedata
+
 import pytest
 
+from vit import text
 from vit.text import (
     format_bytes,
     format_clock,
@@ -10,6 +14,7 @@ from vit.text import (
     format_parameters,
     join_names,
     plural,
+    printable,
 )
 
 
@@ -23,6 +28,14 @@ def test_join_names_counts_the_names_beyond_the_limit():
     assert join_names("abcde", 3) == "a, b, c and 2 more"
     assert join_names(range(2000), 1) == "0 and 1,999 more"
     assert join_names(["a\x1b", "b"]) == "a\\x1b, b"
+
+
+def test_printable_text_is_returned_as_it_is_and_any_other_character_is_escaped(monkeypatch):
+    shown = {c for c in map(chr, range(sys.maxunicode + 1)) if printable(c) == c}
+    safe = {c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] != "C"}
+    assert shown == (safe | {"\u200c", "\u200d"}) - {"\u2028", "\u2029"}
+    monkeypatch.setattr(text, "_escape", None)  # which costs most of the time of long lists
+    assert printable("caf\u00e9/\u732b 1.jpg") == "caf\u00e9/\u732b 1.jpg"
 
 
 def test_sizes_in_bytes_have_a_unit():

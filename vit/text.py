@@ -86,7 +86,8 @@ def printable(name: object) -> str:
     the zero-width joiners of some scripts and emoji.
     """
     text = os.fsdecode(name) if isinstance(name, bytes | os.PathLike) else str(name)
-    return "".join(_escape(character) for character in text)
+    # str.isprintable refuses all of these, and more, such as joiners and unusual spaces
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
 def quoted(path: object) -> str:

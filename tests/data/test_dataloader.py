@@ -1,6 +1,5 @@
 """A batch is a pure function of (seed, epoch, step), whoever loads it."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
 from vit.data.sampler import MicroBatchSampler, fitting_batch_size
 from vit.data.transforms import TrainingTransform
-from vit.errors import BadImage, DataError
+from vit.errors import DataError
 
 EPOCHS = 3
 SEED = 8407243675484231436
@@ -156,18 +155,10 @@ def broken(samples) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_image_raises_an_error_with_its_path(samples, broken, workers):
-    with pytest.raises(BadImage) as caught:
-        everything(samples, batch_size=20, workers=workers)
-    assert caught.value.path == broken
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_skipped_bad_image_is_listed_and_not_replaced(samples, broken, workers):
     keys = next(loader(samples, batch_size=20).sampler.micro_batches(0))
     place = next(key.position for key in keys if key.sample == 5)
-    batch = everything(samples, batch_size=20, workers=workers, on_bad_image="skip")[0]
+    batch = everything(samples, batch_size=20, workers=workers)[0]
     assert [bad.path for bad in batch.failed] == [broken]
     assert len(batch.images) == len(batch.labels) == 19
     assert batch.positions.tolist() == [at for at in range(20) if at != place]
@@ -177,7 +168,7 @@ def test_a_skipped_bad_image_is_listed_and_not_replaced(samples, broken, workers
 def test_a_batch_of_bad_images_is_empty(samples):
     for sample in samples:
         Path(sample.path).write_bytes(b"nothing")
-    batch = everything(samples, on_bad_image="skip")[0]
+    batch = everything(samples)[0]
     assert batch.images.shape == (0, 3, 8, 8)
     assert batch.labels.shape == batch.indices.shape == (0,)
     assert len(batch.failed) == 8
@@ -255,8 +246,6 @@ def test_evaluation_reports_bad_images(samples, broken):
     assert torch.cat([batch.indices for batch in batches]).tolist() == [
         index for index in range(20) if index != 5
     ]
-    with pytest.raises(BadImage, match=r"05\.png"):
-        list(EvaluationLoader(samples, PREPROCESSING, on_bad_image="stop", **settings))
 
 
 def test_evaluation_works_with_more_devices_than_images(samples):

@@ -121,7 +121,6 @@ def loaded(paths, cache, workers=0, start=0):
         sampler,
         epochs=2,
         workers=workers,
-        on_bad_image="skip",
         cache=cache,
     )
     yield from loader.epoch(0, start)

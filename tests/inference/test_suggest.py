@@ -54,8 +54,8 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
     assert {one.likely for one in found.suggested} == {"a", "b"}
     assert "note: only 25 different images without a label, not 100" in notes
     assert any("1 row without a label" in note for note in notes)
-    labels.write_text("image,species\napple_0.png,apple\nclass2_1.png,class2\n")
-    found = suggest(photos, n=4, label_column="species", **given)
+    labels.write_text("id,species\napple_0.png,apple\nclass2_1.png,class2\n")
+    found = suggest(photos, n=4, image_column="id", label_column="species", **given)
     labels.write_text("image,label\napple_0.png,apple\nclass2_1.png,class2\n")
     assert found.source == "network"  # whose classes these are
     assert all(0 <= one.margin <= 1 for one in found.suggested)

@@ -10,6 +10,7 @@ are memory-mapped, and shared by all processes.
 """
 
 import filecmp
+import hashlib
 import io
 import os
 import shutil
@@ -118,6 +119,15 @@ def split_address(path: str) -> tuple[str, str] | None:
                 return file, path[at + len(end) + 1 :]
             at = lower.find(end + "/", at + 1)
     return None
+
+
+def content_digest(path: str) -> bytes:
+    """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open_binary(path) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.digest()
 
 
 def relative(path: str, root: Path) -> str:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,13 +30,12 @@ from vit.data.device_cache import DeviceCache, DeviceDataset
 from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
 from vit.data.shared_memory_pool import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
-from vit.errors import BadImage, DataError
+from vit.errors import DataError
 
 if TYPE_CHECKING:
     from vit.data.captions.caption_ids import CaptionIds
     from vit.data.image_cache import ImageCache
 
-OnBadImage = Literal["stop", "skip"]
 MAX_WORKERS = 8
 PREFETCH_FACTOR = 2
 """Batches that each loader process prepares in advance."""
@@ -85,10 +84,13 @@ def start_worker(_worker: int) -> None:
 class MicroBatchLoader:
     """torch's DataLoader over given micro-batches; errors are raised in the main process.
 
+    Images that cannot be read are left out of a batch, and listed in `Batch.failed`: the caller
+    decides on them, on all processes alike.
+
     Args:
         dataset: Loads a micro-batch from its keys.
         micro_batches: Keys of each micro-batch.
-        workers, on_bad_image, pin_memory: As in `TrainingLoader`.
+        workers, pin_memory: As in `TrainingLoader`.
         batch_bytes: Size of the images of a micro-batch; larger ones arrive more slowly.
         batches_held: Micro-batches that the caller still holds when it takes the next one; if it
             holds more, batches arrive more slowly.
@@ -101,13 +103,11 @@ class MicroBatchLoader:
         micro_batches: Iterable[list[SampleKey]],
         *,
         workers: int,
-        on_bad_image: OnBadImage,
         pin_memory: bool,
         batch_bytes: int,
         batches_held: int = 1,
         persistent: bool = False,
     ) -> None:
-        self.on_bad_image = on_bad_image
         # Forked processes start in milliseconds and share the list of files; they never use the
         # accelerator.
         fork = workers > 0 and sys.platform == "linux"
@@ -149,13 +149,10 @@ class MicroBatchLoader:
         """Return the next micro-batch.
 
         Raises:
-            BadImage: An image cannot be read, and `on_bad_image` is `stop`.
             DataError: A loader process died.
         """
         try:
             batch = next(self.batches)
-            if batch.failed and self.on_bad_image == "stop":
-                raise BadImage(batch.failed[0].path, batch.failed[0].reason)
         except RuntimeError as error:
             self.stop_workers()
             if "DataLoader worker (pid" not in str(error):
@@ -227,7 +224,6 @@ class TrainingLoader:
         sampler: The samples of each micro-batch.
         epochs: Number of epochs of the run.
         workers: Loader processes; 0 loads in this process, None chooses by the number of cores.
-        on_bad_image: `stop` raises a BadImage; `skip` omits the image and lists it in `failed`.
         pin_memory: Copy batches to page-locked memory, for faster transfer to a GPU.
         caption_ids: Tokenised captions of the samples.
         cache: Decoded images of the same samples. With those of a device, `workers` and
@@ -243,7 +239,6 @@ class TrainingLoader:
         *,
         epochs: int,
         workers: int | None = None,
-        on_bad_image: OnBadImage = "stop",
         pin_memory: bool = False,
         caption_ids: "CaptionIds | None" = None,
         cache: "ImageCache | DeviceCache | None" = None,
@@ -265,7 +260,6 @@ class TrainingLoader:
             ),
             self.all_epochs,
             workers=0 if on_device else workers,
-            on_bad_image=on_bad_image,
             pin_memory=pin_memory and not on_device,
             batch_bytes=rgb_bytes(sampler.micro_batch_size, max(sizes, key=math.prod)),
             batches_held=2 * sampler.accumulate,  # of a step, while those of the next are taken
@@ -282,9 +276,6 @@ class TrainingLoader:
         """The micro-batches of `epoch`, beginning at `start_step`; skipped ones are not read.
 
         Loading begins with the call, not with the first batch.
-
-        Raises:
-            BadImage: An image cannot be read, and `on_bad_image` is `stop`.
         """
         start = epoch, start_step * self.sampler.accumulate
         if self.position != start:
@@ -316,7 +307,7 @@ class EvaluationLoader:
         batch_size: Images per batch and device.
         rank: Index of this device; it reads every `world_size`-th sample.
         world_size: Number of devices.
-        workers, on_bad_image, pin_memory, caption_ids, classes: As in `TrainingLoader`; the
+        workers, pin_memory, caption_ids, classes: As in `TrainingLoader`; the
             processes live as long as this object.
     """
 
@@ -329,7 +320,6 @@ class EvaluationLoader:
         rank: int = 0,
         world_size: int = 1,
         workers: int | None = None,
-        on_bad_image: OnBadImage = "skip",
         pin_memory: bool = False,
         caption_ids: "CaptionIds | None" = None,
         classes: int | None = None,
@@ -350,7 +340,6 @@ class EvaluationLoader:
             dataset,
             self.batches,
             workers=min(workers, len(self.batches)),
-            on_bad_image=on_bad_image,
             pin_memory=pin_memory,
             batch_bytes=rgb_bytes(max(map(len, self.batches), default=0), preprocessing.image_size),
             persistent=True,

@@ -86,6 +86,11 @@ class DatasetIndex:
     unlabelled: list[ImageRecord] = field(default_factory=list)
     """Training images without a label, if `DatasetSpec.unlabelled`; they are in no split."""
 
+    @property
+    def train(self) -> list[ImageRecord]:
+        """The images of the training split, or all of an undivided dataset; empty without both."""
+        return self.splits.get("train", self.splits.get("", []))
+
 
 @dataclass(frozen=True)
 class Splits:

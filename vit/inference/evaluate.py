@@ -504,7 +504,7 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
         index = read_source(DatasetSpec.from_config(data))
     except VitError:
         return 0
-    trained = index.splits.get("train", index.splits.get("", []))
+    trained = index.train
     return len(paths & {os.path.realpath(one.path) for one in trained} - held_out)
 
 

@@ -24,10 +24,9 @@ from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import Progress
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.near_duplicates import find_near_duplicates
-from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import read_labels, review_names
-from vit.data.sources.open_dataset import read_source
+from vit.data.sources.open_dataset import has_image_column, read_source
 from vit.errors import ConfigError, DataError
 from vit.inference.active_learning import (
     class_margins,
@@ -147,6 +146,7 @@ def suggest(
         exclude: List of images that are not to be suggested.
         seed: Of the clustering; the same arguments give the same images on the same machine.
         images, image_column, allow_outside: As in DatasetSpec.
+            The column is that of `labels` where `data` has none, such as a folder.
         label_column: Column of the labels in `labels`; by default found by its usual names.
         device, batch_size, precision, workers: As for `Predictor`.
         progress: Called with the stage, the images done and their total.
@@ -168,11 +168,19 @@ def suggest(
         image_column=image_column,
         allow_outside=allow_outside,
     )
-    index = read_source(dataclasses.replace(spec, labels=False))
-    records = index.splits.get("train", index.splits.get("", []))
+    plain, column = dataclasses.replace(spec, labels=False), None
+    if labels is not None and not has_image_column(spec.data):
+        column, plain = plain.image_column, dataclasses.replace(plain, image_column=None)
+    index = read_source(plain)
+    records = index.train
     if not records:
         raise DataError(f"{printable(spec.data)}: no images to suggest from")
-    known = {} if labels is None else _labels_by_path(labels, index, label_column, notify)
+    known: dict[str, tuple[str, ...]] = {}
+    if labels is not None:
+        listed = read_labels(labels, index, image_column=column, label_column=label_column)
+        for note in listed.notes:
+            notify(f"note: {note}")
+        known = {image: entry.labels for image, entry in listed.entries.items()}
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
@@ -250,14 +258,6 @@ class _Table:
     """(images,) float64."""
     failed: list[tuple[str, str]]
     """Unreadable images and the reasons."""
-
-
-def _labels_by_path(
-    path: str, index: DatasetIndex, column: str | None, notify: Notify
-) -> dict[str, tuple[str, ...]]:
-    found = read_labels(path, index, label_column=column)
-    notify(f"note: {found.note}")
-    return {image: entry.labels for image, entry in found.entries.items()}
 
 
 def _source_of_classes(

@@ -76,7 +76,6 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
         make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
         epochs=config.training.epochs,
         workers=num_workers(run),
-        on_bad_image="skip",  # collected; the loop decides on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         caption_ids=caption_ids_of(run, samples),
         cache=run.cache,
@@ -99,7 +98,6 @@ def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> Evaluati
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         workers=num_workers(run),
-        on_bad_image="skip",  # collected; the loop decides on all processes alike
         pin_memory=accelerator.device.type == "cuda",
         caption_ids=caption_ids_of(run, samples),
         classes=run.task.label_width(run.config),

@@ -350,6 +350,21 @@ def test_all_notes_about_the_source_are_shown(make_tree):
         assert note in text
 
 
+def test_a_folder_is_checked_alike_where_one_label_an_image_is_required(make_tree):
+    root = make_tree({"train/a": 3, "train/b": 0, "train/c": 0, "val/a": 1, "val/d": 1})
+    reports = [checked(root), checked(root, multilabel=False)]
+    plain, single = [[one.to_dict() for one in report.problems] for report in reports]
+    assert plain == single
+    assert {"empty_class", "unknown_class"} <= reports[1].kinds().keys()
+
+
+def test_very_few_images_of_several_labels_are_counted_as_images(write):
+    rows = [f"{name},a|b|c" for name in NAMES]
+    report = checked(write(["image,labels", *rows]))
+    (few,) = [one for one in report.problems if one.kind == "few_pictures"]
+    assert few.detail.startswith("only 8 training images for 3 classes")
+
+
 def test_an_empty_class_is_one_problem(make_tree):
     problems = list_dataset(str(make_tree({"train/a": 2, "train/b": 1, "train/c": 0}))).problems
     assert [one.kind for one in problems if "c" in one.detail and one.severity == "error"] == [

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.image_list import images_in, original_name
 from vit.data.sources.list_columns import cell_group
@@ -188,6 +190,13 @@ def test_columns_may_be_named(write):
     assert noted(splits, "classes from breed; not used: label")
 
 
+def test_of_names_that_differ_in_case_the_exact_one_is_read(write):
+    path = write(table([(name, "x", label) for name, label in ROWS], "image,label,Label"))
+    splits = opened(path, label_column="Label")
+    assert splits.classes == ("a", "b")
+    assert noted(splits, "classes from Label; not used: label")
+
+
 @pytest.mark.parametrize(
     ("header", "asked", "message"),
     [
@@ -219,6 +228,9 @@ def test_wrong_columns_are_told_with_those_there(write, header, asked, message):
         ("a/9.png,b", "line 22: a/9.png has two labels, a and b, the first in line 11"),
         ("a/99.png,", "line 22: no label; give it one"),
         ("a/99.png,a|b", "line 22: several labels; --task multilabel"),
+        ("a/99.png,\"['a', 'b']\"", r"line 22: a list in a cell: .*; write cat\|dog, or JSON"),
+        ("a/99.png,['a' 'b|c']", "line 22: a list in a cell"),
+        ("a/99.png,[0 1]", "line 22: a list in a cell"),
         ("a/99.png,a,b", "line 22: 3 cells, but 2 in the header"),
         (",a", "line 22: no file name"),
         ("a/\0.png,a", "line 22: has a NUL byte"),
@@ -235,7 +247,8 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
     [
         ('{"image": 3, "label": "a"}', "line 21: image is a number; expected a file name"),
         ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
-        ('{"image": "x.png", "label": 0.5}', "line 21: the label is a number"),
+        ('{"image": "x.png", "label": 0.5}', "line 21: the label is 0.5, a fraction; expected"),
+        ('{"image": "x.png", "label": NaN}', "line 21: no label"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
         ('{"image": "x.png"}', "line 21: no label"),
         ("[1]", "line 21: a list; expected an object"),
@@ -379,6 +392,17 @@ def test_lists_of_a_folder_split(write, images):
     assert samples == splits.val
 
 
+def test_names_of_images_in_no_list_are_written_only_where_they_are_shown(write, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        FolderWalker, "relative_name", lambda _, path: written.append(path) or path[-7:]
+    )
+    splits = opened(write(table(ROWS[:4] + ROWS[10:12])))
+    names = "a/4.png, a/5.png, a/6.png and 11 more"
+    assert noted(splits, f"left out 14 images that no line of a list names: {names}")
+    assert sum(path.endswith(".png") for path in written) == 3
+
+
 def test_class_folders_in_train_go_before_lists(make_tree):
     root = make_tree({"train/a": 3, "train/b": 3, "val/a": 1, "val/b": 1})
     (root / "train.csv").write_text(table([("train/a/0.png", "x"), ("train/a/1.png", "y")]))
@@ -499,6 +523,17 @@ def test_the_group_0_is_a_group(write):
 def test_groups_of_json():
     groups = [cell_group(value, "x", 1) for value in (None, "", " a ", 0, 7.0, 0.5, "0")]
     assert groups == ["", "", "a", "0", "7", "0.5", "0"]
+
+
+def test_nan_in_json_is_no_group(write):
+    path = write(keyed(patient=lambda number: math.nan if number < 10 else number), "list.jsonl")
+    assert noted(opened(path, group="patient"), "10 images without a group")
+
+
+def test_a_number_as_pandas_writes_it_beside_gaps_is_the_group_without_decimals():
+    texts = ("17.0", " 17.0 ", "017.0", "17", "v1.0", "1.5", "1.00", "17.0.0")
+    groups = [cell_group(text, "x", 1) for text in texts]
+    assert groups == ["17", "17", "017", "17", "v1.0", "1.5", "1.00", "17.0.0"]
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,20 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
     assert notes[-1] == f"9 images without a label: not used ({use})"
 
 
+def test_notes_about_a_label_list_are_those_of_any_list(data, tmp_path):
+    rows = ["train/dog/0.png,dog", 'train/cat/0.png,"cat, dog"', 'train/cat/1.png,"cat, hat"']
+    path = label_list(tmp_path, *rows, "train/dog/0.png,dog")
+    _, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert any("2 labels have a comma" in note and "write cat|dog" in note for note in notes)
+    assert any("left out 1 line that name an image again" in note for note in notes)
+    path = label_list(tmp_path, *rows, "train/dog/0.png,coat")
+    index = read_source(DatasetSpec(str(data), label_list=path, multilabel=True))
+    assert any("1 image with other labels in another line" in note for note in index.notes)
+    path = label_list(tmp_path, "train/cat/0.png,dog,x")
+    _, notes = labels(DatasetSpec(str(data), corrections=path))
+    assert notes[-2].endswith("classes from label; not used: likely")
+
+
 def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
     rows = ["train/cat/0.png,x", "train/dog/0.png,y", "train/dog/2.png,"]
     rows += ["val/cat/0.png,x", "val/dog/0.png,y"]
@@ -202,6 +216,31 @@ def test_a_label_list_may_have_any_column_of_labels_and_one_of_groups(data, tmp_
     assert not sites[0] & sites[1]
     with pytest.raises(DataError, match=r"that name \(columns that are not read: site\)"):
         open_splits(dataclasses.replace(spec, group="sites"), val_share=0.34, seed=0)
+
+
+def test_the_column_of_images_is_that_of_the_label_list_unless_the_data_have_one(data, tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("id,breed\ntrain/cat/0.png,x\ntrain/dog/0.png,y\n")
+    columns = {"image_column": "id", "label_column": "breed"}
+    spec = DatasetSpec(str(data), label_list=str(path), **columns)
+    assert [*labels(spec)[0].values()] == ["x", "y"]
+    (tmp_path / "all.csv").write_text("id,image\ntrain/cat/0.png,no.png\ntrain/dog/0.png,no.png\n")
+    path.write_text("image,breed\ntrain/cat/0.png,x\ntrain/dog/0.png,y\n")
+    spec = dataclasses.replace(spec, data=str(tmp_path / "all.csv"), images=str(data))
+    assert [*labels(spec)[0].values()] == ["x", "y"]
+
+
+def test_names_without_a_suffix_are_those_of_images_where_there_is_one(data, tmp_path):
+    rows = ["train/cat/0,x", "train/cat/1,x", "train/dog/0,y", "val/dog/0.png,y"]
+    path = label_list(tmp_path, *rows)
+    found, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert len(found) == 4
+    told = "3 names without a suffix: train/cat/0 is read as train/cat/0.png"
+    assert any(note.endswith(told) for note in notes)
+    Image.new("RGB", (4, 4)).save(data / "train" / "cat" / "1.jpg")  # of two, none is guessed
+    found, notes = labels(DatasetSpec(str(data), label_list=path))
+    assert ("train", "cat/1.png") not in found
+    assert any("3 labelled images (1 other not in the data)" in note for note in notes)
 
 
 @pytest.mark.parametrize(

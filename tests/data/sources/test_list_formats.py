@@ -251,7 +251,7 @@ WRONG = [
     ('{"file_name": "a", "text": 3}\n', "line 1: text is a number; expected a text or a list of"),
     ('{"file_name": "a", "text": {"en": "a"}}\n', "line 1: text is an object; expected a text"),
     ('{"file_name": "a", "text": [["a"]]}\n', "line 1: text holds a list; expected a text or a li"),
-    ('{"file_name": "a", "text": NaN}\n', "line 1: text is a number"),
+    ('{"file_name": "a", "text": Infinity}\n', "line 1: text is a number"),
     ('{"file_name": "a", "text": "a", "label": true}\n', "line 1: the label is true or false"),
     ('{"file_name": "a", "text": ' + "[" * 100_000 + "\n", "not JSON"),
     ("{", "line 1: not JSON"),

@@ -9,9 +9,9 @@ from PIL import Image
 from vit.config import DataConfig
 from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
-from vit.data.sources import file_walk
+from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import open_eval_split, open_splits
+from vit.data.sources.open_dataset import open_eval_split, open_splits, refuse_captions
 from vit.errors import DataError
 from vit.paths import did_you_mean
 
@@ -43,6 +43,17 @@ def test_a_validation_folder_is_used(make_tree, val):
     assert len(splits.train) == 24
     assert [note for note in splits.notes if "validates on test" not in note] == []
     assert bool(splits.notes) == (val == "test")
+
+
+def test_a_folder_of_many_images_is_not_searched_by_patterns(make_tree, monkeypatch):
+    """Of each of a million names only the suffix is compared, and no captions are looked for."""
+    root = make_tree({"": 5})
+    for module, name in ((list_files, "SPLIT"), (tar_shards, "COMPRESSED")):
+        monkeypatch.setattr(module, name, None)
+    assert not list_files.is_list(str(root))
+    assert tar_shards._tars(str(root)) == []
+    monkeypatch.setattr(open_dataset, "_find_reader", None)
+    refuse_captions(str(root))
 
 
 def test_val_is_preferred_to_test(make_tree):
@@ -141,6 +152,16 @@ def test_circular_links_are_left_out_with_a_note(make_tree):
     splits = open_data(root)
     assert len(splits.train) == 24
     assert has_note(splits, "around them: train/a/again, train/a/up, train/b/other")
+
+
+@pytest.mark.parametrize("train", ["train", "Training"])
+def test_circular_links_and_system_folders_beside_folders_are_left_out(make_tree, train):
+    root = make_tree({f"{train}/a": 6, f"{train}/b": 6, "test/a": 1, "test/b": 1})
+    for folder in (root, root / train, root / "test"):
+        (folder / "circle").symlink_to("circle")
+        (folder / "__MACOSX" / "a").mkdir(parents=True)
+    splits = open_data(root)
+    assert (splits.classes, len(splits.train), len(splits.val)) == (("a", "b"), 12, 2)
 
 
 def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):

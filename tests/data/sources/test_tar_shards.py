@@ -242,6 +242,13 @@ def test_a_tar_beside_class_folders_is_ignored(make_tree):
     assert open_data(root).classes == ("a", "b")
 
 
+def test_system_folders_and_circular_links_beside_shards_are_ignored(tmp_path):
+    pack(tmp_path / "0000.tar", {"c/1.jpg": b"x"})
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
+    assert is_shards(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["photos.tar", "photos.tar.gz"])
 def test_an_archive_beside_the_images_unpacked_from_it_is_ignored(tmp_path, name):
     for number in range(3):

@@ -1,12 +1,14 @@
 """Training/validation split: shares of each class, groups, folds."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources import train_val_split
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.train_val_split import (
@@ -14,6 +16,7 @@ from vit.data.sources.train_val_split import (
     find_groups,
     hold_out,
     make_units,
+    name_copies,
     split_train_val,
     stratify,
 )
@@ -125,6 +128,16 @@ def test_a_copy_in_another_class_is_held_out_with_both_or_none():
         val = hold_out(images, val_share=0.5, seed=seed, root="/x", copies=copies)[1]
         sides.add(tuple(f"/x/{name}/0.png" in val[name] for name in "ab"))
     assert sides == {(True, True), (False, False)}
+
+
+def test_many_copies_are_named_in_one_pass(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        train_val_split, "relative", lambda *given: calls.append(given) or relative(*given)
+    )
+    group = [f"/x/{number}.png" for number in range(50, 0, -1)]
+    assert name_copies([group], Path("/x")) == dict.fromkeys(group, "1.png")
+    assert len(calls) == 50
 
 
 def test_groups_with_copies_of_an_image_in_common_are_one_unit():

@@ -131,7 +131,9 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
         ConfigError: A setting does not apply to this kind of source.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
-    if not is_folder_source(spec.data) or spec != DatasetSpec(spec.data, group=spec.group):
+    # a class folder has one label an image, as --task classify requires
+    plain = spec if spec.multilabel else dataclasses.replace(spec, multilabel=None)
+    if not is_folder_source(spec.data) or plain != DatasetSpec(spec.data, group=spec.group):
         return list_source(spec)
     refuse_captions(spec.data)
     root, _ = resolve_folder(spec.data)

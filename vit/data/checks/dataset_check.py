@@ -215,7 +215,7 @@ def load_or_compute_stats(
     if cache is not None:
         fingerprints = {path: file_fingerprint(path) for path in paths}
         found.update(cache.read(fingerprints))
-        cache.delete_others(paths)
+        cache.delete_invalid(paths)
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
@@ -283,7 +283,9 @@ def class_problems(listing: DatasetListing) -> list[Problem]:
         detail = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
         problems.append(Problem("similar_names", detail))
     if len(counts) > 1:
-        notes = {"few_pictures": few_note(counts), "imbalance": imbalance_note(counts)}
+        train = [one for one in listing.images if one.split == listing.train_split]
+        total = len(train) if any(len(one.labels) > 1 for one in train) else None
+        notes = {"few_pictures": few_note(counts, total), "imbalance": imbalance_note(counts)}
         problems += [Problem(kind, note) for kind, note in notes.items() if note]
     return problems
 

@@ -22,10 +22,11 @@ import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.archives import open_binary
+from vit.data.archives import content_digest
 from vit.data.image_io import (
     STACKS,
     Fingerprint,
+    file_fingerprint,
     has_more_frames,
     read_header,
     read_image,
@@ -159,15 +160,6 @@ def _levels(low: Any, shadow: Any, high: Any, *, floating: bool) -> Levels:
         float((high - low).max()),
         floating,
     )
-
-
-def content_digest(path: str) -> bytes:
-    """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open_binary(path) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.digest()
 
 
 def downscaled(image: Image.Image) -> Image.Image:
@@ -374,14 +366,24 @@ class StatsCache:
         ]
         self._execute("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
-    def delete_others(self, paths: Iterable[str]) -> None:
-        """Delete the entries of all paths but `paths`."""
+    def delete_invalid(self, known: Iterable[str]) -> None:
+        """Delete the entries of files that are gone or have changed.
+
+        Paths of `known` are kept: their entries are read, or replaced. A check of a part of the
+        images, such as of those in a list of labels, keeps the entries of the others.
+        """
         if self.database is not None:
-            kept = set(map(os.fsencode, paths))
-            with contextlib.suppress(sqlite3.Error):
-                rows = self.database.execute("select path from verdicts").fetchall()
-                others = [row for row in rows if row[0] not in kept]
-                self._execute("delete from verdicts where path = ?", others)
+            kept = set(map(os.fsencode, known))
+            with contextlib.suppress(sqlite3.Error, TypeError):
+                rows = self.database.execute(
+                    "select path, size, mtime, ctime, number from verdicts"
+                ).fetchall()
+                invalid: list[tuple[object, ...]] = [
+                    (path,)
+                    for path, *fingerprint in rows
+                    if path not in kept and file_fingerprint(os.fsdecode(path)) != (*fingerprint,)
+                ]
+                self._execute("delete from verdicts where path = ?", invalid)
 
     def close(self) -> None:
         """Close the database."""

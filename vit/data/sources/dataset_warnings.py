@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from vit.data.archives import MAX_BYTES, open_binary, relative, size_of
+from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
 from vit.errors import BadImage
 from vit.text import join_names, plural, printable
@@ -216,7 +216,7 @@ def copies_of(paths: Collection[str], among: Iterable[str]) -> set[str]:
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """Groups of files with identical bytes; unreadable files are left out."""
     groups = [list(paths)]
-    for key in (_size, _tail_digest, _digest):  # each reads more bytes of fewer files
+    for key in (_size, _tail_digest, content_digest):  # each reads more bytes of fewer files
         groups = [part for group in groups for part in _group_by(group, key)]
     return groups
 
@@ -241,11 +241,3 @@ def _tail_digest(path: str) -> bytes:
     with open_binary(path) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
         return hashlib.blake2b(file.read(TAIL_BYTES)).digest()
-
-
-def _digest(path: str) -> bytes:
-    digest = hashlib.blake2b()
-    with open_binary(path) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.digest()

@@ -96,8 +96,8 @@ class FolderWalker:
 
     def subfolders(self, folder: str) -> list[str]:
         """Sorted names of the folders directly in `folder`, without hidden and system ones."""
-        entries = [entry for entry in self._entries(folder) if not self._is_hidden(entry)]
-        return [entry.name for entry in entries if self._is_folder(entry)]
+        entries = [entry for entry in self._scan(folder) if not self._is_hidden(entry)]
+        return sorted(entry.name for entry in entries if self._is_folder(entry))
 
     def loose_images(self, folder: str) -> list[str]:
         """Paths of the images directly in `folder`, where class folders are expected.
@@ -150,9 +150,12 @@ class FolderWalker:
         return True
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        return sorted(self._scan(folder), key=lambda entry: entry.name)
+
+    def _scan(self, folder: str) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(folder) as entries:
-                return sorted(entries, key=lambda entry: entry.name)
+                return [*entries]
         except OSError as error:
             raise _cannot_list(folder, error) from None
 

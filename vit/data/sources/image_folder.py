@@ -7,7 +7,6 @@ Built-in datasets are written as such folders. Without labels, all images under 
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
@@ -162,8 +161,8 @@ def without_classes(folders: dict[str, Path]) -> str:
 
 def _class_folders(folder: Path) -> set[str]:
     """Names of the folders in `folder`; none of a folder that cannot be listed."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
+    with contextlib.suppress(DataError):
+        return {*FolderWalker(str(folder)).subfolders(str(folder))}
     return set()
 
 

@@ -23,6 +23,7 @@ from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.data.sources.image_list import Entry, read_list
 from vit.data.sources.list_columns import SEPARATORS, Columns
 from vit.errors import ConfigError, DataError
@@ -34,7 +35,8 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
 
     Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
     those of the training split are kept apart. A column `split` replaces the split of the source,
-    and a column of the name `spec.group` its groups, of rows without a label too.
+    and a column of the name `spec.group` its groups, of rows without a label too. The columns of
+    images and labels that `spec` names are those of the list.
 
     Raises:
         DataError: The list cannot be read, has no label, names no image of the data, or has several
@@ -45,6 +47,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
         spec.label_list,
         index,
         multilabel=spec.multilabel,
+        image_column=spec.image_column,
         label_column=spec.label_column,
         group=spec.group,
     )
@@ -63,7 +66,7 @@ def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
             elif spec.unlabelled and part in ("train", ""):
                 unlabelled.append(record._replace(group=group))
     others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
-    notes = [*index.notes, labels.note]
+    notes = [*index.notes, *labels.notes]
     if others := others - len(unlabelled):
         training = not (spec.split or spec.all_splits or spec.unlabelled)
         use = " (with --teacher RUN a training learns from those of train)" if training else ""
@@ -93,8 +96,8 @@ class LabelList:
     multilabel: bool
     """Whether an image may have several labels."""
     columns: Columns
-    note: str
-    """The numbers of labelled images, and of rows without a label."""
+    notes: list[str]
+    """About the list; the last has the numbers of labelled images, and of rows without a label."""
 
 
 def read_labels(
@@ -102,6 +105,7 @@ def read_labels(
     index: DatasetIndex,
     *,
     multilabel: bool | None = None,
+    image_column: str | None = None,
     label_column: str | None = None,
     group: str | None = None,
 ) -> LabelList:
@@ -111,16 +115,22 @@ def read_labels(
         path: The list. Rows without a label are not labelled yet.
         index: The images that it may name.
         multilabel: Whether an image may have several labels; None: whether one has in the list.
-        label_column: Column of the labels; None: found by its usual names.
+        image_column, label_column: Its columns; None: found by their usual names.
         group: Column of groups, if the list has it.
 
     Raises:
         DataError: As for `apply_labels`.
     """
     spec = DatasetSpec(
-        path, allow_outside=True, multilabel=multilabel, label_column=label_column, group=group
+        path,
+        allow_outside=True,
+        multilabel=multilabel,
+        image_column=image_column,
+        label_column=label_column,
+        group=group,
     )
-    contents = read_list(path, spec, [])
+    notes: list[str] = []
+    contents = read_list(path, spec, notes)
     name, rows = printable(path), contents.entries
     contents.entries = {image: one for image, one in rows.items() if one.labels}
     # a row that was left empty does not contradict a later one with the label
@@ -134,7 +144,9 @@ def read_labels(
             f"{column}"
         )
     several = bool(contents.multilabel) if multilabel is None else multilabel
-    if not several:
+    if several:
+        contents.report_merged(notes)
+    else:
         contents.check_single()
     find = _finder(index)
     places = {image: find(image) for image in contents.entries}
@@ -148,12 +160,21 @@ def read_labels(
     note = f"{name}: {plural(len(found), 'labelled image')}"
     if lacking:
         note += f" ({plural(len(lacking), 'other')} not in the data)"
+    files = {image: relative(place, index.root) for image, place in places.items() if place}
+    stems = {
+        image: file
+        for image, file in files.items()
+        if file != image and os.path.splitext(file)[0] == image
+    }
+    if stems:
+        pair = " is read as ".join(map(printable, next(iter(stems.items()))))
+        notes.append(f"{name}: {plural(len(stems), 'name')} without a suffix: {pair}")
     left = [image for image in rows if image not in places]
     if left:
         note += f"; {plural(len(left), 'row')} without a label"
     unlabelled = {place: rows[image] for image in left if (place := find(image)) is not None}
     assert contents.columns is not None  # a list with entries has rows
-    return LabelList(found, unlabelled, several, contents.columns, note)
+    return LabelList(found, unlabelled, several, contents.columns, [*notes, note])
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
@@ -167,7 +188,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     notes, splits, unlabelled = [*index.notes], index.splits, index.unlabelled
     find = _finder(index)
     if spec.exclude is not None:
-        gone, note = _matched(spec.exclude, spec, find, "exclude", labels=False)
+        gone, note = _matched(spec.exclude, spec, find, "exclude", notes, labels=False)
         notes.append(f"{note} left out")
         splits = {
             split: [record for record in records if record.path not in gone]
@@ -177,7 +198,7 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     if spec.corrections is not None:
         if not spec.labels:
             raise ConfigError("corrections: these data have no labels; leave it out")
-        fixed, note = _matched(spec.corrections, spec, find, "corrections", labels=True)
+        fixed, note = _matched(spec.corrections, spec, find, "corrections", notes, labels=True)
         fixed = _checked_labels(fixed, index, spec)
         changed = 0
 
@@ -199,10 +220,14 @@ def _matched(
     spec: DatasetSpec,
     find: Callable[[str], str | None],
     setting: str,
+    notes: list[str],
     *,
     labels: bool,
 ) -> tuple[dict[str, Entry], str]:
-    """The entries of a list by the path of the image, and the beginning of a note."""
+    """The entries of a list by the path of the image, and the beginning of a note.
+
+    `notes` receives those about the list itself.
+    """
     columns = DatasetSpec(
         path,
         allow_outside=True,
@@ -210,7 +235,7 @@ def _matched(
         multilabel=spec.multilabel,
         reads_splits=False,
     )
-    entries = read_list(path, columns, []).entries
+    entries = read_list(path, columns, notes).entries
     places = {name: find(name) for name in entries}
     found = _by_place(places, entries, path)
     lacking = [name for name, place in places.items() if place is None]
@@ -257,7 +282,7 @@ def review_names(paths: Collection[str], root: Path) -> dict[str, str]:
 
 
 def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
-    """The path of the image that a name in a list means.
+    """The path of the image that a name in a list means, which may lack its suffix.
 
     Raises:
         DataError: When called with a name that several images have.
@@ -270,10 +295,29 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
         name = relative(path, index.root)
         if (other := by_name.setdefault(name, path)) != path:
             ambiguous.setdefault(name, (other, path))
-    # a list is read with slashes for backslashes, those of escapes too
-    named = [*by_name.items(), *zip(paths, paths, strict=True)]
-    by_cell = {csv_text(name).replace("\\", "/"): path for name, path in named}
     real: dict[str, str] = {}
+    by_cell: dict[str, str] = {}
+
+    def add_spellings() -> None:
+        """Fill `by_cell` and `real`, which cost time and are needed for unusual names only."""
+        # a list is read with slashes for backslashes, those of escapes too
+        for name, path in (*by_name.items(), *zip(paths, paths, strict=True)):
+            by_cell[csv_text(name).replace("\\", "/")] = path
+        real.update((os.path.realpath(path), path) for path in paths)
+
+    by_stem: dict[str, set[str]] = {}
+
+    def without_suffix(name: str) -> str | None:
+        """The path of the only image of this name with a suffix."""
+        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+            return None
+        if not by_stem:
+            for one, path in by_name.items():
+                stem, suffix = os.path.splitext(one)
+                if suffix.lower() in IMAGE_SUFFIXES:
+                    by_stem.setdefault(stem, set()).update((path, *ambiguous.get(one, ())))
+        found = by_stem.get(name, ())
+        return next(iter(found)) if len(found) == 1 else None
 
     def find(name: str) -> str | None:
         if name in ambiguous:
@@ -284,8 +328,10 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             )
         if name in by_name:
             return by_name[name]
+        if (found := without_suffix(name)) is not None:
+            return found
         if not real:
-            real.update((os.path.realpath(path), path) for path in paths)
+            add_spellings()
         found = real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
         return found or by_cell.get(name)
 

@@ -43,6 +43,9 @@ DRIVE = re.compile("[A-Za-z]:/")
 MIDNIGHT = "T00:00:00"
 WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
+WHOLE_NUMBER = re.compile(r"\d+\.0")
+LIST_IN_CELL = re.compile(r"\[\s*['\"\d].*\]", re.DOTALL)
+"""A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
 
 
 SPREADSHEET_ERRORS = frozenset(
@@ -85,6 +88,12 @@ def match_name(names: Sequence[str], expected: Sequence[str]) -> str:
     return next((plain[name] for name in expected if name in plain), "")
 
 
+def find_column(names: Sequence[str], column: str) -> str:
+    """The name of a column that the user gave, as in `names`: in the same case, else in any."""
+    exact = next((name for name in names if name.strip() == column.strip()), "")
+    return exact or match_name(names, (column.strip().lower(),))
+
+
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
     """The columns of a list.
 
@@ -100,7 +109,7 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     has = join_names([name.strip() for name in names], 8) or "none"
 
     def named(setting: str, column: str) -> str:
-        found = match_name(names, (column,)) or match_name(names, (column.strip().lower(),))
+        found = find_column(names, column)
         if not found:
             hint = nearest(column, [name.strip() for name in names])
             raise wrong(path, f"{setting}={column}: no such column among {has}{hint}", line)
@@ -141,9 +150,9 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         if caption_columns(names):
             advice += "; for captions, --task caption"
         raise wrong(path, f"no column of classes among {has}; {advice}", line)
-    group = match_name(names, (spec.group.strip().lower(),)) if spec.group else ""
+    group = find_column(names, spec.group) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
-    more = tuple(match_name(names, (column.strip().lower(),)) for column in spec.columns)
+    more = tuple(find_column(names, column) for column in spec.columns)
     used = {image, *captions, label, split, group, *more}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
     return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)), more)
@@ -349,7 +358,9 @@ def cell_group(value: Any, path: str, line: int) -> str:
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
         raise wrong(path, f"the group is {json_kind(value)}; expected a name or a number", line)
-    return "" if value is None else str(value).strip()
+    text = "" if value is None else str(value).strip()
+    # the same group has no .0 in a CSV file whose column has no gaps
+    return text.removesuffix(".0") if WHOLE_NUMBER.fullmatch(text) else text
 
 
 def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> tuple[str, ...]:
@@ -358,8 +369,10 @@ def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> 
     A cell `a|b` or `a;b` names two. In JSON a list does, and a text is one class as it stands.
 
     Raises:
-        DataError: It is no name, number or list of them.
+        DataError: It is no name, number or list of them, or a Python list in a table.
     """
+    if is_table and LIST_IN_CELL.fullmatch(value.strip()):
+        raise wrong(path, f"a list in a cell: {value[:40]!r}; write cat|dog, or JSON lines", line)
     if is_table and (separator := next((mark for mark in SEPARATORS if mark in value), None)):
         value = [part.strip() for part in value.split(separator) if part.strip()]
     if isinstance(value, list):
@@ -371,8 +384,9 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | None):
-        expected = "a name or a number" + (", or a list of them" if may_lack else "")
-        raise wrong(path, f"the label is {json_kind(value)}; expected {expected}", line)
+        kind = f"{value}, a fraction" if isinstance(value, float) else json_kind(value)
+        expected = "a name or a whole number" + (", or a list of them" if may_lack else "")
+        raise wrong(path, f"the label is {kind}; expected {expected}", line)
     name = "" if value is None else str(value).strip()
     if "\0" in name:
         raise wrong(path, "a label with a NUL character", line)

@@ -103,10 +103,11 @@ def _class_lists(folder: str) -> dict[str, str]:
     Empty without a list for train, or if `train` is a folder of class folders, which are read then.
     """
     found: dict[str, str] = {}
-    for name in sorted(_listed(folder)):
-        stem, suffix = os.path.splitext(name.lower())
-        split, path = SPLIT.fullmatch(stem), os.path.join(folder, name)
-        if suffix not in SUFFIXES or not split or not has_classes(path):
+    # a folder may have a million images
+    for name in sorted(name for name in _listed(folder) if name.lower().endswith(SUFFIXES)):
+        split = SPLIT.fullmatch(os.path.splitext(name.lower())[0])
+        path = os.path.join(folder, name)
+        if not split or not has_classes(path):
             continue
         if split[1] in found:
             both = join_names([found[split[1]], path])
@@ -333,5 +334,5 @@ def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) ->
                 extra += [p for p in found if p not in named and os.path.normpath(p) not in named]
     if not extra:
         return []
-    names = join_names([walk.relative_name(path) for path in extra], 3)
+    names = join_names([*map(walk.relative_name, extra[:3]), *extra[3:]], 3)
     return [f"left out {plural(len(extra), 'image')} that no line of a list names: {names}"]

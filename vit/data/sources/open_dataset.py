@@ -91,6 +91,11 @@ def _find_reader(data: str, *, captions: bool = False) -> Reader:
     return read
 
 
+def has_image_column(data: str) -> bool:
+    """Whether `data` is read as a list, or as a table of the Hugging Face Hub."""
+    return _find_reader(data) is read_lists or huggingface_datasets.is_named(data)
+
+
 def is_folder_source(data: str) -> bool:
     """Whether `data` is read as an image folder, or is the name of a built-in dataset."""
     return _find_reader(data) is read_folder
@@ -112,7 +117,7 @@ def refuse_captions(data: str) -> None:
     Raises:
         DataError: `data` is one.
     """
-    if is_folder_source(data) and os.path.isfile(data) and has_captions(data):
+    if os.path.isfile(data) and is_folder_source(data) and has_captions(data):
         raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
 
 
@@ -169,17 +174,21 @@ def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
             f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
             "here; leave it out"
         )
-    # the labels of the source are not read, so the column of labels is that of the list;
+    # the labels of the source are not read, so the column of labels is that of the list, and so is
+    # the column of images, unless the source has one;
     # a split without a labelled image is none: others are then held out, so all are read
+    own_column = has_image_column(spec.data)
     plain = dataclasses.replace(
         spec,
         labels=False,
+        image_column=spec.image_column if own_column else None,
         label_column=None,
         optional_labels=False,
         multilabel=None,
         all_splits=spec.all_splits or spec.split is not None,
     )
-    return apply_labels(read(plain), spec)
+    listed = dataclasses.replace(spec, image_column=None) if own_column else spec
+    return apply_labels(read(plain), listed)
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
@@ -237,7 +246,7 @@ def open_splits(
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
     index = listing.index if listing is not None and reusable else read_source(spec)
-    images = index.splits.get("train", index.splits.get("", []))
+    images = index.train
     if not images:
         available = join_names(index.locations) or "nothing"
         raise DataError(f"{printable(spec.data)} has {available} but no images for train")
@@ -493,7 +502,7 @@ def _relabel(
 
 def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
     """The names that training held out, if the dataset contains any of them."""
-    records = index.splits.get("train", index.splits.get("", []))
+    records = index.train
     present = {relative(record.path, index.root) for record in records}
     names = held_out(index.root, present) if callable(held_out) else held_out
     return names if present & set(names) else ()

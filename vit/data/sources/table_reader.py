@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ MAX_BAD_LINES = 10
 """Lines that an error names."""
 BEGINNING, BEGINNING_ROWS = 2**16, 20
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+JSON_CONSTANTS = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Values of the names that Python writes into JSON; NaN is a gap in a table of pandas."""
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
 
 OnError = Callable[[DataError], object]
@@ -439,7 +442,7 @@ def parse_json(text: str, path: str, line: int = 0) -> Any:
         DataError: It is not JSON.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=JSON_CONSTANTS.get)
     except json.JSONDecodeError as error:
         at = line or error.lineno
         raise wrong(path, f"not JSON ({error.msg}, column {error.colno})", at) from None

@@ -37,6 +37,7 @@ from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
     SYSTEM_NAMES,
     UNSUPPORTED_SUFFIXES,
+    FolderWalker,
     ignored_suffixes_note,
 )
 from vit.data.sources.list_columns import (
@@ -46,13 +47,14 @@ from vit.data.sources.list_columns import (
     drop_uncaptioned,
     match_name,
 )
-from vit.data.sources.table_reader import whole_text
+from vit.data.sources.table_reader import JSON_CONSTANTS, whole_text
 from vit.data.tar_index import BadShard, TarIndex
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
 MAX_SHARDS = 100_000
 COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
+TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MAX_LABEL_BYTES = 2**24
@@ -103,14 +105,15 @@ def _shards_in_folder(folder: str) -> list[str]:
     A tar beside class folders, or beside more images than tars, is taken for a copy of them, not
     for a shard.
     """
-    names = _subfolders(folder)
+    walk = FolderWalker(folder)
+    names = walk.subfolders(folder)
     if not names:
         tars = _tars(folder)
         if tars and _count_images(folder) > len(tars):
             return []
         return _check_uncompressed(folder, tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
-    if "train" not in names or any(_subfolders(path) for path in split_folders):
+    if "train" not in names or any(map(walk.subfolders, split_folders)):
         return []
     return _check_uncompressed(folder, [path for split in split_folders for path in _tars(split)])
 
@@ -127,14 +130,6 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
     return sorted(paths)
 
 
-def _subfolders(folder: str) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
-
-
 def _count_images(folder: str) -> int:
     """Files of `folder` with the suffix of an image."""
     return sum(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in os.listdir(folder))
@@ -144,7 +139,9 @@ def _tars(folder: str) -> list[str]:
     names = [
         name
         for name in os.listdir(folder)
-        if not name.startswith(".") and (name.lower().endswith(".tar") or COMPRESSED.search(name))
+        if name.lower().endswith(TAR_SUFFIXES)  # first: a folder may have a million images
+        and not name.startswith(".")
+        and (name.lower().endswith(".tar") or COMPRESSED.search(name))
     ]
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
@@ -611,7 +608,7 @@ def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
 
 def _parse_json(text: str, location: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=JSON_CONSTANTS.get)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{printable(location)}: no JSON ({printable(error)})") from None
 

@@ -80,7 +80,7 @@ def split_train_val(
         ConfigError: A fold is requested of a dataset with validation images, or `group` is neither
             a column nor a regular expression.
     """
-    train = index.splits.get("train", index.splits.get("", []))
+    train = index.train
     own = next((name for name in VAL_NAMES if name in index.splits), None)
     if fold is not None and own not in (None, "test"):
         raise ConfigError(
@@ -146,9 +146,10 @@ def hold_out(
 
 def name_copies(identical: Iterable[Sequence[str]], root: Path) -> Copies:
     """The sets of `identical` images by path, each named like the first of its images."""
-    return {
-        path: min(relative(one, root) for one in group) for group in identical for path in group
-    }
+    copies: dict[str, str] = {}
+    for group in identical:
+        copies |= dict.fromkeys(group, min(relative(one, root) for one in group))
+    return copies
 
 
 def make_units(

@@ -28,7 +28,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_binary
-from vit.data.dataloader import OnBadImage, default_workers
+from vit.data.dataloader import default_workers
 from vit.data.dataset_types import Sample
 from vit.data.image_io import check_header, read_image
 from vit.data.preprocessing import Preprocessing
@@ -58,6 +58,7 @@ CHUNK = 1000
 HASHED = 4096
 """Files that a process hashes between two checks for a signal."""
 READ_BYTES = 2**20
+OnBadImage = Literal["stop", "skip"]
 IRRELEVANT_SETTINGS = ("num_classes", "dropout", "attention_dropout", "drop_path")
 """Settings of a network that its features do not depend on."""
 
