@@ -1,6 +1,7 @@
 """Progress off a terminal and errors of the system: plain lines on standard error."""
 
 import errno
+import io
 import os
 
 import pytest
@@ -55,3 +56,16 @@ def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path, monkeypatch
         print_result("top-1 90 %", str(tmp_path / "a.json"), {"top1": 0.9})
     assert capsys.readouterr().out == "top-1 90 %\n"
     assert not [*tmp_path.iterdir()]
+
+
+def test_files_of_a_result_are_written_if_nobody_reads_what_is_printed(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, _text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    page, record = tmp_path / "a.html", tmp_path / "a.json"
+    with pytest.raises(BrokenPipeError):
+        print_result("top-1 90 %", str(record), {}, write=lambda: page.touch())
+    assert page.exists()
+    assert record.exists()

@@ -490,11 +490,9 @@ def test_rows_that_could_not_replace_a_file_replace_it_later(
             kept = f"all rows are kept in {out}.partial.finished: continue with --resume"
             assert err[-1].endswith(f"Device or resource busy; {kept}")
             assert out.read_text() == "old\n"
-    out.unlink()
     code, _, err = predict(*words)
     assert (code, len(err)) == (2, 1)
     assert f"{name}.partial.finished has all rows" in err[0]
-    out.write_text("old\n")
     code, _, err = predict(*inputs[1:], "-b", SIZE, "--out", out, "--resume", *more)
     assert code == 2
     assert "start again with --overwrite" in err[-1]

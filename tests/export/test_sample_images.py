@@ -1,5 +1,6 @@
 """Images that int8 is calibrated with."""
 
+import os
 import shutil
 
 import numpy as np
@@ -88,6 +89,11 @@ def test_lists_are_read_as_the_training_read_them(tiny_data, tmp_path):
     found = calibration_images(options, classes, (), source=run)
     assert len(found) == 5
     assert found[0].shape[2] == 3
+    data.write_text("\n".join(["picture", *(row.split(",")[0] for row in rows)]))
+    undivided = calibration_images(options, classes, (), source=run)  # nor labelled
+    assert [os.path.realpath(one) for one in undivided.paths] == [
+        *map(os.path.realpath, found.paths)
+    ]
 
 
 def test_deep_images_are_calibrated_with_the_range_of_their_training(tmp_path):

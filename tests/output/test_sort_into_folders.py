@@ -244,3 +244,8 @@ def test_no_hard_link_leads_to_another_disk(tmp_path, input_images, monkeypatch)
     with pytest.raises(ConfigError, match=r"sort_with=hardlink: .*b is on another disk than .*out"):
         check_sorting(folder, [], input_images, filled=False, method="hardlink")
     check_sorting(folder, [], input_images, filled=False, method="symlink")
+    linked = tmp_path / "linked" / "b"
+    linked.mkdir(parents=True)  # what is linked is what a link leads to
+    image = next(one for one in input_images if not os.path.dirname(one).endswith("b"))
+    (linked / "x.png").symlink_to(image)
+    check_sorting(folder, [], [str(linked / "x.png")], filled=False, method="hardlink")

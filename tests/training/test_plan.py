@@ -285,6 +285,13 @@ def test_a_faster_machine_gets_the_network_of_more_time():
     assert work(fast) == pytest.approx(work(slow), rel=0.5)
 
 
+def test_a_time_that_the_plan_decides_is_not_given():
+    names = make_plan(DIGITS, {"data": "digits", "lr": 0.1}).names
+    assert {"data", "lr", "dim"} <= {*names}
+    assert "time" not in names
+    assert "time" in make_plan(PHOTOS, {"data": "photos", "time": "10m"}).names
+
+
 @pytest.mark.parametrize("task", ["simclr", "lejepa", "mae"])
 def test_a_pretraining_has_no_classes_and_pools_like_the_classifier_it_begins(task):
     facts = dataclasses.replace(CAPTIONED, captions=None)

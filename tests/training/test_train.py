@@ -669,6 +669,8 @@ def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colou
     assert train(few, tmp_path / "again", resume=True).scores == other.scores
     with pytest.raises(ConfigError, match="epohcs is not a setting; did you mean epochs"):
         train(colour_data, tmp_path / "no", epohcs=3)
+    with pytest.raises(ConfigError, match="epochs"):  # of the dict, as by name
+        train(few | {"epochs": 2}, tmp_path / "again", resume=True)
     with pytest.raises(ConfigError, match="leaves nothing to plan"):
         plan(tiny_config())
     assert not (tmp_path / "no").exists()

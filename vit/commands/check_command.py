@@ -109,16 +109,19 @@ def run(args: argparse.Namespace) -> int:
             notify=lambda note: notify(f"vit check: {note}"),
         )
     lines = report.lines(MAX_ERROR_LINES, hint=args.html is None and args.json is None)
-    print_result("\n".join(lines), args.json, report.to_dict())
-    if args.html is not None:
-        from vit.evaluation.check_report import check_page
 
-        with open_output(args.html) as out:
-            out.write(check_page(report))
-        notify(f"vit check: {printable(args.html)} written; open it in a browser")
-    if args.write_list is not None:
-        from vit.inference.label_errors import write_suspects
+    def write() -> None:
+        if args.html is not None:
+            from vit.evaluation.check_report import check_page
 
-        number = plural(write_suspects(report, args.write_list), "suspected label")
-        notify(f"vit check: {number} written to {printable(args.write_list)}")
+            with open_output(args.html) as out:
+                out.write(check_page(report))
+            notify(f"vit check: {printable(args.html)} written; open it in a browser")
+        if args.write_list is not None:
+            from vit.inference.label_errors import write_suspects
+
+            number = plural(write_suspects(report, args.write_list), "suspected label")
+            notify(f"vit check: {number} written to {printable(args.write_list)}")
+
+    print_result("\n".join(lines), args.json, report.to_dict(), write=write)
     return int(report.failed)

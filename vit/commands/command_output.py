@@ -1,7 +1,9 @@
 """Output of commands: results as JSON, and notes and progress on standard error."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vit.output.output_file import open_output, standard_output
@@ -20,12 +22,17 @@ def write_json(path: str | None, content: Any) -> None:
         out.write(to_json(content, indent=2) + "\n")
 
 
-def print_result(text: str, path: str | None, content: Any) -> None:
-    """Print a result and write it as JSON to `path`; if one fails, the other is still there."""
-    try:
+def print_result(
+    text: str, path: str | None, content: Any, *, write: Callable[[], None] = lambda: None
+) -> None:
+    """Print a result, write it as JSON to `path`, and `write` what else it has.
+
+    If one fails, such as where nobody reads what is printed, the others are still there.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(write)
+        stack.callback(write_json, path, content)
         print(text, file=standard_output(), flush=True)
-    finally:
-        write_json(path, content)
 
 
 def notify(*words: Any) -> None:

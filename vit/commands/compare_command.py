@@ -81,10 +81,13 @@ def run(args: argparse.Namespace) -> int:
         else:
             found = compare(args.run_a, args.run_b, data, **options)
             lines = [*two_lines(args, found.to_dict()), found.counts.sentence()]
-    print_result("\n".join(lines), args.json, found.to_dict())
-    if args.html is not None:
-        with open_output(args.html) as out:
-            out.write(found.page())
+
+    def write() -> None:
+        if args.html is not None:
+            with open_output(args.html) as out:
+                out.write(found.page())
+
+    print_result("\n".join(lines), args.json, found.to_dict(), write=write)
     for row in found.failed:
         notify(f"vit compare: {printable(row['image'])}: {printable(row['error'])}")
     return int(bool(found.failed))

@@ -117,12 +117,15 @@ def run(args: argparse.Namespace) -> int:
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
         )
-    print_result(format_scores(scores), args.json, scores)
-    if args.html is not None:
-        from vit.evaluation.evaluation_page import evaluation_page
 
-        with open_output(args.html) as out:
-            out.write(evaluation_page(args.model, args.data, scores))
+    def write() -> None:
+        if args.html is not None:
+            from vit.evaluation.evaluation_page import evaluation_page
+
+            with open_output(args.html) as out:
+                out.write(evaluation_page(args.model, args.data, scores))
+
+    print_result(format_scores(scores), args.json, scores, write=write)
     failed = scores["failed"]
     for row in failed:
         notify(f"vit evaluate: {printable(row['image'])}: {printable(row['error'])}")

@@ -225,9 +225,10 @@ def cross_validate(
     from vit.inference.out_of_fold import evaluate_fold, join_folds
     from vit.training.cross_validation import train_folds
 
+    flags = {**config, **settings} if isinstance(config, Mapping) else settings
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = names_of_chosen(config, settings) if given is None else given
+        given = names_of_chosen(config, flags) if given is None else given
         config = make_config(config)
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:

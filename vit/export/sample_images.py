@@ -6,24 +6,27 @@ Validation images are used where they are known; otherwise scenes are drawn.
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 from PIL import ExifTags, Image
 
-from vit.config.stored_config import stored_config
+from vit.config.stored_config import run_folder_of, stored_config
 from vit.data.dataset_types import Sample
 from vit.data.image_io import IntensityRange, read_image
 from vit.data.intensity_range import evenly_spaced
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_inputs import list_images
-from vit.errors import BadImage, DataError, VitError
+from vit.data.sources.list_files import is_list
+from vit.data.sources.open_dataset import open_eval_split, read_source
+from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import load_samples
-from vit.tasks.task import get_task
+from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.tasks.task import Task, get_task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun
 
@@ -99,13 +102,7 @@ def calibration_images(
     if options.calibration is None:
         return SampleImages([])
     excluded = {sample.path for sample in validation}
-    try:
-        spec = DatasetSpec(options.calibration, split="train")
-        found = load_samples(get_task(task), source, spec, classes, lambda _note: None)
-        paths = [sample.path for sample in found]
-    except DataError:  # no train folder: a folder of images of any kind
-        paths = list_images([options.calibration])
-    everything = paths
+    everything = paths = _training_paths(options.calibration, classes, get_task(task), source)
     paths = [path for path in everything if path not in excluded]
     if not paths and options.validation is None:
         count = min(options.samples or SAMPLES, len(everything) // 2)
@@ -116,6 +113,28 @@ def calibration_images(
             f"those for validation, and {options.samples or 'some'} are needed; name other data"
         )
     return SampleImages(_evenly_chosen(paths, options, intensity_range, notify), intensity_range)
+
+
+def _training_paths(
+    data: str, classes: tuple[str, ...], task: Task, source: str | os.PathLike[str] | None
+) -> list[str]:
+    """Paths of the training images of `data`, or of all where they are not divided.
+
+    As the training of `source` read them, else with the settings of any data; labels that the
+    network does not have are of no use here, and no error.
+    """
+    spec = DatasetSpec(data, split="train")
+    with suppress(ConfigError, DataError):
+        found = load_samples(task, source, spec, classes, lambda _note: None)
+        return [sample.path for sample in found]
+    with suppress(ConfigError, DataError):
+        return [sample.path for sample in open_eval_split(spec, split="train", classes=classes)[0]]
+    if is_list(data):
+        run = None if source is None else run_folder_of(source)
+        spec = evaluated_spec(task, run, spec, classes)
+        spec = replace(spec, split=None, labels=False, label_column=None)
+        return [record.path for record in read_source(spec).train]
+    return list_images([data])
 
 
 def _evenly_chosen(

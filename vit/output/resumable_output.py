@@ -241,6 +241,12 @@ class ResumableOutput:
             VitError: As `check_output`; or there are unfinished files, and neither `resume` nor
                 `overwrite` is set.
         """
+        check_output(os.fspath(self.out), overwrite=True)  # before it is looked for
+        if self.needs_name and not (resume or overwrite):
+            raise VitError(
+                f"{printable(self.finished)} has all rows; give it its name with --resume, or "
+                "start again with --overwrite"
+            )
         resuming, logs = resume and bool(self.leftovers()), self.logs()
         check_output(os.fspath(self.out), overwrite=overwrite or resume)
         if resume and logs and self.out.exists() and not overwrite:
@@ -255,11 +261,6 @@ class ResumableOutput:
             raise VitError(
                 f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
-            )
-        if self.needs_name and not (resume or overwrite):
-            raise VitError(
-                f"{printable(self.finished)} has all rows; give it its name with --resume, or "
-                "start again with --overwrite"
             )
 
     def complete(self, images: Sequence[str], style: str) -> int | None:

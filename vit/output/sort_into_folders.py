@@ -281,7 +281,7 @@ def check_sorting(
 
 def _check_one_disk(folder: str, images: Sequence[str]) -> None:
     disk = _disk(folder if os.path.isdir(folder) else os.path.dirname(folder))
-    for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
+    for source in {os.path.dirname(os.path.realpath(image)) for image in images}:
         if _disk(source) not in (disk, None):
             raise ConfigError(
                 f"sort_with=hardlink: {printable(source)} is on another disk than "

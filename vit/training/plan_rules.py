@@ -219,8 +219,11 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Names of all settings, given and decided, for `given` of `vit.train`."""
-        return [*dict.fromkeys([*self.given, *self.choices])]
+        """Names of all settings, given and decided, for `given` of `vit.train`.
+
+        A time that the plan decided is none of them: it may get longer on a slow machine.
+        """
+        return [*dict.fromkeys([*self.given, *(self.choices.keys() - {"time"})])]
 
     @property
     def settings(self) -> dict[str, Any]:

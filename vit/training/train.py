@@ -108,9 +108,10 @@ def train(
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
+    flags = {**config, **settings} if isinstance(config, Mapping) else settings
     config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     if stored and not isinstance(config, Config):
-        given = names_of_chosen(config, settings) if given is None else given
+        given = names_of_chosen(config, flags) if given is None else given
         config = make_config(config)
     data = config.data.data if isinstance(config, Config) else config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":

@@ -51,6 +51,8 @@ TIMEOUT_SECONDS = 60.0
 CHUNK = 32
 """Images that a process gets at a time."""
 MAX_WORKERS = 16
+MOST_EXAMINED = 20_000
+"""Entries of the cache of which a check asks whether the file is still there."""
 LEVEL_SHARES = (0.001, 0.01, 0.999)
 """Shares of an image's pixels of which `Levels` has the values."""
 MAX_LEVEL_VALUES = 2**20
@@ -367,7 +369,7 @@ class StatsCache:
         self._execute("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def delete_invalid(self, known: Iterable[str]) -> None:
-        """Delete the entries of files that are gone or have changed.
+        """Delete entries of files that are gone or have changed, among some that are drawn.
 
         Paths of `known` are kept: their entries are read, or replaced. A check of a part of the
         images, such as of those in a list of labels, keeps the entries of the others.
@@ -376,7 +378,8 @@ class StatsCache:
             kept = set(map(os.fsencode, known))
             with contextlib.suppress(sqlite3.Error, TypeError):
                 rows = self.database.execute(
-                    "select path, size, mtime, ctime, number from verdicts"
+                    "select path, size, mtime, ctime, number from verdicts "
+                    f"order by random() limit {MOST_EXAMINED}"
                 ).fetchall()
                 invalid: list[tuple[object, ...]] = [
                     (path,)

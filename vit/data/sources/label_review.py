@@ -305,13 +305,15 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             by_cell[csv_text(name).replace("\\", "/")] = path
         real.update((os.path.realpath(path), path) for path in paths)
 
-    by_stem: dict[str, set[str]] = {}
+    by_stem: dict[str, set[str]] | None = None
 
     def without_suffix(name: str) -> str | None:
         """The path of the only image of this name with a suffix."""
         if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
             return None
-        if not by_stem:
+        nonlocal by_stem
+        if by_stem is None:
+            by_stem = {}
             for one, path in by_name.items():
                 stem, suffix = os.path.splitext(one)
                 if suffix.lower() in IMAGE_SUFFIXES:

@@ -44,7 +44,7 @@ MIDNIGHT = "T00:00:00"
 WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
 WHOLE_NUMBER = re.compile(r"\d+\.0")
-LIST_IN_CELL = re.compile(r"\[\s*['\"\d].*\]", re.DOTALL)
+LIST_IN_CELL = re.compile(r"\[\s*(?:['\"]|\d+[\s,]+\d).*\]", re.DOTALL)
 """A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
 
 
