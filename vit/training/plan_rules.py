@@ -223,7 +223,9 @@ class Plan:
 
         A time that the plan decided is none of them: it may get longer on a slow machine.
         """
-        return [*dict.fromkeys([*self.given, *(self.choices.keys() - {"time"})])]
+        return [
+            name for name in {**self.given, **self.choices} if name != "time" or name in self.given
+        ]
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def count_trials(
 
 def fixed_costs(costs: Costs) -> float:
     """Seconds of a trial besides its steps."""
-    return costs.around + VALIDATIONS * (costs.validation + costs.saving)
+    return costs.fixed + VALIDATIONS * (costs.validation + costs.saving)
 
 
 def make_rungs(

@@ -102,13 +102,13 @@ class Costs:
     """Until the first step: the network is built, a probe is fitted."""
 
     @property
-    def around(self) -> float:
-        """Seconds before and after the steps."""
+    def fixed(self) -> float:
+        """Seconds that do not depend on the number of steps and epochs."""
         return self.setup + self.start + self.ending
 
     def of(self, config: Config, epoch_steps: int, steps: int) -> float:
         """Seconds of a run of so many steps, and a validation after each `epoch_steps` of them."""
-        return self.around + self.between(config, epoch_steps, 0, steps)
+        return self.fixed + self.between(config, epoch_steps, 0, steps)
 
     def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
         """Seconds of steps `first` to `last`, excluded, of a run of `last` steps."""
@@ -235,7 +235,7 @@ def long_enough(
     config: Config, seconds: float, costs: Costs, spent: float, notify: Notify
 ) -> tuple[Config, float]:
     """`config` with a planned time, in seconds too, of which half is left for training."""
-    other = spent + costs.around + LEAST_VALIDATIONS * costs.validation
+    other = spent + costs.fixed + LEAST_VALIDATIONS * costs.validation
     needed = other + max(seconds / 2, USEFUL_STEPS * costs.full_step)
     if needed <= seconds:
         return config, seconds
@@ -252,7 +252,7 @@ def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: flo
     if any(getattr(config.training, name) is not None for name in IN_EPOCHS):
         return config.training.epoch_steps or steps_per_pass
     each = costs.validation + costs.saving
-    room = seconds - costs.around
+    room = seconds - costs.fixed
     free = dataclasses.replace(costs, setup=0.0, start=0.0, validation=0.0, saving=0.0, ending=0.0)
     steps = count_that_fit(room, lambda steps: free.of(config, steps_per_pass, steps))
     passes = steps / steps_per_pass
