@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vit.config import Config, DataConfig, ModelConfig, TrainingConfig
+from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
@@ -166,7 +167,7 @@ def test_the_validation_of_captions_is_measured_whole_after_compiling(monkeypatc
 
     def time_validation(run, *_):
         asked.append(run.config.training.caption_samples)
-        run.config = time_budget.with_training(run.config, caption_samples=10)
+        run.config = with_settings(run.config, caption_samples=10)
 
     monkeypatch.setattr(time_budget, "time_validation", time_validation)
     monkeypatch.setattr(time_budget, "make_steps", lambda *_: None)

@@ -175,6 +175,16 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
+def with_settings(config: Config, **changes: Any) -> Config:
+    """`config` with other settings, by name; values are checked, but not converted."""
+    sections: dict[str, Any] = {}
+    for name, value in changes.items():
+        sections.setdefault(all_settings()[name].section, {})[name] = value
+    for section, values in sections.items():
+        sections[section] = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **sections)
+
+
 def changed_settings(config: Config) -> list[str]:
     """Names of the settings that differ from the defaults, those of the preset included."""
     named = {"model": config.training.model, "task": config.training.task}

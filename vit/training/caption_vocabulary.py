@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.decoder_config import TRAINED
+from vit.config.parser import with_settings
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
@@ -64,10 +65,8 @@ def prepare_captions(
             f"caption_tokens={most}: {on_train:,} of {len(captions):,} training captions are "
             "longer; use a larger --caption-tokens"
         )
-    words = dataclasses.replace(config.decoder, vocab_size=tokenizer.size, caption_tokens=most)
-    return dataclasses.replace(config, decoder=words), dataclasses.replace(
-        splits, train=train, val=val, tokenizer=tokenizer
-    )
+    config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
+    return config, dataclasses.replace(splits, train=train, val=val, tokenizer=tokenizer)
 
 
 def report_unknown_words(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) -> None:

@@ -9,7 +9,6 @@ Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Lea
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import statistics
@@ -22,13 +21,14 @@ from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.merge_settings import (
-    FOLDS_FILE,
-    LABEL_ERRORS_FILE,
-    ROWS_FILE,
-    read_fold_settings,
+from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
+from vit.config.parser import (
+    changed_settings,
+    default_run_folder,
+    flatten,
+    make_config,
+    with_settings,
 )
-from vit.config.parser import changed_settings, default_run_folder, flatten, make_config
 from vit.config.stored_config import has_stored_config, stored_config, with_effect
 from vit.errors import ConfigError, RunError
 from vit.text import printable
@@ -125,9 +125,8 @@ def train_folds(
         of_data: dict[str, Any] = {"fold": fold}
         if fold > 1 and config.data.intensity_range is None:  # of deep images, the same for all
             of_data["intensity_range"] = stored_config(folder / "fold-1").data.intensity_range
-        part = dataclasses.replace(config, data=dataclasses.replace(config.data, **of_data))
         result = train(
-            part,
+            with_settings(config, **of_data),
             run_folder,
             resume=resume,
             overwrite=overwrite,

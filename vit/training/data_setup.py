@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config, ModelConfig
+from vit.config.parser import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
@@ -180,7 +181,7 @@ def complete_for_data(
     if stated not in (found, ModelConfig.num_classes):
         notify(f"note: {found} classes instead of num_classes={stated} of the settings file")
     config = task.complete(config, given)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=found))
+    return with_settings(config, num_classes=found)
 
 
 def complete_intensity_range(
@@ -194,13 +195,12 @@ def complete_intensity_range(
 
     If only validation images are deep, it is measured on those.
     """
-    data = config.data
-    if data.intensity_range is not None or not deep:
+    if config.data.intensity_range is not None or not deep:
         return config
     trained = {sample.path for sample in splits.train}
     paths = [path for path in deep if path in trained] or list(deep)
     found = on_main(accelerator, lambda: measure_intensity_range(paths, notify))
-    return dataclasses.replace(config, data=dataclasses.replace(data, intensity_range=found))
+    return with_settings(config, intensity_range=found)
 
 
 def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
@@ -241,7 +241,7 @@ def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
             f"epochs={training.epochs}: steps={training.steps} make {epochs} epochs of "
             f"{epoch_steps} steps; leave one of them out (--steps none)"
         )
-    return dataclasses.replace(config, training=dataclasses.replace(training, epochs=epochs))
+    return with_settings(config, epochs=epochs)
 
 
 def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) -> Config:
@@ -265,4 +265,4 @@ def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) 
             f"note: only {images} training images, fewer than batch_size={data.batch_size}: "
             f"using batch_size={batch_size}"
         )
-    return dataclasses.replace(config, data=dataclasses.replace(data, batch_size=batch_size))
+    return with_settings(config, batch_size=batch_size)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
+from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
 from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
@@ -289,14 +290,9 @@ def report(
     """
     folder = Path(path_argument("run", run, "a run folder"))
     config = finished_config(folder)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, report="full"))
-    if data is not None:
-        path = path_argument("data", data, "the images of the training")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, data=path))
-    if device is not None:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, device=device))
-    if workers is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=workers))
+    path = None if data is None else path_argument("data", data, "the images of the training")
+    chosen = {"report": "full", "data": path, "device": device, "workers": workers}
+    config = with_settings(config, **{n: v for n, v in chosen.items() if v is not None})
     accelerator = make_accelerator(config.run)
     events = read_events(folder)
     loaded = load_run(folder)

@@ -18,7 +18,7 @@ from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
-from vit.config.parser import all_settings, checked, flatten, make_config
+from vit.config.parser import all_settings, checked, flatten, make_config, with_settings
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
 from vit.config.training_config import TASKS, TrainingConfig
@@ -176,7 +176,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     smallest = before.get("accumulate", 1)
     config = make_config({**before, "batch_size": before.get("batch_size", smallest)})
     if config.data.folds is not None:  # all have the plan of the first one
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=1))
+        config = with_settings(config, fold=1)
     check_channels(values.get("channels", 3))
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
@@ -264,8 +264,7 @@ def with_chosen_weights(
             "weights=auto: the run began without pretrained weights; leave --weights out, or "
             "start a new run with another --out"
         )
-    finetune = dataclasses.replace(config.finetune, weights=weights)
-    return dataclasses.replace(config, finetune=finetune), [*given], None
+    return with_settings(config, weights=weights), [*given], None
 
 
 def facts_of(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vit.config import Config, DistillationConfig
+from vit.config.parser import with_settings
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
@@ -55,10 +56,8 @@ def show_batch(
             "note: only images with a label are shown; the teacher adds the others to the training"
         )
     # the time budget and the teacher do not change the first epoch's images
-    timeless = dataclasses.replace(config.training, time=None)
-    in_process = dataclasses.replace(config.data, workers=0)
-    alone = DistillationConfig()
-    config = dataclasses.replace(config, training=timeless, data=in_process, distillation=alone)
+    config = dataclasses.replace(config, distillation=DistillationConfig())
+    config = with_settings(config, time=None, workers=0)
     resolved = resolve(
         config, given, accelerator, began=time.monotonic(), listing=planned or listing
     )

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import make_config
+from vit.config.parser import make_config, with_settings
 from vit.data.dataset_types import Splits
 from vit.errors import ConfigError
 from vit.training.search_space import network_name
@@ -44,10 +44,7 @@ def with_steps(config: Config, steps: int) -> Config:
     """`config` of a training of so many steps, validated `VALIDATIONS` times."""
     epoch_steps = math.ceil(steps / VALIDATIONS)
     epochs = math.ceil(steps / epoch_steps)
-    training = dataclasses.replace(
-        config.training, time=None, steps=steps, epoch_steps=epoch_steps, epochs=epochs
-    )
-    return dataclasses.replace(config, training=training)
+    return with_settings(config, time=None, steps=steps, epoch_steps=epoch_steps, epochs=epochs)
 
 
 class CostMeter:
@@ -76,16 +73,13 @@ class CostMeter:
         parts = (config if chosen else completed).data.micro_batches
         while config.data.batch_size % parts:  # of a batch that a trial changed
             parts += 1
-        config = dataclasses.replace(
+        config = with_settings(
             config,
-            model=dataclasses.replace(config.model, num_classes=completed.model.num_classes),
-            data=dataclasses.replace(
-                config.data, accumulate=parts, intensity_range=completed.data.intensity_range
-            ),
-            training=dataclasses.replace(config.training, task=completed.training.task),
-            finetune=dataclasses.replace(
-                config.finetune, probe_first=completed.finetune.probe_first
-            ),
+            num_classes=completed.model.num_classes,
+            accumulate=parts,
+            intensity_range=completed.data.intensity_range,
+            task=completed.training.task,
+            probe_first=completed.finetune.probe_first,
         )
         name, batch_size = network_name(trial["settings"]), config.data.batch_size
         if name not in self.measured:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.parser import with_settings
 from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
@@ -218,7 +218,7 @@ def fit_time(
         )
     chosen = None if epoch_steps == schedule.steps_per_pass else epoch_steps
     try:
-        fitted = with_training(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
+        fitted = with_settings(config, steps=steps, epochs=epochs, epoch_steps=chosen, time=None)
         fitted = with_growth(fitted, steps / epoch_steps)
     except ConfigError as error:
         raise ConfigError(
@@ -244,7 +244,7 @@ def long_enough(
         f"note: time={longer} instead of the planned {config.training.time}: start, validations "
         f"and report take {format_duration(other)} on this machine, which is slow or busy"
     )
-    return with_training(config, time=longer), float(math.ceil(needed))
+    return with_settings(config, time=longer), float(math.ceil(needed))
 
 
 def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: float) -> int:
@@ -272,7 +272,7 @@ def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
     if training.cooldown_epochs is not None:
         cooldown = training.cooldown_epochs
     stable = min(max(round(steps / epoch_steps - cooldown), 0), epochs - 1)
-    return with_training(
+    return with_settings(
         config,
         warmup_epochs=training.warmup,
         cooldown_epochs=steps / epoch_steps - stable,
@@ -289,7 +289,7 @@ def with_growth(config: Config, epochs: float) -> Config:
     training = config.training
     if training.start_image_size is None or training.growth_epochs is not None:
         return config
-    return with_training(config, growth_epochs=GROWN * epochs)
+    return with_settings(config, growth_epochs=GROWN * epochs)
 
 
 def settle_steps(
@@ -324,7 +324,7 @@ def settle_steps(
     if again is not None:
         share = rate.share(step) * (1 - (again - step) / (steps - step))
         shares, at = (*shares, share), (*at, again - rate.start)
-    return with_training(
+    return with_settings(
         config,
         steps=steps,
         epochs=math.ceil(steps / epoch_steps),
@@ -362,16 +362,15 @@ def endless(config: Config) -> Config:
 
     Images that cannot be read are for the run itself to meet, which can say how to go on.
     """
-    data = dataclasses.replace(config.data, on_bad_image="skip")
-    whole = with_training(
+    return with_settings(
         config,
         epochs=LONG,
         steps=None,
         warmup_epochs=None,
         cooldown_epochs=None,
         growth_epochs=None,
+        on_bad_image="skip",
     )
-    return dataclasses.replace(whole, data=data)
 
 
 def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
@@ -409,7 +408,7 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     starts, small = time_steps(run, splits.train, watch, most)
     full = small
     if training.start_image_size not in (None, run.config.model.image_size):
-        run.config = with_training(run.config, start_image_size=None)
+        run.config = with_settings(run.config, start_image_size=None)
         more, full = time_steps(run, splits.train, watch, most)
         starts += more
     images = run.config.data.batch_size * most / full
@@ -443,7 +442,7 @@ def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
     if (start := whole.training.start_image_size) is not None:
         between = range(start + patch, full, patch)  # many are not reached: an epoch has one size
         for side in (start, *(between if len(between) < MOST_COMPILED else ()), full):
-            run.config = with_training(whole, start_image_size=side)
+            run.config = with_settings(whole, start_image_size=side)
             make_steps(run, splits.train, [run.step])
     else:
         draws = range(50 * len(whole.model.training_patch_sizes))
@@ -509,7 +508,7 @@ def time_validation(
     part = [samples[number * len(samples) // count] for number in range(count)]
     if run.config.training.captions:  # as large a share of them gets one as of all
         captions = max(round(run.config.training.caption_samples * count / len(samples)), 1)
-        run.config = with_training(run.config, caption_samples=captions)
+        run.config = with_settings(run.config, caption_samples=captions)
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
@@ -556,8 +555,3 @@ def too_short(config: Config, costs: Costs, needed: float) -> str:
         f"{costs.validation:.2g} s): use --time {enough}s or more, a "
         "smaller --model or --image-size, or fewer images"
     )
-
-
-def with_training(config: Config, **changes: Any) -> Config:
-    """`config` with other settings of training."""
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))

@@ -5,7 +5,6 @@ tried: network, optimiser and moving average are built, and make steps at full s
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,6 +15,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
+from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
@@ -60,15 +60,15 @@ def fit_memory(
             f"note: -b auto tries what fits into a GPU; device={device.type} does not say when its "
             f"memory is full, so accumulate=1: {data.batch_size} images a step, all at once"
         )
-        return with_micro_batches(config, 1)
+        return with_settings(config, accumulate=1)
     share, rest = divmod(data.batch_size, accelerator.num_processes)
     if rest:
-        return with_micro_batches(config, 1)  # the schedule raises the error
+        return with_settings(config, accumulate=1)  # the schedule raises the error
 
     def trial(size: int) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         parts = share // size
-        fitted = with_micro_batches(config, parts)
+        fitted = with_settings(config, accumulate=parts)
         dry_run(fitted, accelerator, lambda run: take_steps(run, size), splits)
         return torch.cuda.max_memory_reserved(device)
 
@@ -84,13 +84,7 @@ def fit_memory(
         f"note: batch_size={data.batch_size} in {parts} {batches} of {size} a device "
         f"({peak / GIB:.1f} of {total / GIB:.1f} GiB)"
     )
-    return with_micro_batches(config, parts)
-
-
-def with_micro_batches(config: Config, micro_batches: int) -> Config:
-    """`config` with this number of micro-batches per step."""
-    data = dataclasses.replace(config.data, accumulate=micro_batches)
-    return dataclasses.replace(config, data=data)
+    return with_settings(config, accumulate=parts)
 
 
 def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:

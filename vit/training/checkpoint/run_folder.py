@@ -1,16 +1,15 @@
 """The run folder: its files, its lock, and the settings stored in it."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from vit.config import Config
-from vit.config.parser import flatten, make_config, write_settings
+from vit.config.parser import flatten, make_config, with_settings, write_settings
 from vit.config.stored_config import HEADER, has_stored_config, stored_config
 from vit.config.training_config import TIME_DECIDES
 from vit.data.archives import relative
@@ -166,15 +165,15 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
         chosen, theirs = flatten(config), flatten(stored)
         kept = {n: chosen[n] for n in given if not (n in DECIDED_BY_WEIGHTS and chosen[n] is None)}
         config = make_config({**theirs, **kept}, complete=True)
-    training, data = config.training, config.data
-    if training.time is not None:
+    measured: dict[str, Any] = {}
+    if config.training.time is not None:
         measured = {name: getattr(stored.training, name) for name in TIME_DECIDES}
-        training = dataclasses.replace(training, time=None, **measured)
-    if data.accumulate is None:
-        data = dataclasses.replace(data, accumulate=stored.data.accumulate)
+        measured["time"] = None
+    if config.data.accumulate is None:
+        measured["accumulate"] = stored.data.accumulate
     if "intensity_range" not in given:
-        data = dataclasses.replace(data, intensity_range=stored.data.intensity_range)
-    return dataclasses.replace(config, training=training, data=data)
+        measured["intensity_range"] = stored.data.intensity_range
+    return with_settings(config, **measured)
 
 
 def require_same_settings(config: Config, folder: Path) -> None:
