@@ -105,16 +105,15 @@ class TextDecoder(nn.Module):
         ids: Tensor,
         memory: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token at each position.
 
+        Padding on the right changes no logits of the text, since attention is causal.
+
         Args:
             ids: (batch, tokens), int64.
             memory: As in `init_cache`.
-            padding: True at padding tokens, (batch, tokens). Padding on the right needs none,
-                since attention is causal.
             counted: True at tokens that the routing of experts counts, (batch, tokens): those with
                 a next token. All if omitted.
 
@@ -124,7 +123,7 @@ class TextDecoder(nn.Module):
         layers = [layer for layer in self.modules() if isinstance(layer, MixtureOfExperts)]
         for layer in layers:
             layer.counted = counted
-        hidden = self.hidden_states(ids, self.init_cache(memory), padding=padding)
+        hidden = self.hidden_states(ids, self.init_cache(memory))
         for layer in layers:
             layer.counted = None
         return self.logits(hidden)
@@ -150,14 +149,12 @@ class TextDecoder(nn.Module):
         ids: Tensor,
         cache: KVCache,
         *,
-        padding: Tensor | None = None,
         attention_fn: AttentionFunction = dot_product_attention,
     ) -> Tensor:
         """Output of the last norm, (batch, new, dim); further tokens are added to the cache.
 
         Args:
             ids, cache: As for `decode`.
-            padding: As for `forward`; only with an empty cache, which does not store padding.
             attention_fn: Implementation of attention.
 
         Raises:
@@ -168,9 +165,9 @@ class TextDecoder(nn.Module):
             raise ValueError(
                 f"{offset + new} tokens, but there are positions for {self.max_length}"
             )
-        x, rope = self.positions(self.word_dropout(self.token_embed(ids)), offset, padding)
+        x, rope = self.positions(self.word_dropout(self.token_embed(ids)), offset)
         x = self.pos_drop(x)
-        mask = causal_mask(offset, new, x.device, padding)
+        mask = causal_mask(offset, new, x.device)
         context = AttentionContext(rope=rope, mask=mask, attention_fn=attention_fn)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x, _ = block(x, context.replace(kv_cache=layer, memory_kv=layer.memory_kv))
@@ -179,28 +176,20 @@ class TextDecoder(nn.Module):
         return hidden
 
 
-def causal_mask(
-    offset: int, new: int, device: torch.device, padding: Tensor | None = None
-) -> Tensor | None:
-    """True where a token may attend: itself and those before it; None where that is all tokens.
+def causal_mask(offset: int, new: int, device: torch.device) -> Tensor | None:
+    """True where a token may attend, (new, offset + new): itself and those before it.
 
     Args:
         offset: Tokens in the cache.
         new: New tokens.
         device: Device of the mask.
-        padding: True at padding tokens, (batch, new); `offset` is then 0.
 
     Returns:
-        (new, offset + new), or (batch, 1, new, new) with `padding`.
+        The mask; None for a single token, which may attend to all.
     """
-    if new == 1 and padding is None:
+    if new == 1:
         return None
     # aligned at the end: the last new token attends to all (is_causal aligns the start);
     # torch 2.8 cannot export `tril` with a diagonal that is an input
     positions = torch.arange(offset + new, device=device)
-    mask = positions <= positions[offset:, None]
-    if padding is None:
-        return mask
-    assert not offset, "a cache does not store which of its tokens are padding"
-    diagonal = torch.eye(new, dtype=torch.bool, device=device)  # a row without True gives nan
-    return (mask & ~padding[:, None, None, :]) | diagonal
+    return positions <= positions[offset:, None]

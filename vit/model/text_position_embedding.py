@@ -23,15 +23,12 @@ class TextPositions(nn.Module):
         super().__init__()
         self.max_length, self.dim = max_length, dim
 
-    def forward(
-        self, x: Tensor, offset: int, padding: Tensor | None
-    ) -> tuple[Tensor, Rotation | None]:
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
         """Tokens with positions, (batch, tokens, dim), and the rotation of queries and keys.
 
         Args:
             x: Embedded tokens, (batch, tokens, dim).
             offset: Position of the first token.
-            padding: True at padding tokens, (batch, tokens), which take up no position.
         """
         raise NotImplementedError
 
@@ -43,10 +40,8 @@ class LearnedTextPositions(TextPositions):
         super().__init__(max_length, dim)
         self.pos_embed = nn.Parameter(torch.zeros(max_length, dim))
 
-    def forward(
-        self, x: Tensor, offset: int, padding: Tensor | None
-    ) -> tuple[Tensor, Rotation | None]:
-        return x + lookup_positions(self.pos_embed, x, offset, padding), None
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x + self.pos_embed[offset : offset + x.shape[1]], None
 
 
 class SinusoidalTextPositions(TextPositions):
@@ -58,10 +53,8 @@ class SinusoidalTextPositions(TextPositions):
         super().__init__(max_length, dim)
         self.register_buffer("table", sinusoidal_1d((max_length, 1), dim))
 
-    def forward(
-        self, x: Tensor, offset: int, padding: Tensor | None
-    ) -> tuple[Tensor, Rotation | None]:
-        return x * self.dim**0.5 + lookup_positions(self.table, x, offset, padding), None
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x * self.dim**0.5 + self.table[offset : offset + x.shape[1]], None
 
 
 class RotaryTextPositions(TextPositions):
@@ -76,15 +69,5 @@ class RotaryTextPositions(TextPositions):
         angles = torch.outer(torch.arange(max_length, dtype=torch.float64), frequencies)
         self.register_buffer("angles", angles.float())
 
-    def forward(
-        self, x: Tensor, offset: int, padding: Tensor | None
-    ) -> tuple[Tensor, Rotation | None]:
-        angles = lookup_positions(self.angles, x, offset, padding)
-        return x, Rotation(angles if angles.ndim == 3 else angles.unsqueeze(0))
-
-
-def lookup_positions(table: Tensor, x: Tensor, offset: int, padding: Tensor | None) -> Tensor:
-    """Rows of a table for the tokens of `x`, (tokens, ...); (batch, tokens, ...) with padding."""
-    if padding is None:
-        return table[offset : offset + x.shape[1]]
-    return table[(~padding).cumsum(dim=1).sub(1).clamp_min(0)]
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x, Rotation(self.angles[offset : offset + x.shape[1]].unsqueeze(0))
