@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 import unicodedata
 from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -17,6 +18,11 @@ FORMULA_GUARD = re.compile("(^|[,;\t]\"?)'(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])")
 """An apostrophe of `csv_text`."""
 BOM = "\ufeff"
 """Before a CSV file that is not ASCII, which Excel reads as the machine's old code page without."""
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr)
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from vit.config.stored_config import (
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
-from vit.text import Notify, join_names, printable
+from vit.text import Notify, join_names, print_to_stderr, printable
 
 YAML_SUFFIXES = (".yaml", ".yml")
 FOLDS_FILE = "folds.json"
@@ -37,7 +36,7 @@ def call_settings(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    notify: Notify = lambda note: print(note, file=sys.stderr),
+    notify: Notify = print_to_stderr,
 ) -> tuple[Config | dict[str, Any], bool]:
     """The settings of a Python call such as `train("photos/", epochs=5)`.
 
@@ -93,7 +92,7 @@ def collect_settings(
     config: str | Path | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    notify: Notify = lambda note: print(note, file=sys.stderr),
+    notify: Notify = print_to_stderr,
 ) -> tuple[dict[str, Any], bool]:
     """The settings in `chosen`, over those of a YAML file or of the run to resume.
 

@@ -24,8 +24,7 @@ from vit.export.export_triton import export_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
-from vit.text import Notify
-from vit.weights.load_model import print_to_stderr
+from vit.text import Notify, print_to_stderr
 from vit.weights.safetensors_io import atomic_write
 
 

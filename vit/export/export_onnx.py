@@ -36,8 +36,8 @@ from vit.export.onnx_graph import (
 from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import OnnxSession
-from vit.text import Notify, printable
-from vit.weights.load_model import load_model, print_to_stderr
+from vit.text import Notify, print_to_stderr, printable
+from vit.weights.load_model import load_model
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
 

@@ -25,8 +25,7 @@ from vit.export.export_onnx import (
 from vit.export.export_options import Options
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.text import Notify, printable
-from vit.weights.load_model import print_to_stderr
+from vit.text import Notify, print_to_stderr, printable
 from vit.weights.safetensors_io import atomic_write
 
 SUFFIX, WEIGHTS = ".xml", ".bin"

@@ -26,8 +26,7 @@ from vit.export.export_onnx import (
 from vit.export.export_options import Options
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
-from vit.text import Notify, printable
-from vit.weights.load_model import print_to_stderr
+from vit.text import Notify, print_to_stderr, printable
 from vit.weights.safetensors_io import atomic_write, explain_write_errors
 
 CONFIG, LABELS, GRAPH, VERSION = "config.pbtxt", "labels.txt", "model.onnx", "1"

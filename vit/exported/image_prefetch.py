@@ -6,7 +6,6 @@ batches, and the same results, every time.
 
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,11 +36,6 @@ DecodedImage = tuple[str, Array | BadImage]
 BATCH_SIZE = 16
 PIXEL_LIMIT = 2**25
 """Pixels in memory, unless a single image has more: 100 MB as bytes, more while decoding."""
-
-
-def print_to_stderr(line: str) -> None:
-    """Print a note."""
-    print(line, file=sys.stderr)
 
 
 def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tuple[int, int]:

@@ -17,17 +17,12 @@ from vit.data.image_io import IntensityRange
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, WeightsError, error_text
-from vit.exported.image_prefetch import (
-    PathLike,
-    prefetch_images,
-    print_to_stderr,
-    resolve_batch_and_workers,
-)
+from vit.exported.image_prefetch import PathLike, prefetch_images, resolve_batch_and_workers
 from vit.exported.onnx_classifier import top_k_classes
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.caption import Caption
 from vit.output.prediction_results import Prediction, check_top_k
-from vit.text import Notify, printable
+from vit.text import Notify, print_to_stderr, printable
 
 INTEGER_METADATA = ("begin", "end", "max_tokens")
 CaptionAndClasses = tuple[Caption, tuple[tuple[str, float], ...]]

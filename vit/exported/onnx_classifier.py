@@ -22,13 +22,12 @@ from vit.exported.image_prefetch import (
     DecodedImage,
     PathLike,
     prefetch_images,
-    print_to_stderr,
     resolve_batch_and_workers,
 )
 from vit.exported.onnx_session import Array, InferenceSession, OnnxSession
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.score_calibration import ScoreCalibration, check_decisions, check_selection
-from vit.text import Notify, printable
+from vit.text import Notify, print_to_stderr, printable
 
 INPUT, OUTPUT = "images", "probabilities"
 DISTANCE = "distance"

@@ -8,7 +8,6 @@ predict            checks flags and files, lists the images, opens the predictor
 import hashlib
 import itertools
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +71,7 @@ from vit.output.sort_into_folders import (
 )
 from vit.paths import path_argument, sha256_of_files
 from vit.stop_signals import Interrupted, Interruption
-from vit.text import Notify, format_clock, plural, printable
+from vit.text import Notify, format_clock, plural, print_to_stderr, printable
 from vit.version import __version__
 
 if TYPE_CHECKING:
@@ -233,10 +232,6 @@ class PredictionConfig:
         for message, broken in rules.items():
             if broken:
                 raise ConfigError(message)
-
-
-def print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def predict(

@@ -40,9 +40,9 @@ from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
 from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
 from vit.score_calibration import check_decisions, check_selection
 from vit.tasks.task import calibrated_activation, get_task
-from vit.text import Notify, printable
+from vit.text import Notify, print_to_stderr, printable
 from vit.weights.adapt_weights import change_patches
-from vit.weights.load_model import load_model, print_to_stderr
+from vit.weights.load_model import load_model
 from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]

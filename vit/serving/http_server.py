@@ -17,7 +17,6 @@ import math
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from vit.serving.application import Application
 from vit.serving.model_registry import ModelRegistry
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import Notify, printable
+from vit.text import Notify, print_to_stderr, printable
 
 MAX_HEADER_BYTES = 16384
 KEEP_ALIVE_SECONDS = 20
@@ -175,7 +174,7 @@ def serve(
     *,
     engine: str | None = None,
     listener: socket.socket | None = None,
-    notify: Notify = lambda line: print(line, file=sys.stderr),
+    notify: Notify = print_to_stderr,
     on_ready: Callable[[RunningServer], object] = lambda _server: None,
     **settings: Any,
 ) -> None:

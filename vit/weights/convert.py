@@ -24,7 +24,7 @@ from vit.config import ModelConfig
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
 from vit.errors import ConfigError, RunError, WeightsError, error_text
-from vit.text import Notify, printable
+from vit.text import Notify, print_to_stderr, printable
 from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
@@ -43,7 +43,6 @@ from vit.weights.load_model import (
     numbered_classes,
     open_pretrained,
     preprocessing_or_default,
-    print_to_stderr,
 )
 from vit.weights.model_card import CARD_FILE, model_card
 from vit.weights.safetensors_io import DIGEST, explain_write_errors, write_tensors, write_text

@@ -8,7 +8,6 @@ SOURCE -> files (resolve_source.py) -> tensors (state_dict_readers.py)
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from vit.config.presets import find_presets
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import Notify, join_names, printable
+from vit.text import Notify, join_names, print_to_stderr, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preprocessing
 from vit.weights.file_format import read_json
 from vit.weights.formats import timm_registry
@@ -66,11 +65,6 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     if not pretrained:
         return [*find_presets(pattern)]
     return [f"timm/{entry.name}" for entry in timm_registry.search(pattern)]
-
-
-def print_to_stderr(line: str) -> None:
-    """Print a line to standard error."""
-    print(line, file=sys.stderr)
 
 
 def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
