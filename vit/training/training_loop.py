@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -31,63 +30,6 @@ MIN_LOSS_SCALE = 1e-4
 STOP_IN_ROW, STOP_SHARE = 3, 0.01
 """Steps without a finite gradient end a training: so many in a row, or so many plus this share of
 all steps in all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Sums over the images and the processes of one step."""
-
-    losses: tuple[float, float, float]
-    """Summed loss, balance loss and router z-loss."""
-    grad_norm: float
-    """Norm of the averaged gradient before clipping."""
-    images: int
-    failed: int
-    """Images that could not be read."""
-    checkpoints_due: int
-    """Processes that request a checkpoint."""
-    signals: list[int]
-    """For each of `Interruption.SIGNALS`, the processes that received it."""
-
-    @classmethod
-    def over_processes(
-        cls, accelerator: Accelerator, losses: Tensor, grad_norm: Tensor, counts: Sequence[int]
-    ) -> "StepTotals":
-        """Sum every field over all processes.
-
-        One message, and the only point at which a step waits for the GPU.
-
-        Args:
-            accelerator: The devices.
-            losses: This process's `losses`, (3,), on the device.
-            grad_norm: Likewise, ().
-            counts: The other fields in their order.
-        """
-        totals = torch.cat([losses, grad_norm.to(losses).view(1)])
-        loss, balance, z_loss, norm, *found = all_reduce(accelerator, totals, counts)
-        images, failed, due, *signals = map(int, found)
-        return cls(
-            losses=(loss, balance, z_loss),
-            grad_norm=norm,
-            images=images,
-            failed=failed,
-            checkpoints_due=due,
-            signals=signals,
-        )
-
-    def summary(self, *, lr: float, processes: int) -> Step:
-        """Means over the images, from totals of `processes` processes."""
-        loss, balance, z_loss = (total / max(self.images, 1) for total in self.losses)
-        received = zip(Interruption.SIGNALS, self.signals, strict=True)
-        return Step(
-            loss=loss,
-            images=self.images,
-            grad_norm=self.grad_norm / processes,
-            lr=lr,
-            signal=next((number for number, count in received if count), 0),
-            due=self.checkpoints_due > 0,
-            routers=(balance, z_loss),
-        )
 
 
 def train_one_epoch(
@@ -150,13 +92,12 @@ def train_one_step(
     images = sum(len(batch.labels) for batch in micro_batches)
     signals = [int(run.interruption.number == number) for number in Interruption.SIGNALS]
     counts = [images, len(failed), int(due), *signals]
-    totals = StepTotals.over_processes(run.accelerator, loss_sums, grad_norm, counts)
-    if totals.failed:
+    step, unreadable = step_over_processes(run.accelerator, loss_sums, grad_norm, counts, lr=lr)
+    if unreadable:
         if statistics is not None:
             for each, before in zip(run.running_stats, statistics, strict=True):
                 each.copy_(before)
         run.exclude_unreadable(failed)
-    step = totals.summary(lr=lr, processes=run.processes)
     if updates_weights(run, step.loss, step.grad_norm):
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -164,6 +105,43 @@ def train_one_step(
         run.average.update(run.step)
     run.step += 1
     return step
+
+
+def step_over_processes(
+    accelerator: Accelerator,
+    losses: Tensor,
+    grad_norm: Tensor,
+    counts: Sequence[int],
+    *,
+    lr: float,
+) -> tuple[Step, int]:
+    """Results of a step, and how many images could not be read, over all processes.
+
+    One message, and the only point at which a step waits for the GPU.
+
+    Args:
+        accelerator: The devices.
+        losses: Summed loss, balance loss and router z-loss of this process, (3,), on the device.
+        grad_norm: Norm of the averaged gradient before clipping, ().
+        counts: Images of this process, those that could not be read, whether it requests a
+            checkpoint, and for each of `Interruption.SIGNALS` whether it received it.
+        lr: Learning rate of the step.
+    """
+    totals = torch.cat([losses, grad_norm.to(losses).view(1)])
+    loss, balance, z_loss, norm, *found = all_reduce(accelerator, totals, counts)
+    images, failed, due, *received = map(int, found)
+    signals = zip(Interruption.SIGNALS, received, strict=True)
+    divisor = max(images, 1)
+    step = Step(
+        loss=loss / divisor,
+        images=images,
+        grad_norm=norm / accelerator.num_processes,
+        lr=lr,
+        signal=next((number for number, count in signals if count), 0),
+        due=due > 0,
+        routers=(balance / divisor, z_loss / divisor),
+    )
+    return step, failed
 
 
 def choose_patch_size(run: TrainingState) -> None:
