@@ -110,16 +110,11 @@ def read_image(
     """
     with _open_image(path) as image:
         before_decode(image.width * image.height)
-        size = None
-        if min_size is not None and image.format in JPEG_FORMATS:
-            size = _stored_size(image, EXIF_TRANSPOSE.get(_orientation(image)), min_size)
-        pixels = _decode_intact_jpeg(image, size)
+        pixels = _decode_intact_jpeg(image, min_size)
         if pixels is None:
             rgb = upright_rgb(image, intensity_range, on_dark)
         else:
-            transpose = EXIF_TRANSPOSE.get(_orientation(image))
-            rgb = Image.fromarray(pixels)
-            rgb = rgb if transpose is None else rgb.transpose(transpose)
+            rgb = _turn_upright(Image.fromarray(pixels), image)
         rgb.format = image.format
         return rgb
 
@@ -142,25 +137,17 @@ def read_pixels(
         BadImage: As in `read_image`.
     """
     with _open_image(path) as image:
-        pixels = None
-        if image.format in JPEG_FORMATS:
-            transpose = EXIF_TRANSPOSE.get(_orientation(image))
-            pixels = _decode_intact_jpeg(image, _stored_size(image, transpose, min_size))
+        pixels = _decode_intact_jpeg(image, min_size)
         if pixels is None:
-            rgb = _decode_rgb(image, intensity_range)
-            transpose = EXIF_TRANSPOSE.get(_orientation(image))
-        elif transpose is None:
+            return np.array(upright_rgb(image, intensity_range))
+        if _orientation(image) not in EXIF_TRANSPOSE:
             return pixels
-        else:
-            rgb = Image.fromarray(pixels)
-        return np.array(rgb if transpose is None else rgb.transpose(transpose))
+        return np.array(_turn_upright(Image.fromarray(pixels), image))
 
 
-def _stored_size(
-    image: Image.Image, transpose: Image.Transpose | None, min_size: MinSize
-) -> tuple[int, int]:
+def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
     """The smallest (width, height) at which an image may be decoded, before it is made upright."""
-    if transpose in SWAPS_SIDES:
+    if EXIF_TRANSPOSE.get(_orientation(image)) in SWAPS_SIDES:
         width, height = min_size(*image.size[::-1])
         return height, width
     return min_size(*image.size)
@@ -472,9 +459,7 @@ START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 PROGRESSIVE_FRAME = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
-def _decode_intact_jpeg(
-    image: ImageFile.ImageFile, min_size: tuple[int, int] | None
-) -> Pixels | None:
+def _decode_intact_jpeg(image: ImageFile.ImageFile, min_size: MinSize | None) -> Pixels | None:
     """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow.
 
     Raises:
@@ -486,7 +471,8 @@ def _decode_intact_jpeg(
     scans = count_scans(data)
     if scans * image.width * image.height > MAX_SCANNED_PIXELS and scans > 1:
         raise UnusableFile(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")
-    return decode_jpeg(data, min_size) if image.mode in ("RGB", "L") else None
+    size = None if min_size is None else _stored_size(image, min_size)
+    return decode_jpeg(data, size) if image.mode in ("RGB", "L") else None
 
 
 def decode_jpeg(data: bytes, min_size: tuple[int, int] | None = None) -> Pixels | None:
@@ -648,6 +634,11 @@ def upright_rgb(
         highest = _largest_value(image)
         if 0 < highest <= NEARLY_BLACK:
             on_dark(highest)
+    return _turn_upright(rgb, image)
+
+
+def _turn_upright(rgb: Image.Image, image: Image.Image) -> Image.Image:
+    """Turn `rgb`, decoded from `image`, by its EXIF orientation."""
     transpose = EXIF_TRANSPOSE.get(_orientation(image))
     return rgb if transpose is None else rgb.transpose(transpose)
 
