@@ -119,14 +119,16 @@ def test_sorting_into_folders_is_refused_for_multilabel_models(
 
 
 @precisions
-def test_explain_plots_the_named_classes(several_run, images, tmp_path, capfd, precision):
+@pytest.mark.parametrize("flags", [[], ["--threshold", "0"]], ids=["own", "one"])
+def test_explain_plots_the_named_classes(several_run, images, tmp_path, capfd, precision, flags):
     """Explanations are in float32 whatever the precision of the predictions (docs/explain.md)."""
     words = ["predict", str(several_run), images[3], "--explain", str(tmp_path / "e")]
     words += ["--device", "cpu", "--precision", precision, "--format", "jsonl"]
-    assert main(words) == 0
+    assert main([*words, *flags]) == 0
     (row,) = map(json.loads, capfd.readouterr().out.splitlines())
     (drawn,) = (json.loads(path.read_text()) for path in (tmp_path / "e").glob("*.json"))
     named = {pair["label"]: pair["score"] for pair in row["predictions"]}
+    assert (len(named) == len(THRESHOLDS)) == bool(flags)
     assert {each["label"]: each["probability"] for each in drawn["classes"]} == pytest.approx(
         named, abs=max(TOLERANCES[precision], 1e-5)
     )

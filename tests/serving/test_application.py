@@ -176,6 +176,10 @@ def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_pa
     assert Image.open(io.BytesIO(drawing.body)).width > 300
     words = client.post(files[0][1], explain="json", model="captions").json["explanations"][0]
     assert " ".join(word["text"] for word in words["words"]).split() == words["caption"].split()
+    several = client.post(files[0][1], explain="json", model="several", threshold=0).json
+    labels = [one["label"] for one in several["results"][0]["predictions"]]
+    assert [one["label"] for one in several["explanations"][0]["classes"]] == labels
+    assert len(labels) == 3
 
 
 def test_what_it_serves_and_how_it_is(client, sources):

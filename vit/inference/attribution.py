@@ -61,7 +61,11 @@ class AttributionOverflow(RunError):
 
 
 def attribute_classes(
-    predictor: Predictor, output: ImageOutput, *, deletion: bool = True
+    predictor: Predictor,
+    output: ImageOutput,
+    *,
+    deletion: bool = True,
+    threshold: float | None = None,
 ) -> "list[ClassAttribution]":
     """Attribution maps of the two most probable classes, with their deletion metric.
 
@@ -71,11 +75,12 @@ def attribute_classes(
         predictor: Predictor of a classifier.
         output: Its output for an image.
         deletion: Whether to compute the deletion metric, which costs far more than the maps.
+        threshold: Of all classes of a multi-label model; replaces its own.
 
     Raises:
         AttributionOverflow: The network overflowed.
     """
-    classes, image, maps = _class_relevance(predictor, output)
+    classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
     names = [predictor.classes[index] for index in classes]
     shares = [_normalised(weights.cpu()) for weights in maps]
@@ -97,23 +102,30 @@ def attribute_classes(
     return [*map(ClassAttribution, names, probabilities, shares, tested)]
 
 
-def class_maps(predictor: Predictor, output: ImageOutput) -> list[tuple[int, Tensor]]:
+def class_maps(
+    predictor: Predictor, output: ImageOutput, *, threshold: float | None = None
+) -> list[tuple[int, Tensor]]:
     """Index and map of each class that `attribute_classes` explains, without the deletion metric.
 
     Raises:
         AttributionOverflow: The network overflowed.
     """
-    classes, _, maps = _class_relevance(predictor, output)
+    classes, _, maps = _class_relevance(predictor, output, threshold)
     return [
         (index, _normalised(weights.cpu())) for index, weights in zip(classes, maps, strict=True)
     ]
 
 
-def _class_relevance(predictor: Predictor, output: ImageOutput) -> tuple[list[int], Tensor, Tensor]:
+def _class_relevance(
+    predictor: Predictor, output: ImageOutput, threshold: float | None
+) -> tuple[list[int], Tensor, Tensor]:
     """The classes to explain, the normalised image, (3, height, width), and a map of each class."""
     assert output.probabilities is not None, "an output without an error has probabilities"
     assert output.pixels is not None, "an output without an error has an image"
-    classes = classes_to_explain(output.probabilities, predictor.thresholds)
+    thresholds = predictor.thresholds
+    if thresholds is not None and threshold is not None:
+        thresholds = [threshold] * len(thresholds)
+    classes = classes_to_explain(output.probabilities, thresholds)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
     maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
     if not maps.isfinite().all():

@@ -131,7 +131,9 @@ def draw_explanations(
                 if output.captions:
                     _plot_caption(predictor, output, path)
                 elif output.error is None and predictor.caption_generator is None:
-                    metric = _plot_classes(predictor, output, path, deletion=deletion)
+                    metric = _plot_classes(
+                        predictor, output, path, deletion=deletion, threshold=threshold
+                    )
                     tested += [] if metric is None else [metric]
         except AttributionOverflow as error:
             overflow = error.reason
@@ -154,11 +156,16 @@ def _plot_caption(predictor: Predictor, output: ImageOutput, path: Path) -> None
 
 
 def _plot_classes(
-    predictor: Predictor, output: ImageOutput, path: Path, *, deletion: bool
+    predictor: Predictor,
+    output: ImageOutput,
+    path: Path,
+    *,
+    deletion: bool,
+    threshold: float | None,
 ) -> Deletion | None:
     """Plot the maps of the classes; returns the deletion metric of the best class."""
     assert output.pixels is not None, "an output without an error has an image"
-    classes = attribute_classes(predictor, output, deletion=deletion)
+    classes = attribute_classes(predictor, output, deletion=deletion, threshold=threshold)
     texts = [view_lines(predictor), *(one.lines for one in classes)]
     plot = plot_attributions(output.pixels, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))

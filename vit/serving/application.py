@@ -200,17 +200,22 @@ class Application:
                 error = to_json(f"none of the {len(outputs)} images can be read")
                 return json_text(f'{{"error": {error}, {results}}}', 422)
         if explain == "png":
-            drawing = await self.scheduler.call(model.draw, names[0], outputs[0])
+            drawing = await self.scheduler.call(model.draw, names[0], outputs[0], options)
             return Response(drawing, media_type="image/png")
         if explain == "json":
-            maps = [await self._explain(model, *one) for one in zip(names, outputs, strict=True)]
+            maps = [
+                await self._explain(model, *one, options)
+                for one in zip(names, outputs, strict=True)
+            ]
             results += f', "explanations": {to_json(maps)}'
         return json_text(f"{{{results}}}")
 
-    async def _explain(self, model: ServedModel, name: str, output: Any) -> Any:
+    async def _explain(
+        self, model: ServedModel, name: str, output: Any, options: RowOptions
+    ) -> Any:
         if isinstance(output, BadImage):
             return None
-        return await self.scheduler.call(model.explain, name, output)
+        return await self.scheduler.call(model.explain, name, output, options)
 
     # --- KServe ------------------------------------------------------------------------------
 

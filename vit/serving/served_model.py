@@ -428,7 +428,7 @@ class ServedModel:
         _, line = FORMATS["jsonl"](layout)
         return line(apply_threshold(prediction, options.threshold)).rstrip("\n")
 
-    def explain(self, name: str, output: Any) -> dict[str, Any]:
+    def explain(self, name: str, output: Any, options: RowOptions) -> dict[str, Any]:
         """Relevance maps of an output, as `vit predict --explain` writes them without the deletion
         metric: {"image", "seen", "classes": [{"label", "probability", "weights"}]}, or of a caption
         {"image", "seen", "caption", "words": [{"text", "weights"}]}."""
@@ -446,18 +446,20 @@ class ServedModel:
                 "probability": float(output.probabilities[index]),
                 "weights": attribution.rounded_weights(weights),
             }
-            for index, weights in attribution.class_maps(predictor, output)
+            for index, weights in attribution.class_maps(
+                predictor, output, threshold=options.threshold
+            )
         ]
         return {"image": name, "seen": seen, "classes": classes}
 
-    def draw(self, name: str, output: Any) -> bytes:
+    def draw(self, name: str, output: Any, options: RowOptions) -> bytes:
         """The same maps over the image, as a PNG file."""
         import torch
 
         from vit.inference.attribution import view_lines
         from vit.inference.attribution_plot import plot_attributions
 
-        record = self.explain(name, output)
+        record = self.explain(name, output, options)
         parts = record.get("classes") or record["words"]
         texts = [
             [one["label"], f"{one['probability']:.2%}"] if "label" in one else [one["text"]]
