@@ -26,7 +26,7 @@ from vit.inference.ray_inference import (
     to_text,
 )
 from vit.inference.remote_files import check_out, fetched, is_url, read_list, write_rows
-from vit.output.prediction_results import FORMATS, Layout, Prediction
+from vit.output.prediction_results import FORMATS, Layout, Prediction, csv_settings
 
 NAMES = ["a.png", "b \u2028,\n.png", "猫.png", "\udcff.png"]
 WHOLE, CUT = Caption("猫", -0.5, (), True), Caption("", -1.5, (), False)
@@ -132,6 +132,13 @@ def test_text_is_written_as_by_one_process(style, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     write_rows("memory://text/x", style, LAYOUT, iter(ROWS))
     assert fsspec.filesystem("memory").cat("/text/x") == expected
+
+
+@pytest.mark.parametrize("separator", [None, "comma", "tab"])
+def test_csv_of_a_chosen_separator_has_a_byte_order_mark(separator, tmp_path):
+    layout = Layout(2, ("cat", "dog"), ["a.png"], **csv_settings(separator, None, "csv"))
+    write_rows(str(tmp_path / "x.csv"), "csv", layout, iter(()))
+    assert (tmp_path / "x.csv").read_text().startswith("\ufeff") == (separator is not None)
 
 
 @pytest.mark.parametrize("url", [False, True])

@@ -203,7 +203,6 @@ def evaluate(
             top_k,
             all_scores=all_scores,
             csv=csv,
-            local=csv_separator is not None,
         )
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
@@ -332,8 +331,7 @@ class EvaluationRows:
         style: A format of vit/output/prediction_results.py.
         top_k: As for `evaluate`.
         all_scores: As for `evaluate`.
-        csv: `separator` and `digits` of CSV.
-        local: Whether the user chose the separator of CSV.
+        csv: From `csv_settings`.
     """
 
     def __init__(
@@ -346,7 +344,6 @@ class EvaluationRows:
         *,
         all_scores: bool = False,
         csv: Mapping[str, Any],
-        local: bool = False,
     ) -> None:
         self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None
@@ -372,7 +369,7 @@ class EvaluationRows:
         )
         self.header, self.format_row = FORMATS[style](layout)
         if style == "csv":
-            self.header = byte_order_mark(layout, local=local) + self.header
+            self.header = byte_order_mark(layout) + self.header
 
     def lines(self, outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> Iterator[str]:
         """Rows of a batch of `samples`."""

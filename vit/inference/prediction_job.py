@@ -459,7 +459,7 @@ class PredictionJob:
         )
         header, line = FORMATS[self.style](layout)
         if self.style == "csv" and config.to_file:
-            header = byte_order_mark(layout, local=config.csv_separator is not None) + header
+            header = byte_order_mark(layout) + header
         return header, line
 
     def sorter(self) -> Callable[[int, Prediction], bool]:

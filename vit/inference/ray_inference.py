@@ -176,8 +176,7 @@ def predict_with_ray(
     settings: dict[str, Any],
     workers: int | None,
     notify: Notify,
-    separator: str = ",",
-    digits: int | None = None,
+    **csv: Any,
 ) -> int:
     """Predict all `images` into one file; return the number of failures.
 
@@ -193,7 +192,7 @@ def predict_with_ray(
         settings: Of the Predictor.
         workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
         notify: Called with a line about the workers.
-        separator, digits: Of CSV, as in Layout.
+        csv: Of CSV, from `csv_settings`.
 
     Raises:
         VitError: Ray is not installed or gives up, or the model or a setting cannot be used.
@@ -222,8 +221,7 @@ def predict_with_ray(
             images,
             about["n_best"],
             shares=about["shares"],
-            separator=separator,
-            digits=digits,
+            **csv,
         )
         arguments = (
             model,

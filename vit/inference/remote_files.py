@@ -149,7 +149,7 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
 def _write(file: IO[bytes], style: str, layout: Layout, rows: Iterable[Prediction]) -> None:
     if style != "parquet":
         header, line = FORMATS[style](layout)
-        mark = byte_order_mark(layout, local=layout.separator != ",") if style == "csv" else ""
+        mark = byte_order_mark(layout) if style == "csv" else ""
         file.write((mark + header).encode())
         for row in rows:
             file.write(line(row).encode("utf-8", "backslashreplace"))

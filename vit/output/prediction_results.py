@@ -130,6 +130,7 @@ class Layout:
         truth: The keys of `Prediction.truth`, in rows of an evaluation.
         shares: Whether scores of classes are probabilities, which a table shows in percent.
         separator: Separator of CSV; with a semicolon the decimal sign is a comma.
+        separator_chosen: Whether the user chose it, for a spreadsheet.
         digits: Decimal digits in CSV; None for all.
         reject: Whether an answer may be `unknown`.
         sets: Whether answers have prediction sets.
@@ -143,6 +144,7 @@ class Layout:
     truth: Sequence[str] = ()
     shares: bool = True
     separator: str = ","
+    separator_chosen: bool = False
     digits: int | None = None
     reject: bool = False
     sets: bool = False
@@ -159,7 +161,7 @@ class Layout:
 def csv_settings(
     separator: str | None, digits: int | str | None, style: str, *, remedy: str = "add --format csv"
 ) -> dict[str, Any]:
-    """The fields `separator` and `digits` of a Layout, from the settings of CSV.
+    """The fields of a Layout of CSV, `separator` to `digits`, from its settings.
 
     Args:
         separator: A name of SEPARATORS; comma by default.
@@ -178,20 +180,22 @@ def csv_settings(
     if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
         raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
     number = CSV_DIGITS if digits is None else None if digits == "full" else digits
-    return {"separator": SEPARATORS[separator or "comma"], "digits": number}
+    return {
+        "separator": SEPARATORS[separator or "comma"],
+        "separator_chosen": separator is not None,
+        "digits": number,
+    }
 
 
-def byte_order_mark(layout: Layout, *, local: bool) -> str:
+def byte_order_mark(layout: Layout) -> str:
     """BOM before a CSV file for a spreadsheet, or "".
 
     Without the mark Excel reads UTF-8 as the machine's old code page.
-
-    Args:
-        layout: Of the file.
-        local: Whether the user chose the separator.
     """
     free_text = layout.n_best > 0 or "references" in layout.truth
-    return BOM if local or free_text else csv_mark((*layout.classes, *layout.images))
+    if layout.separator_chosen or free_text:
+        return BOM
+    return csv_mark((*layout.classes, *layout.images))
 
 
 Line = Callable[[Prediction], str]
