@@ -7,6 +7,7 @@ import shutil
 import pytest
 import yaml
 
+from tests.conftest import save_untrained
 from tests.training.searches import COSTS
 from vit.config.stored_config import stored_config
 from vit.errors import BadImage, ConfigError, DataError, RunError
@@ -243,6 +244,16 @@ def test_what_is_large_of_a_finished_trial_is_deleted(pretended, tmp_path, monke
     assert {path.name for path in out.glob("trials/*/*.safetensors")} == set(large)
     tune(out=out, resume=True)
     assert not [*out.glob("trials/*/*.safetensors")]
+
+
+def test_notes_are_printed_once_with_a_teacher(pretended, colour_data, tmp_path, capsys):
+    classes = [path.name for path in (colour_data / "train").iterdir()]
+    teacher = save_untrained(tmp_path / "teacher", classes, "classify", lambda head: None)
+    settings = {**pretended, "teacher": str(teacher), "feature_cache": str(tmp_path / "answers")}
+    tune(settings, tmp_path / "out", trials=4)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("teacher: ") for line in lines) == 1
+    assert len({*lines}) == len(lines)
 
 
 def test_a_search_that_is_slower_than_measured_ends_early(pretended, tmp_path, monkeypatch, capsys):

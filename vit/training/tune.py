@@ -422,10 +422,12 @@ def plan_search(
     for line in summary_lines(plan):
         notifier(accelerator)(line)
     given = [name for name in values if name != "time"]
-    if config.distillation.teacher is not None:  # its pass over the images, which is made once
-        resolve(with_steps(config, 1), given, accelerator, began=time.monotonic())
-    setup_began = time.monotonic()
-    resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
+    with contextlib.ExitStack() as repeated:
+        if config.distillation.teacher is not None:  # its pass over the images, which is made once
+            resolve(with_steps(config, 1), given, accelerator, began=time.monotonic())
+            repeated.enter_context(redirect_lines(lambda _line: None))
+        setup_began = time.monotonic()
+        resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
     startup = max_over_processes(accelerator, time.monotonic() - setup_began)
     config, splits = resolved.config, resolved.splits
     drawn = make_trials(plan, values, int(values.get("seed", 0)), requested or max(TRIAL_COUNTS))
