@@ -95,7 +95,7 @@ def test_flexible_patches_compile_as_one_graph_for_each_size():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((4, 10), "10 does not divide image_size=48"),
+        ((4, 10), "10 does not divide image_size=48; give patch_sizes that do, or an image_size"),
         ((0,), "0 does not divide"),
         ((8,), "is patch_size alone"),
     ],

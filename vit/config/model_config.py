@@ -203,7 +203,10 @@ class ModelConfig(Section):
     def _check_patches(self) -> None:
         for size in self.patch_sizes:
             if size < 1 or self.image_size % size:
-                why = f"{size} does not divide image_size={self.image_size}; leave it out"
+                why = (
+                    f"{size} does not divide image_size={self.image_size}; give patch_sizes that "
+                    "do, or an image_size that all divide"
+                )
                 self.refuse("patch_sizes", why)
         if self.patch_sizes and {*self.patch_sizes} == {self.patch_size}:
             self.refuse("patch_sizes", "is patch_size alone; name another size, or none")

@@ -197,6 +197,10 @@ def test_all_patch_sizes_are_trained(sizes, patch_size, drawn, tmp_path):
     alone = completed(weights, patch_size=patch_size, patch_sizes=[2]).model
     assert alone.training_patch_sizes == (2, patch_size)
     assert completed(weights, drop_path=0.2).model.patch_sizes == sizes
+    if sizes == (4, 16):  # and the remedy for sizes of the weights is one that the flags have
+        with pytest.raises(ConfigError, match="16 does not divide image_size=24; give patch_sizes"):
+            completed(weights, image_size=24)
+        assert completed(weights, image_size=24, patch_sizes=[4]).model.patch_sizes == (4,)
     save_model(
         tmp_path,
         build_classifier(weights.config),
