@@ -13,7 +13,7 @@ from PIL import Image
 from vit.commands.main import main
 from vit.data.checks.check_listing import DatasetListing, list_dataset, match_classes
 from vit.data.checks.dataset_check import CheckReport, check_dataset
-from vit.data.checks.problems import KINDS, shared_property
+from vit.data.checks.problems import KINDS, Problem, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.table_reader import read_table
@@ -50,6 +50,17 @@ def terminal_line(report, *kinds):
         for one in report.problems
         if one.kind in kinds
     ]
+
+
+def test_labels_of_another_list_are_not_located_in_that_of_the_images(write, images):
+    labels = write(["image,species", *GOOD], "labels.csv")
+    path = write(["image,kind", *GOOD])
+    (images / "a/0.png").write_bytes(b"no image")
+    report = checked(path, label_list=labels, label_column="species")
+    (bad,) = [one for one in report.problems if one.kind == "unreadable"]
+    assert bad.detail.endswith(f"({path}, line 2)")
+    suspected = Problem("suspected_label", "is like b", (str(images / "a/1.png"),))
+    assert report.listing.with_lines([suspected]) == [suspected]
 
 
 FAULTS = ("bad_line", "bad_path", "no_label", "several_labels", "contradiction", "repeated_line")

@@ -475,7 +475,8 @@ def test_a_missing_file_is_told_with_its_line(write):
     splits = opened(path)
     bad = scan_headers([*splits.train, *splits.val]).bad
     assert [image.reason for image in bad] == ["no such file"]
-    assert locate_in_lists(DatasetSpec(path), [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
+    for spec in (DatasetSpec(path), DatasetSpec(path, label_list="l.csv", label_column="species")):
+        assert locate_in_lists(spec, [bad[0].path]) == {bad[0].path: f"{path}, line 22"}
 
 
 def test_evaluation_takes_what_training_held_out(write):

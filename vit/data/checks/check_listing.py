@@ -98,10 +98,11 @@ class DatasetListing:
         """Add the line numbers of an image list to the problems that can be fixed there."""
         if self.spec is None:
             return [*problems]
+        labels = LABELS if self.spec.label_list is None else ()  # which are of another list
         fixable = [
             one
             for one in problems
-            if one.kind not in LOCATED and (one.severity == "error" or one.kind in LABELS)
+            if one.kind not in LOCATED and (one.severity == "error" or one.kind in labels)
         ]
         lines = locate_in_lists(self.spec, {path for one in fixable for path in one.images})
         located, fixed = [], {id(one) for one in fixable}

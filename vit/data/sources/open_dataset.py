@@ -174,21 +174,27 @@ def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
             f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
             "here; leave it out"
         )
-    # the labels of the source are not read, so the column of labels is that of the list, and so is
-    # the column of images, unless the source has one;
-    # a split without a labelled image is none: others are then held out, so all are read
     own_column = has_image_column(spec.data)
-    plain = dataclasses.replace(
+    listed = dataclasses.replace(spec, image_column=None) if own_column else spec
+    return apply_labels(read(_unlabelled_source(spec)), listed)
+
+
+def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
+    """The source of the images of `spec.label_list`, whose own labels are not read.
+
+    The column of labels is then that of the list, and so is the column of images, unless the source
+    has one.
+    """
+    return dataclasses.replace(
         spec,
         labels=False,
-        image_column=spec.image_column if own_column else None,
+        image_column=spec.image_column if has_image_column(spec.data) else None,
         label_column=None,
         optional_labels=False,
         multilabel=None,
+        # a split without a labelled image is none: others are then held out, so all are read
         all_splits=spec.all_splits or spec.split is not None,
     )
-    listed = dataclasses.replace(spec, image_column=None) if own_column else spec
-    return apply_labels(read(plain), listed)
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
@@ -421,8 +427,9 @@ def _without_classes(
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    read = _find_reader(spec.data, captions=spec.captions)
-    return lines_of(spec, paths) if read is read_lists else {}
+    if _find_reader(spec.data, captions=spec.captions) is not read_lists:
+        return {}
+    return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
 
 def match_class_names(
