@@ -251,7 +251,7 @@ def test_few_passes_are_not_rounded_to_none(passes, text):
     ("images", "size", "parts", "batch"),
     [
         *((57, 16, 1, 14), (26, 16, 1, 13), (72, 16, 1, 14), (160, 16, 1, 16), (7, 64, 1, 7)),
-        *((57, 16, 2, 12), (3, 16, 4, 3), (3000, 64, 1, 64), (1442, 64, 1, 64)),
+        *((57, 16, 2, 12), (5, 16, 4, 4), (3, 16, 4, 4), (3000, 64, 1, 64), (1442, 64, 1, 64)),
     ],
 )
 def test_a_batch_leaves_few_of_a_small_data_set_out(images, size, parts, batch):

@@ -385,6 +385,17 @@ def test_images_of_several_classes_have_no_probe():
     assert plan.settings == {**PRETRAINED, "epochs": 12, "batch_size": 64, "method": "full"}
 
 
+@pytest.mark.parametrize(
+    ("images", "given", "batch"), [(31, {}, 28), (40_000, {}, 60), (31, {"accumulate": 4}, 16)]
+)
+def test_processes_and_micro_batches_divide_the_planned_batch(images, given, batch):
+    facts = dataclasses.replace(TINY, images=images, processes=2 if images == 31 else 3)
+    given = {**given, "method": "full"}
+    assert rules.plan_weights(facts, given, chosen(facts, given)).settings["batch_size"] == batch
+    plan = rules.plan_after_pretraining(facts, given, PRETRAINED, one_class=False)
+    assert plan.settings["batch_size"] % plan.parts == 0
+
+
 def test_as_many_images_are_held_out_as_the_time_allows():
     many = dataclasses.replace(PHOTOS, images=40_000, validation=10_000, seconds=36_000.0)
     shares = []

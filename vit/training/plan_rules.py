@@ -218,6 +218,13 @@ class Plan:
         return value
 
     @property
+    def parts(self) -> int:
+        """What a batch is a multiple of: processes, micro-batches and copies that were chosen."""
+        return math.prod(
+            [self.facts.processes, *(self.given.get(n) or 1 for n in ("accumulate", "repeats"))]
+        )
+
+    @property
     def names(self) -> list[str]:
         """Names of all settings, given and decided, for `given` of `vit.train`.
 
@@ -449,7 +456,7 @@ def stem_reaches(patch: int, given: Mapping[str, Any]) -> bool:
 def decide_optimisation(plan: Plan) -> None:
     """Batch, optimiser and learning rate."""
     facts = plan.facts
-    shares = [plan.given.get(name) or 1 for name in ("accumulate", "repeats")]
+    parts = plan.parts
     timed = plan.given.get("time") is not None  # which is then the length
     usual = usual_batch(facts)
     if plan.fits is not None and facts.task_batch is not None:  # images of a part are compared
@@ -457,8 +464,8 @@ def decide_optimisation(plan: Plan) -> None:
         usual = min(usual, max(facts.task_batch, held))
     if plan.fits is not None and plan.given.get("accumulate") is None:
         needed = usual / (plan.fits * facts.processes)
-        shares.append(2 ** max(math.ceil(math.log2(needed)), 0))
-    batch = even_batch(facts.images, usual, facts.processes * math.prod(shares))
+        parts *= 2 ** max(math.ceil(math.log2(needed)), 0)
+    batch = even_batch(facts.images, usual, parts)
     why = "its images are compared," if facts.task_batch else f"for {facts.images:,} images"
     batch = plan.decide("batch_size", batch, f"{why} on {facts.device}")
     decide_micro_batches(plan, batch)
@@ -596,8 +603,15 @@ def even_batch(images: int, size: int, parts: int) -> int:
     """
     steps = math.ceil(images / size)
     batch = size if steps > FEW_STEPS else images // steps
-    unit = 2 * parts if parts > 1 else 1
-    return max(batch // unit * unit, min(unit, images))
+    return divisible_batch(max(batch, min(2 * parts, images)), parts)
+
+
+def divisible_batch(size: int, parts: int) -> int:
+    """The largest batch up to `size` of a multiple of two images for each of several `parts`.
+
+    With too few for that, of one image for each at least.
+    """
+    return size // (2 * parts) * 2 * parts or size // parts * parts or parts if parts > 1 else size
 
 
 def counted_passes(passes: float) -> str:

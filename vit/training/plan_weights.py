@@ -37,6 +37,7 @@ from vit.training.plan_rules import (
     decide_cache,
     decide_time,
     decide_validation,
+    divisible_batch,
     has_all_folds,
     make_plan,
     planned_seconds,
@@ -391,7 +392,8 @@ def plan_after_pretraining(
         plan.decide("method", "full", why)
         return plan
     plan.choices = of_network
-    batch = plan.decide("batch_size", usual["batch_size"], "of fine-tuning")
+    batch = divisible_batch(usual["batch_size"], plan.parts)
+    batch = plan.decide("batch_size", batch, "of fine-tuning")
     if given.get("steps") is not None:
         plan.passes = given["steps"] * min(batch, facts.images) / facts.images
     elif "time" in given:
@@ -452,7 +454,8 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     batch = 32 if facts.images < 1200 else int(usual["batch_size"])
     if facts.device != "cpu" and facts.images >= 5000:
         batch *= 2
-    batch = plan.decide("batch_size", min(batch, facts.images), f"for {facts.images:,} images")
+    batch = divisible_batch(min(batch, facts.images), plan.parts)
+    batch = plan.decide("batch_size", batch, f"for {facts.images:,} images")
     if facts.device == "cuda":
         plan.decide("accumulate", None, "as -b auto: as many of a batch at a time as the GPU holds")
     factor = math.sqrt(batch / usual["batch_size"])
