@@ -219,8 +219,10 @@ class ResumableOutput:
 
     @property
     def needs_name(self) -> bool:
-        """Whether the finished file has all rows and only its name is missing."""
-        return self.finished.exists() and not self.logs()
+        """Whether the finished file has all rows, and not all logs are there any more."""
+        logs = self.logs()
+        several = re.search(r"\.\d+-of-(\d+)$", logs[-1].name) if logs else None
+        return self.finished.exists() and len(logs) < (int(several[1]) if several else 1)
 
     def rows(self) -> int:
         """Rows in the logs."""
@@ -249,7 +251,7 @@ class ResumableOutput:
             )
         resuming, logs = resume and bool(self.leftovers()), self.logs()
         check_output(os.fspath(self.out), overwrite=overwrite or resume)
-        if resume and logs and self.out.exists() and not overwrite:
+        if resume and logs and self.out.exists() and not (overwrite or self.needs_name):
             raise VitError(
                 f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
@@ -348,7 +350,7 @@ class ResumableOutput:
         self._publish()
 
     def _publish(self) -> None:
-        """Name the finished file; a kill between these steps leaves it without logs."""
+        """Name the finished file; a kill between these steps leaves it without a log of all."""
         remove(self.logs())
         with explain_write_errors(self.out):
             self.finished.replace(self.out)
