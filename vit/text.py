@@ -37,9 +37,9 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(map(printable, names[:limit])) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def percent(fraction: float, digits: int = 2) -> str:
-    """A fraction in [0, 1] as `12.34%`."""
-    return f"{fraction:.{digits}%}"
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """A fraction in [0, 1] as `12.34%`; an undefined one is `-`."""
+    return "-" if fraction is None else f"{fraction:.{digits}%}"
 
 
 def format_bytes(size: float) -> str:

@@ -166,6 +166,9 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
     assert lines[0].startswith(f"compared 16 of {len(samples)} images with the run, 0:0")
     with pytest.raises(VitError, match=r"lose 1\.00% of mAP"):
         Accuracy(10, 0, 0.91, 0.9, 1.0, 0.1, "mAP").check(0.005, "m.onnx")
+    undefined = Accuracy(10, 0, None, None, 1.0, 0.1, "mAP")
+    undefined.check(0.0, "m.onnx")
+    assert undefined.line().startswith("mAP: run -, file -, on 10 images")
 
 
 @pytest.mark.slow

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 import vit
 from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
+from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.errors import ConfigError
+from vit.errors import ConfigError, DataError
 from vit.evaluation.multilabel_metrics import choose_thresholds, f1_scores
+from vit.evaluation.runs_table import read_run
 from vit.inference.evaluate import evaluate
 from vit.score_calibration import COVERAGES
 from vit.tasks.losses import smoothed_binary_cross_entropy
@@ -27,7 +29,9 @@ from vit.tasks.multilabel import MultiLabel
 from vit.tasks.task import ValidationLogits, calibrated_activation
 from vit.training.final_report import read_events
 from vit.training.train import train
+from vit.training.tune import tune
 from vit.weights import saved_model
+from vit.weights.model_card import best_event, describe_score
 from vit.weights.saved_model import load_run
 
 TINY = {
@@ -88,6 +92,42 @@ def test_epochs_are_ranked_by_mean_average_precision():
     events.append({"val_map": 0.5, "val_loss": 8.0})
     events = [{**event, "chosen_by": "val_map"} for event in events]
     assert sorted(events, key=MultiLabel().rank, reverse=True) == [events[2], events[0], events[1]]
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_without_a_labelled_validation_image_the_loss_ranks_epochs(several_list, tmp_path, capsys):
+    """Mean average precision is undefined there, and whatever shows it says so."""
+    folder = shutil.copytree(several_list.parent, tmp_path / "data")
+    rows = [line.split(",") for line in several_list.read_text().splitlines()[1:]]
+    lines = [f"{name},{labels},{'train' if labels else 'val'}" for name, labels in rows]
+    data = folder / "list.csv"
+    data.write_text("\n".join(["image,labels,split", *lines]) + "\n")
+    run = train(make_config({**TINY, "data": str(data)}), tmp_path / "run")
+    epochs = [event for event in read_events(run.folder) if event["event"] == "epoch"]
+    assert {(event["val_map"], event["chosen_by"]) for event in epochs} == {(None, "val_loss")}
+    best = min(epochs, key=lambda event: event["val_loss"])
+    assert (run.epoch, run.scores["map"]) == (best["epoch"], None)
+    assert "val mAP -  F1" in capsys.readouterr().err
+    assert "<b>-</b><span>" in (run.folder / "report.html").read_text()
+    record = read_run(run.folder, tmp_path)
+    assert (record.metric, record.score) == ("val_loss", best["val_loss"])
+    assert best_event(run.folder)["epoch"] == best["epoch"]
+    assert describe_score(best).startswith("Loss on its validation images: 0.")
+    words = ["evaluate", str(run.folder), str(data), "--device", "cpu", "--corruptions"]
+    words += ["--precision", "fp32"]
+    words += ["--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "scores.json")]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "mAP                -\n" in shown
+    assert "mean -, of images as they are -" in shown
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert (scores["map"], scores["map_interval"]) == (None, None)
+    assert {scores["robustness"][name] for name in ("clean", "mean")} == {None}
+    assert "<b>-</b><span>mean average precision" in (tmp_path / "page.html").read_text()
+    with pytest.raises(DataError, match="none of 4 images has a class"):
+        vit.compare(run.folder, run.folder, str(data), precision="fp32")
+    with pytest.raises(DataError, match="none of 4 validation images has a class, and trials"):
+        tune(str(data), tmp_path / "search", time="5m", precision="fp32", device="cpu")
 
 
 @pytest.mark.parametrize("name", ["task", "method"])

@@ -248,7 +248,7 @@ def test_what_is_large_of_a_finished_trial_is_deleted(pretended, tmp_path, monke
 
 def test_notes_are_printed_once_with_a_teacher(pretended, colour_data, tmp_path, capsys):
     classes = [path.name for path in (colour_data / "train").iterdir()]
-    teacher = save_untrained(tmp_path / "teacher", classes, "classify", lambda head: None)
+    teacher = save_untrained(tmp_path / "teacher", classes, "classify", lambda _head: None)
     settings = {**pretended, "teacher": str(teacher), "feature_cache": str(tmp_path / "answers")}
     tune(settings, tmp_path / "out", trials=4)
     lines = capsys.readouterr().err.splitlines()

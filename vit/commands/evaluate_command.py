@@ -22,7 +22,7 @@ from vit.commands.command_output import Progress, notify, print_result
 from vit.errors import ConfigError
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
-from vit.text import plural, printable
+from vit.text import percent, plural, printable
 
 WEAKEST = 5
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
@@ -192,8 +192,8 @@ def multilabel_summary(scores: dict[str, Any]) -> str:
         between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%}{of_groups(scores)})"
     lines = [
         f"images             {scores['count']}",
-        f"mAP                {scores['map']:.2%}{between}",
-        f"macro F1           {scores['macro_f1']:.2%}  (each class from its threshold on)",
+        f"mAP                {percent(scores['map'])}{between}",
+        f"macro F1           {percent(scores['macro_f1'])}  (each class from its threshold on)",
         f"micro F1           {scores['micro_f1']:.2%}",
         f"all classes right  {scores['subset_accuracy']:.2%}",
         f"wrong decisions    {scores['hamming']:.2%}",
@@ -250,15 +250,15 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     from vit.evaluation.charts import SCORES
 
     title = SCORES[found["score"]]
-    table: dict[str, list[float]] = {}
+    table: dict[str, list[float | None]] = {}
     for row in found["corruptions"]:
         table.setdefault(row["corruption"], []).append(row[found["score"]])
     severities = "".join(f"{number:>9}" for number in range(1, 6))
     lines = ["", f"{f'{title} by severity':<18}{severities}"]
     for name, values in table.items():
-        cells = "".join(f"{value:>9.2%}" for value in values)
+        cells = "".join(f"{percent(value):>9}" for value in values)
         lines.append(f"  {name.replace('_', ' '):<16}{cells}")
-    lines.append(f"mean {found['mean']:.2%}, of images as they are {found['clean']:.2%}")
+    lines.append(f"mean {percent(found['mean'])}, of images as they are {percent(found['clean'])}")
     return lines
 
 

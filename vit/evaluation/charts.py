@@ -188,7 +188,7 @@ def severity_chart(title: str, label: str, values: Sequence[float]) -> Chart:
 
 def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
     """A curve of the score for each corruption, from images as they are to severity 5."""
-    if robustness is None:
+    if robustness is None or robustness["mean"] is None:
         return []
     score, curves = robustness["score"], dict[str, list[float]]()
     for row in robustness["corruptions"]:

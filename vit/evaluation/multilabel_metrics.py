@@ -130,7 +130,7 @@ def map_interval(scores: Tensor, targets: Tensor, groups: Tensor | None = None) 
     squares = float((left_out - left_out.mean()).square().sum())
     if not bool(means.isfinite().all() and left_out.isfinite().all()) or squares == 0:
         return None
-    value = nanmean(average_precisions(scores, targets))
+    value = float(average_precisions(scores, targets).nanmean())
     centre = min(max(2 * value - float(means.mean()), SMALLEST_SHARE), 1 - SMALLEST_SHARE)
     error = math.sqrt(squares * (len(left_out) - 1) / len(left_out))
     middle = math.log(centre / (1 - centre))
@@ -169,10 +169,10 @@ def _counts(answers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (answers & targets).sum(0).double(), targets.sum(0).double(), answers.sum(0).double()
 
 
-def nanmean(values: Tensor) -> float:
-    """Mean of what is not NaN; 0 where everything is."""
+def nanmean(values: Tensor) -> float | None:
+    """Mean of what is not NaN; None where everything is."""
     known = values[~values.isnan()]
-    return float(known.mean()) if len(known) else 0.0
+    return float(known.mean()) if len(known) else None
 
 
 def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
@@ -220,13 +220,14 @@ def summarize_multilabel(
     """Scores of at least one image, as plain numbers that JSON takes.
 
     `map` is over classes with an image; `macro_f1` over those that a label or an answer names, as
-    scikit-learn's with zero_division=nan; `micro_f1` counts all decisions together;
-    `subset_accuracy` is the share of images with every class right, `hamming` the share of wrong
-    decisions, `loss` (also `nll`) the mean of binary cross-entropy over images and classes, `brier`
-    that of the squared error, `ece` the distance between probability and share of yes over all
-    decisions (`ece_chance` and `ece_debiased` as in `classification_metrics`), `ece_classwise` its
-    mean over classes. In `per_class`, undefined precision, recall and F1 are 0, and an undefined
-    average precision is None. `map_interval` takes `groups` of images as independent, if given.
+    scikit-learn's with zero_division=nan; both are None without any; `micro_f1` counts all
+    decisions together; `subset_accuracy` is the share of images with every class right, `hamming`
+    the share of wrong decisions, `loss` (also `nll`) the mean of binary cross-entropy over images
+    and classes, `brier` that of the squared error, `ece` the distance between probability and share
+    of yes over all decisions (`ece_chance` and `ece_debiased` as in `classification_metrics`),
+    `ece_classwise` its mean over classes. In `per_class`, undefined precision, recall and F1 are 0,
+    and an undefined average precision is None. `map_interval` takes `groups` of images as
+    independent, if given.
 
     Raises:
         ValueError: There is no image, a shape does not fit, or a probability is not finite.

@@ -35,7 +35,6 @@ from vit.evaluation.multilabel_metrics import (
     average_precisions,
     degrees_of_mean,
     map_interval,
-    nanmean,
 )
 from vit.evaluation.paired_comparison import LEVEL, POWER, PairedComparison
 
@@ -57,7 +56,7 @@ class MapScores(NamedTuple):
         """From probabilities, (images, classes); as for `PairedMap.between`."""
         parts = jackknife_weights(len(scores), groups, most=MAX_WORK // scores.numel())
         return MapScores(
-            nanmean(average_precisions(scores, targets)),
+            float(average_precisions(scores, targets).nanmean()),
             map_interval(scores, targets, groups),
             torch.cat([average_precisions(scores, targets, weights) for weights in parts], dim=1),
         )

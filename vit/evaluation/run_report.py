@@ -148,12 +148,12 @@ def epoch_chart(
 def learning_charts(
     facts: RunFacts, epochs: Sequence[Event], score_key: str, score_name: str
 ) -> list[Chart]:
-    """The losses, and a score that is a share."""
+    """The losses, and a score that is a share, if it is defined."""
     losses = {"training": ["train_loss"], "validation": ["val_loss"]}
-    return [
-        epoch_chart(facts, epochs, "Loss", losses),
-        epoch_chart(facts, epochs, score_name, {"validation": [score_key]}, "%"),
-    ]
+    charts = [epoch_chart(facts, epochs, "Loss", losses)]
+    if all(event[score_key] is not None for event in epochs):
+        charts.append(epoch_chart(facts, epochs, score_name, {"validation": [score_key]}, "%"))
+    return charts
 
 
 def changed_settings(config: Config) -> list[tuple[str, str, str, str]]:

@@ -13,7 +13,7 @@ from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, VitError
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.tasks.task import calibrated_activation, get_task
-from vit.text import Notify, format_clock, printable
+from vit.text import Notify, format_clock, percent, printable
 from vit.weights.saved_model import LoadedRun
 
 BATCH_SIZE = 16
@@ -29,7 +29,7 @@ class Accuracy:
     Args:
         count: Number of readable images.
         failed: Number of unreadable images.
-        before: Score of the run.
+        before: Score of the run; None where it is undefined.
         after: Score of the file.
         agreement: Share of images with the same class, or the same set of classes.
         difference: Largest difference of two probabilities.
@@ -38,16 +38,16 @@ class Accuracy:
 
     count: int
     failed: int
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     agreement: float
     difference: float
     score: str = "top-1"
 
     @property
     def drop(self) -> float:
-        """Loss of the score."""
-        return self.before - self.after
+        """Loss of the score; 0 where it is undefined."""
+        return 0.0 if self.before is None or self.after is None else self.before - self.after
 
     def check(self, max_drop: float, name: str) -> None:
         """Raise VitError if the file loses more than `max_drop`."""
@@ -56,9 +56,10 @@ class Accuracy:
             lost = round(self.drop * self.count) / self.count  # as a share of whole images
         if lost > max_drop:
             raise VitError(
-                f"{printable(name)} would lose {lost:.2%} of {self.score} ({self.before:.2%} to "
-                f"{self.after:.2%} on {self.count} images), more than max_drop={max_drop:g}; "
-                "nothing was written; calibrate with more images, or choose another precision"
+                f"{printable(name)} would lose {lost:.2%} of {self.score} ({percent(self.before)} "
+                f"to {percent(self.after)} on {self.count} images), more than max_drop="
+                f"{max_drop:g}; nothing was written; calibrate with more images, or choose another "
+                "precision"
             )
 
     def line(self) -> str:
@@ -66,9 +67,9 @@ class Accuracy:
         left_out = f"; {self.failed} could not be read" if self.failed else ""
         answer = "class" if self.score == "top-1" else "classes"
         return (
-            f"{self.score}: run {self.before:.2%}, file {self.after:.2%}, on {self.count} images "
-            f"(same {answer} on {self.agreement:.2%}, probabilities within {self.difference:.2g}"
-            f"{left_out})"
+            f"{self.score}: run {percent(self.before)}, file {percent(self.after)}, on "
+            f"{self.count} images (same {answer} on {self.agreement:.2%}, probabilities within "
+            f"{self.difference:.2g}{left_out})"
         )
 
 

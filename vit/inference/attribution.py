@@ -124,7 +124,7 @@ def _class_relevance(
     assert output.pixels is not None, "an output without an error has an image"
     thresholds = predictor.thresholds
     if thresholds is not None and threshold is not None:
-        thresholds = [threshold] * len(thresholds)
+        thresholds = (threshold,) * len(thresholds)
     classes = classes_to_explain(output.probabilities, thresholds)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
     maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)

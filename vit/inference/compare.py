@@ -306,6 +306,11 @@ def _answer(
     if not readable:
         raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
+    if several and not any(labels):
+        raise DataError(
+            f"{printable(spec.data)}: none of {plural(len(readable), 'image')} has a class, and "
+            "networks are compared by the mean average precision of classes; give labelled images"
+        )
     names = image_groups(next((one for one in specs if one.group), spec), readable)
     return SharedAnswers(
         readable,

@@ -299,10 +299,11 @@ def measure_robustness(
             rows.append({**row, interval: found[interval]})
     finally:
         predictor.read.transform = None
+    known = [row[score] for row in rows if row[score] is not None]
     return {
         "score": score,
         "clean": clean[score],
-        "mean": math.fsum(row[score] for row in rows) / len(rows),
+        "mean": math.fsum(known) / len(known) if known else None,
         "corruptions": rows,
     }
 

@@ -6,6 +6,7 @@
     val_map     mean over classes of the average precision, of classes with a validation image
     val_f1      mean over classes of F1, predicted where p >= 0.5
 
+Without a validation image of any class, val_map is None and val_loss ranks the epochs.
 Average precision ranks all images, so the logits of all processes are gathered: 4 bytes per image
 and class on each process.
 """
@@ -51,7 +52,7 @@ from vit.tasks.task import (
     calibrated_activation,
     forward,
 )
-from vit.text import Notify, join_names
+from vit.text import Notify, join_names, percent
 from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
 
 
@@ -115,7 +116,7 @@ class MultiLabel(Task):
 
     def format_scores(self, event: Event) -> str:
         """Mean average precision and F1."""
-        return f"val mAP {event['val_map']:.2%}  F1 {event['val_f1']:.2%}"
+        return f"val mAP {percent(event['val_map'])}  F1 {percent(event['val_f1'])}"
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
         """Any number of classes an image."""
@@ -128,8 +129,8 @@ class MultiLabel(Task):
         assert model.thresholds is not None, "a multi-label network has thresholds"
         return MultiLabelEvaluation(samples, model.classes, model.thresholds)
 
-    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
-        """Mean average precision."""
+    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
+        """Mean average precision; None without an image of any class."""
         targets = MultiHot(map(labels_of, samples), outputs.shape[1])[torch.arange(len(samples))]
         return nanmean(average_precisions(torch.from_numpy(outputs), targets))
 
@@ -267,7 +268,7 @@ class MultiLabelTally:
         mine = [tuple(torch.cat(parts) for parts in zip(*self.outputs, strict=True))]
         found = run.gather([one for one in mine if one])
 
-        def score() -> dict[str, float]:
+        def score() -> dict[str, float | None]:
             indices, logits = (torch.cat(parts) for parts in zip(*found, strict=True))
             order = indices.argsort()  # independent of how images are split over processes
             indices, logits = indices[order], logits[order]
@@ -278,7 +279,8 @@ class MultiLabelTally:
             }
 
         scores = run.on_main(score)
-        return {"val_loss": loss / count, **scores, "chosen_by": "val_map"}
+        chosen_by = "val_loss" if scores["val_map"] is None else "val_map"
+        return {"val_loss": loss / count, **scores, "chosen_by": chosen_by}
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -457,8 +457,10 @@ class Task(ABC):
 
     def rank(self, event: Event) -> tuple[float, float]:
         """Sort key of epochs, higher is better: the metric, then negative loss."""
-        value = float(event[event.get("chosen_by", self.metric)])
-        return value if self.higher_is_better else -value, -float(event["val_loss"])
+        metric = event.get("chosen_by", self.metric)
+        higher = self.higher_is_better and metric != "val_loss"
+        value = float(event[metric])
+        return value if higher else -value, -float(event["val_loss"])
 
     def format_scores(self, event: Event) -> str:
         """The scores of an event for a log line, without the loss."""
@@ -509,8 +511,10 @@ class Task(ABC):
             DataError: The samples do not suit the network.
         """
 
-    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
+    def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
         """Share in [0, 1] by which an exported file is compared with its run, higher is better.
+
+        None where it is undefined for these images.
 
         Args:
             outputs: Of `activation`, (images, outputs).

@@ -32,7 +32,8 @@ from vit.config.parser import checked, default_run_folder, make_config, write_se
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import has_stored_config
 from vit.config.training_config import TIME_DECIDES
-from vit.errors import BadImage, ConfigError, RunError, VitError
+from vit.data.multilabel_targets import labels_of
+from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
 from vit.evaluation.tune_report import (
     PAGE_FILE,
     changes_in_words,
@@ -43,7 +44,7 @@ from vit.evaluation.tune_report import (
 )
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
-from vit.text import format_duration, percent, printable, quoted
+from vit.text import format_duration, percent, plural, printable, quoted
 from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
@@ -430,6 +431,11 @@ def plan_search(
         resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
     startup = max_over_processes(accelerator, time.monotonic() - setup_began)
     config, splits = resolved.config, resolved.splits
+    if config.training.multilabel and not any(map(labels_of, splits.val)):
+        raise DataError(
+            f"none of {plural(len(splits.val), 'validation image')} has a class, and trials are "
+            "compared by the mean average precision of classes: give others, or use vit train"
+        )
     drawn = make_trials(plan, values, int(values.get("seed", 0)), requested or max(TRIAL_COUNTS))
     cost_of = CostMeter(
         resolved.config, resolved.splits, accelerator, min(SHARE * seconds, MOST_SECONDS)

@@ -109,12 +109,15 @@ def best_event(run: Path) -> dict[str, Any] | None:
 
 
 def best_score(event: dict[str, Any]) -> float:
-    """Score by which the best epoch was chosen: top-1, or the one named by the event."""
-    return float(event[event.get("chosen_by", "val_top1")])
+    """Score by which the best epoch was chosen, higher is better: top-1, or that of the event."""
+    metric = event.get("chosen_by", "val_top1")
+    return -float(event[metric]) if metric == "val_loss" else float(event[metric])
 
 
 def describe_score(event: dict[str, Any]) -> str:
     """The score as text."""
+    if event.get("chosen_by") == "val_loss":
+        return f"Loss on its validation images: {event['val_loss']:.4f}"
     names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
     name = names.get(event.get("chosen_by", ""), "Top-1")
     return f"{name} on its validation images: {best_score(event):.2%}"
