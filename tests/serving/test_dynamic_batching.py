@@ -207,7 +207,7 @@ def test_an_engine_that_fails_is_not_an_error_of_the_image(exported, monkeypatch
     assert reason.startswith("the network fails on random pixels too: onnxruntime cannot")
     scheduler.close()
     with pytest.raises(RunError, match="fruit cannot be served: onnxruntime cannot compute it"):
-        measure_batch_sizes(model, 2)
+        measure_batch_sizes(model, 2, ThreadPoolExecutor(1))
 
 
 def test_work_on_an_accepted_image_is_done_when_the_queue_is_full():

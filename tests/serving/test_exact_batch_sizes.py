@@ -47,7 +47,8 @@ def sizes_of(monkeypatch, model, largest, speed, all_cores=None):
 
     clock.begun = 0
     monkeypatch.setattr(exact_batch_sizes.time, "perf_counter", clock)
-    measure_batch_sizes(model, largest, all_cores)
+    with ThreadPoolExecutor(1) as compute:
+        measure_batch_sizes(model, largest, compute, all_cores)
     return model.batch_sizes
 
 
@@ -80,8 +81,25 @@ def test_batches_of_an_int8_file_with_one_scale_for_all_images_have_one(tmp_path
         graph.graph.node.insert(2, node)
     path = written(tmp_path / "small.onnx", model=graph)
     model = ServedModel("small", str(path), 10**6, None, {"batch_size": 4})
-    measure_batch_sizes(model, largest_batch(model))
+    with ThreadPoolExecutor(1) as compute:
+        measure_batch_sizes(model, largest_batch(model), compute)
     assert model.batch_sizes == (1,)
+
+
+def test_requests_are_computed_between_measured_batches():
+    """A reload of a model delays a request by one batch, not by all that are measured."""
+    events = []
+
+    class Watched(Rounding):
+        def run(self, names, images, rows):
+            if not events:
+                compute.submit(events.append, "request")
+            events.append("batch")
+            return super().run(names, images, rows)
+
+    with ThreadPoolExecutor(1) as compute:
+        measure_batch_sizes(Watched(), 4, compute)
+    assert events[:3] == ["batch", "request", "batch"]
 
 
 @pytest.mark.parametrize(

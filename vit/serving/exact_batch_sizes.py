@@ -9,8 +9,9 @@ which has one scale for all of them, only batches of one image are exact.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,19 @@ NEARLY = 1.1
 """A larger batch must be faster an image by this."""
 TURNS, MOST_SECONDS, CLEARLY = 5, 1.0, 0.8
 """All cores must take so little of the time of one thread, in so many turns or seconds."""
+Run = Callable[..., list[Any]]
+"""`_run` of a model in its threads."""
 
 
 def measure_batch_sizes(
-    model: ServedModel, largest: int, all_cores: Executor | None = None
+    model: ServedModel, largest: int, compute: Executor, all_cores: Executor | None = None
 ) -> None:
-    """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model, in a thread that computes.
+    """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model.
 
     Args:
         model: The model; it is warm afterwards.
         largest: Size of the batches of `vit predict`.
+        compute: Threads that compute; batches of requests take turns with those measured here.
         all_cores: A thread that computes with all cores, while the other ones have a part of them.
 
     Raises:
@@ -42,54 +46,54 @@ def measure_batch_sizes(
     """
     images = [model.adapter.probe(number) for number in range(largest)]
     seconds: dict[int, float] = {}
-    whole = _run(model, images, seconds)
-    turned = _run(model, [*images[1:], *images[:1]], seconds)
+    run = partial(_run, compute, model)
+    whole = run(images, seconds)
+    turned = run([*images[1:], *images[:1]], seconds)
     if largest > 1 and not (
         _equal(turned, [*whole[1:], *whole[:1]])
-        and _are_alone_the_same(model, images, whole, seconds)
+        and _are_alone_the_same(run, images, whole, seconds)
     ):  # the digits depend on the place in a batch, or on the other images of it
-        measure_batch_sizes(model, 1, all_cores)
+        measure_batch_sizes(model, 1, compute, all_cores)
         return
     exact = [largest]
     for size in (1 << power for power in range((largest - 1).bit_length())):
         last = largest - size
         starts = sorted({round(last * part / (SLICES - 1)) for part in range(SLICES)})
-        slices = {start: _run(model, images[start : start + size], seconds) for start in starts}
+        slices = {start: run(images[start : start + size], seconds) for start in starts}
         if all(_equal(found, whole[start : start + size]) for start, found in slices.items()):
             exact.append(size)
     for _ in range(ROUNDS - 1):
         for size in exact:
-            _run(model, images[:size], seconds)
+            run(images[:size], seconds)
     best = min(seconds[size] / size for size in exact)
     fast = min(size for size in exact if seconds[size] / size <= NEARLY * best)
     model.batch_sizes = tuple(sorted(size for size in exact if size <= fast))
     model.seconds = {size: seconds[size] for size in model.batch_sizes}
     if all_cores is not None:
-        model.exact_on_all_cores = _is_faster(model, images, whole, all_cores)
+        least = model.batch_sizes[0]
+        there = partial(_run, all_cores, model)
+        model.exact_on_all_cores = _is_faster(run, there, images[:least], whole[:least])
 
 
 def _are_alone_the_same(
-    model: ServedModel, images: Sequence[Any], whole: Sequence[Any], seconds: dict[int, float]
+    run: Run, images: Sequence[Any], whole: Sequence[Any], seconds: dict[int, float]
 ) -> bool:
     """Whether blank images beside an image give the digits that the others of `images` give."""
     # of two, since one of them may set the scale of the whole batch
-    alone = [_run(model, [image], seconds, size=len(images))[0] for image in images[:2]]
+    alone = [run([image], seconds, size=len(images))[0] for image in images[:2]]
     return _equal(alone, whole[:2])
 
 
-def _is_faster(
-    model: ServedModel, images: Sequence[Any], whole: Sequence[Any], all_cores: Executor
-) -> bool:
-    """Whether all cores compute the smallest batch sooner than this thread, in the same digits.
+def _is_faster(run: Run, on_all_cores: Run, images: Sequence[Any], whole: Sequence[Any]) -> bool:
+    """Whether all cores compute a batch sooner than one thread, in the same digits.
 
     Both take turns, and the gain has to be clear: other programs may have a core meanwhile.
     """
-    size, here, there = model.batch_sizes[0], dict[int, float](), dict[int, float]()
+    size, here, there = len(images), dict[int, float](), dict[int, float]()
     begun = time.perf_counter()
     for _ in range(TURNS):
-        _run(model, images[:size], here)
-        found = all_cores.submit(_run, model, images[:size], there).result()
-        if not _equal(found, whole[:size]):
+        run(images, here)
+        if not _equal(on_all_cores(images, there), whole):
             return False
         if time.perf_counter() - begun > MOST_SECONDS:
             break
@@ -97,9 +101,19 @@ def _is_faster(
 
 
 def _run(
-    model: ServedModel, images: Sequence[Any], seconds: dict[int, float], size: int | None = None
+    executor: Executor,
+    model: ServedModel,
+    images: Sequence[Any],
+    seconds: dict[int, float],
+    size: int | None = None,
 ) -> list[Any]:
     """Probabilities of a batch that blank images pad to `size`, whose shortest time is kept."""
+    return executor.submit(_run_here, model, images, seconds, size).result()
+
+
+def _run_here(
+    model: ServedModel, images: Sequence[Any], seconds: dict[int, float], size: int | None
+) -> list[Any]:
     size, names = size or len(images), [""] * len(images)
     began = time.perf_counter()
     try:

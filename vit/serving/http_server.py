@@ -210,7 +210,7 @@ def serve(
             asyncio.run(_serve(application, listener, notify, on_ready))
         finally:
             computing = application.scheduler.close()
-            registry.close()
+            registry.close(wait=not computing)
         if application.scheduler.failure:
             raise ServerError(f"{application.scheduler.failure}; start the server again")
         if computing:

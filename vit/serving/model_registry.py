@@ -73,7 +73,7 @@ class ModelRegistry:
         else:
             self.compute = ThreadPoolExecutor(self.compute_threads, thread_name_prefix="compute")
         for model in self.models.values():
-            self.compute.submit(self._measure, model).result()
+            self._measure(model)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
         self._reloading = asyncio.Lock()
 
@@ -103,7 +103,7 @@ class ModelRegistry:
                 fingerprint = await loop.run_in_executor(self._loader, self._fingerprint, name)
                 try:
                     model = await loop.run_in_executor(self._loader, self._open, name)
-                    await loop.run_in_executor(self.compute, self._measure, model)
+                    await loop.run_in_executor(self._loader, self._measure, model)
                 except Exception as error:  # a file of any content must not end the server
                     reason = str(error) if isinstance(error, VitError) else repr(error)
                     self.notify(
@@ -140,16 +140,16 @@ class ModelRegistry:
             if changed:
                 await self.reload(metrics, changed)
 
-    def close(self) -> None:
-        """End the thread that loads."""
-        self._loader.shutdown(cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread that loads; it waits for those that compute while it measures."""
+        self._loader.shutdown(wait=wait, cancel_futures=True)
 
     def _open(self, name: str) -> ServedModel:
         source = self.sources[name]
         return ServedModel(name, source, self.max_pixels, self.engine, dict(self.settings))
 
     def _measure(self, model: ServedModel) -> None:
-        measure_batch_sizes(model, largest_batch(model), self.all_cores)
+        measure_batch_sizes(model, largest_batch(model), self.compute, self.all_cores)
 
     def _fingerprint(self, name: str, *, offline: bool | None = None) -> tuple[Fingerprint, ...]:
         """Fingerprints of a model's files; empty while they cannot be found."""
