@@ -278,6 +278,8 @@ def _answer(
         which = "only one of the two" if two else "only some of the runs"
         notify(f"note: {plural(left_out, 'image')} left out, which {which} held out")
     _check_same_labels(predictors, tables, paths, spec)
+    if several:
+        _require_a_class([labels_of(tables[0][path]) for path in paths], spec)
     failed: dict[str, str] = {}
     answers, rows = [], []
     for number, (predictor, table) in enumerate(zip(predictors, tables, strict=True)):
@@ -306,11 +308,8 @@ def _answer(
     if not readable:
         raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
-    if several and not any(labels):
-        raise DataError(
-            f"{printable(spec.data)}: none of {plural(len(readable), 'image')} has a class, and "
-            "networks are compared by the mean average precision of classes; give labelled images"
-        )
+    if several:
+        _require_a_class(labels, spec)
     names = image_groups(next((one for one in specs if one.group), spec), readable)
     return SharedAnswers(
         readable,
@@ -341,6 +340,15 @@ def _shared_label_settings(specs: Sequence[DatasetSpec], notify: Notify) -> dict
     ]
     notify(f"note: all runs are compared with {' and '.join(given)}, as some were trained with")
     return {"corrections": corrections, "label_list": labels}
+
+
+def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None:
+    """Refuse images of which none has one of several classes."""
+    if not any(labels):
+        raise DataError(
+            f"{printable(spec.data)}: none of {plural(len(labels), 'image')} has a class, and "
+            "networks are compared by the mean average precision of classes; give labelled images"
+        )
 
 
 def _check_same_labels(
