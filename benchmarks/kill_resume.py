@@ -38,6 +38,7 @@ COMMANDS = {
     "classify": ("train", "--mixup 0.2 --cutmix 1"),
     "simclr": ("pretrain", "--method simclr"),
     "lejepa": ("pretrain", "--method lejepa"),
+    "dino": ("pretrain", "--method dino"),
     "mae": ("pretrain", "--method mae"),
 }
 TIMES = re.compile(rb'("(?:images_per_second|data_wait|seconds)": )[^,}]+')

@@ -32,10 +32,12 @@ def config_of(tiny_pretraining_data):
             "device": "cpu",
             "workers": 0,
         }
-        if method in ("simclr", "lejepa"):
+        if method in ("simclr", "lejepa", "dino"):
             settings |= {"projector_dim": 8, "projector_hidden_dim": 16}
         if method == "lejepa":
             settings |= {"sigreg_projections": 16, "local_views": 4}
+        if method == "dino":
+            settings |= {"prototypes": 32, "local_views": 4}
         return make_config({**settings, **changes})
 
     return build

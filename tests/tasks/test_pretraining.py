@@ -39,7 +39,7 @@ from vit.weights.load_model import from_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
-METHODS = ("simclr", "lejepa", "mae")
+METHODS = ("simclr", "lejepa", "dino", "mae")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -84,7 +84,7 @@ def test_a_cut_run_continues_to_the_same_bytes(pretrained, config_of, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("method", "refused"), [("simclr", True), ("lejepa", True), ("mae", False)]
+    ("method", "refused"), [("simclr", True), ("lejepa", True), ("dino", True), ("mae", False)]
 )
 def test_a_run_whose_loss_compares_images_keeps_its_micro_batches(
     config_of, tmp_path, method, refused
@@ -240,10 +240,12 @@ def test_the_encoder_opens_in_timm(pretrained):
         (
             "mae",
             {"local_views": 3},
-            "local_views=3: it only applies to .* --method simclr or lejepa",
+            "local_views=3: it only applies to .* --method simclr or lejepa or dino",
         ),
         ("simclr", {"sigreg_weight": 0.5}, "sigreg_weight=0.5: it only .* --method lejepa"),
         ("lejepa", {"mask_ratio": 0.5}, "mask_ratio=0.5: it only applies to .* --method mae"),
+        ("lejepa", {"prototypes": 8}, "prototypes=8: it only applies to .* --method dino"),
+        ("dino", {"prototypes": 1}, "prototypes=1: must be at least 2"),
         ("mae", {"patience": 3}, "patience=3: task=mae keeps the last epoch"),
         ("lejepa", {"folds": 3, "val_share": 0.2}, "folds=3: task=lejepa has no score"),
         ("simclr", {"contrastive_temperature": 0.0}, "contrastive_temperature=0.0: must be above"),
@@ -274,6 +276,8 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
         ("lejepa", {"position": "relative"}, "position=relative: task=lejepa embeds images of two"),
         ("simclr", {"repeats": 2}, "repeats=2: task=simclr would tell copies of an image apart"),
         ("simclr", {"batch_size": 1}, "batch_size=1: task=simclr tells an image from the others"),
+        ("dino", {"repeats": 2}, "repeats=2: task=dino would count copies of an image as others"),
+        ("dino", {"accumulate": 12}, "batch_size=12 in 12 parts: task=dino lets the images beside"),
         ("simclr", {"accumulate": 12}, "batch_size=12 in 12 parts: task=simclr tells an image"),
     ],
 )
@@ -316,6 +320,14 @@ def test_the_plan_chooses_the_network(tiny_pretraining_data, tmp_path, method, c
     config = load_run(tmp_path / "run").config
     assert config.final_norm == ("tokens" if method == "mae" else "auto")
     assert config.pooling == "mean"
+
+
+def test_a_saved_plan_has_the_momentum_of_the_teacher(tiny_pretraining_data, tmp_path):
+    saved = str(tmp_path / "plan.yaml")
+    words = [str(tiny_pretraining_data), "--task", "dino", *SMALL.split(), *WORDS.split()[:-2]]
+    assert main(["plan", *words, "--save", saved]) == 0
+    batch = ["--show-batch", str(tmp_path / "batch.png"), "-j", "0"]
+    assert main(["pretrain", "-c", saved, *batch]) == 0
 
 
 def test_views_are_cut_out_of_one_tensor():
@@ -363,6 +375,7 @@ def test_unlabelled_sources_are_read_as_they_are(tiny_pretraining_data, colour_c
 def test_a_collapse_is_named_with_its_epoch_and_a_remedy(config_of):
     healthy = {"epoch": 2, "val_spread": 0.5, "val_centred_rank": 12.0}
     remedies = {"simclr": "--warmup-epochs", "lejepa": "--sigreg-weight", "mae": "--warmup-epochs"}
+    remedies["dino"] = "--teacher-temperature"
     for method, flag in remedies.items():
         task, config = get_task(method), config_of(method, dim=64)
         assert task.warning(healthy, config) is None
@@ -374,18 +387,25 @@ def test_a_collapse_is_named_with_its_epoch_and_a_remedy(config_of):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "own", "planted"),
+    [
+        ("lejepa", {"sigreg_projections": 64}, {"sigreg_weight": 0.0}),
+        ("dino", {"prototypes": 256, "ema": 0.95}, {"teacher_temperature": 0.3}),
+    ],
+)
 def test_a_planted_collapse_is_named_in_its_first_epoch_and_healthy_runs_are_not(
-    config_of, tmp_path, capsys
+    config_of, tmp_path, capsys, method, own, planted
 ):
-    """A learning rate 30 times too large, and no SIGReg."""
-    changes = {"data": "digits", "dim": 64, "lr": 2e-3, "batch_size": 64, "epochs": 1}
+    """A learning rate 30 times too large, and nothing against a collapse."""
+    changes = {"data": "digits", "dim": 64, "lr": 2e-3, "batch_size": 64, "epochs": 1, **own}
     changes |= {"val_share": 0.2, "warmup_epochs": 0.3, "projector_hidden_dim": 128}
-    changes |= {"local_views": 2, "sigreg_projections": 64, "projector_dim": 32}
+    changes |= {"local_views": 2, "projector_dim": 32}
     for seed in (0, 1):
-        train(config_of("lejepa", seed=seed, **changes), tmp_path / f"{seed}", report=False)
+        train(config_of(method, seed=seed, **changes), tmp_path / f"{seed}", report=False)
     assert "collapsed" not in capsys.readouterr().err
-    planted = config_of("lejepa", **{**changes, "lr": 0.06, "sigreg_weight": 0.0})
-    train(planted, tmp_path / "planted", report=False)
+    config = config_of(method, **{**changes, **planted, "lr": 0.06})
+    train(config, tmp_path / "planted", report=False)
     assert "the features have collapsed in epoch 1" in capsys.readouterr().err
 
 

@@ -292,7 +292,7 @@ def test_a_time_that_the_plan_decides_is_not_given():
     assert "time" in make_plan(PHOTOS, {"data": "photos", "time": "10m"}).names
 
 
-@pytest.mark.parametrize("task", ["simclr", "lejepa", "mae"])
+@pytest.mark.parametrize("task", ["simclr", "lejepa", "dino", "mae"])
 def test_a_pretraining_has_no_classes_and_pools_like_the_classifier_it_begins(task):
     facts = dataclasses.replace(CAPTIONED, captions=None)
     assert facts.classes == 0
@@ -792,7 +792,7 @@ def test_a_task_that_compares_images_has_a_batch_of_its_own(images, device, batc
     facts = dataclasses.replace(TINY, images=images, device=device, task_batch=task_batch)
     plan = make_plan(facts, {"task": "simclr"})
     assert plan.settings["batch_size"] == batch
-    assert plan.choices["batch_size"].reason == f"its images are compared, on {device}"
+    assert plan.choices["batch_size"].reason == f"its images learn from each other, on {device}"
 
 
 @pytest.mark.parametrize(

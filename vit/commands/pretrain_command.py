@@ -52,7 +52,7 @@ def add_arguments(parser: CommandParser) -> None:
         "vit train labelled/ --weights runs/pretrained",
     )
     parser.usage = (
-        "vit pretrain IMAGES [--method simclr|lejepa|mae] [--out RUN] [--resume] [settings...]"
+        "vit pretrain IMAGES [--method simclr|lejepa|dino|mae] [--out RUN] [--resume] [settings...]"
     )
     parser.add_argument(
         "data",
@@ -65,7 +65,8 @@ def add_arguments(parser: CommandParser) -> None:
         "--method",
         choices=PRETRAINING_TASKS,
         help="recognise an image by another view of it (simclr, arXiv:2002.05709), predict views "
-        "from each other (lejepa, arXiv:2511.08544), or predict hidden patches (mae, "
+        "from each other (lejepa, arXiv:2511.08544), predict what a moving average of the network "
+        "says of another view (dino, arXiv:2104.14294), or predict hidden patches (mae, "
         f"arXiv:2111.06377) (default: {USUAL})",
     )
     add_run_flags(parser, default="runs/<name of IMAGES>-pretrained")

@@ -1,10 +1,10 @@
-"""Settings of pretraining without labels: SimCLR, LeJEPA, and the masked autoencoder."""
+"""Settings of pretraining without labels: SimCLR, LeJEPA, DINO, and the masked autoencoder."""
 
 from dataclasses import dataclass
 
 from vit.config.config_section import Section
 
-PRETRAINING_TASKS = ("simclr", "lejepa", "mae")
+PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Tasks that learn without labels."""
 OF_VIEWS = (
     *("global_views", "local_views", "local_size", "local_crop"),
@@ -13,6 +13,7 @@ OF_VIEWS = (
 SETTINGS_OF: dict[str, tuple[str, ...]] = {
     "simclr": (*OF_VIEWS, "contrastive_temperature"),
     "lejepa": (*OF_VIEWS, "sigreg_weight", "sigreg_projections"),
+    "dino": (*OF_VIEWS, "prototypes", "teacher_temperature"),
     "mae": ("mask_ratio", "mae_decoder_dim", "mae_decoder_depth", "normalise_pixels"),
 }
 """The settings that each of them reads."""
@@ -20,26 +21,30 @@ SETTINGS_OF: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingConfig(Section):
-    """Pretraining without labels; only with --task simclr, lejepa or mae."""
+    """Pretraining without labels; only with --task simclr, lejepa, dino or mae."""
 
     global_views: int = 2
-    """SimCLR, LeJEPA: views of an image of full size."""
+    """SimCLR, LeJEPA, DINO: views of an image of full size."""
     local_views: int = 0
-    """SimCLR, LeJEPA: smaller views of an image."""
+    """SimCLR, LeJEPA, DINO: smaller views of an image."""
     local_size: int | None = None
-    """SimCLR, LeJEPA: side of local views in pixels; about half of image_size when left empty."""
+    """SimCLR, LeJEPA, DINO: side of local views in pixels; empty: about half of image_size."""
     local_crop: tuple[float, float] = (0.05, 0.3)
-    """SimCLR, LeJEPA: smallest and largest share of the image area in a local view."""
+    """SimCLR, LeJEPA, DINO: smallest and largest share of the image area in a local view."""
     projector_dim: int = 128
-    """SimCLR, LeJEPA: width of the embeddings."""
+    """SimCLR, LeJEPA, DINO: width of the embeddings."""
     projector_hidden_dim: int = 512
-    """SimCLR, LeJEPA: width of the two hidden layers of the projector."""
+    """SimCLR, LeJEPA, DINO: width of the two hidden layers of the projector."""
     contrastive_temperature: float = 0.2
     """SimCLR: what similarities are divided by (arXiv:2002.05709)."""
     sigreg_weight: float = 0.05
     """LeJEPA: weight of SIGReg, from 0 to 1; the prediction of views has the rest."""
     sigreg_projections: int = 256
     """LeJEPA: random directions in which embeddings are compared with a normal distribution."""
+    prototypes: int = 4096
+    """DINO: vectors that embeddings are compared with (arXiv:2104.14294)."""
+    teacher_temperature: float = 0.03
+    """DINO: what the teacher's cosines are divided by; the student's are by 0.1."""
     mask_ratio: float = 0.75
     """MAE: share of the patches that is hidden (arXiv:2111.06377)."""
     mae_decoder_dim: int | None = None
@@ -54,6 +59,8 @@ class PretrainingConfig(Section):
             self.refuse("mask_ratio", "must be a share between 0 and 1, both excluded")
         self.check_at_least(1, "mae_decoder_depth", "global_views", "sigreg_projections")
         self.check_at_least(1, "projector_dim", "projector_hidden_dim")
+        self.check_at_least(2, "prototypes")
+        self.check_above(0, "teacher_temperature")
         self.check_at_least(0, "local_views")
         for name in ("mae_decoder_dim", "local_size"):
             if getattr(self, name) is not None:

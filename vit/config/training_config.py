@@ -16,6 +16,7 @@ TASKS: dict[str, str] = {
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
     "simclr": "vit.tasks.simclr:SimCLR",
+    "dino": "vit.tasks.dino:DINO",
     "lejepa": "vit.tasks.lejepa:LeJEPA",
     "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
 }
@@ -88,7 +89,7 @@ class TrainingConfig(Section):
     router_z_loss: float = 0.001
     """MoE: weight of the router z-loss (ST-MoE, arXiv:2202.08906)."""
     ema: float = setting(0.0, "--model-ema-decay")
-    """Decay per step of the moving average of the weights; 0 keeps none."""
+    """Decay per step of the moving average of the weights; 0 keeps none (DINO: 0.95)."""
     start_image_size: int | None = None
     """Progressive resizing: image side in the first epochs; image_size when left empty."""
     growth_epochs: float | None = None

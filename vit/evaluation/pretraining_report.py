@@ -19,7 +19,7 @@ from vit.evaluation.run_report import (
 
 QUERIES, NEIGHBOURS = 8, 5
 """Images whose nearest others are shown, and how many of them."""
-TITLES = {"simclr": "SimCLR", "lejepa": "LeJEPA", "mae": "MAE"}
+TITLES = {"simclr": "SimCLR", "lejepa": "LeJEPA", "dino": "DINO", "mae": "MAE"}
 
 
 def write_pretraining_report(

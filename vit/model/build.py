@@ -441,17 +441,21 @@ def build_masked_autoencoder(
     return model
 
 
-def build_joint_embedding(config: ModelConfig, pretraining: PretrainingConfig) -> JointEmbedding:
+def build_joint_embedding(
+    config: ModelConfig, pretraining: PretrainingConfig, *, prototypes: int = 0
+) -> JointEmbedding:
     """Build encoder and projector, with freshly initialised weights.
 
     Args:
         config: The encoder, without a head.
         pretraining: Settings of the projector.
+        prototypes: Number of prototypes behind it, if any.
     """
     projector = ProjectionHead(
         config.pooled_dim,
         hidden_dim=pretraining.projector_hidden_dim,
         out_dim=pretraining.projector_dim,
+        prototypes=prototypes,
     )
     model = JointEmbedding(projector=projector, **model_parts(config))
     init_weights(model)

@@ -80,6 +80,7 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"\.mlp\.((shared\.)?fc\w+\.|experts\.fc\d_)bias$", normal(1e-6)),
     (r"^head\.weight$", nn.init.zeros_),
     (r"^decoder\.mask_token$", normal(0.02)),
+    (r"^projector\.prototypes\.weight$", normal(1.0)),
     (r"^(decoder\.(embed|pred)|projector\.fc\d)\.weight$", nn.init.xavier_uniform_),
     (r"\.bias$", nn.init.zeros_),
 )

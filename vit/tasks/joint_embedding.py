@@ -7,14 +7,13 @@ Validation has fixed views: an image, its mirror image, and its four corners as 
 the method compares only the former two.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.dataset import Batch
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
@@ -29,11 +28,18 @@ class JointEmbeddingPretraining(Pretraining):
     """Base class of the methods that compare views."""
 
     compares_images = True
+    compares_prototypes: ClassVar[bool] = False
+    """Whether embeddings are compared with prototypes, not with each other."""
     least_spread = 0.1
+    with_others: ClassVar[str] = ""
+    """What an image needs the others of its part of a batch for, if it does."""
+    with_copies: ClassVar[str] = ""
+    """And what it would do to copies of an image."""
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:
-        """Check the sizes of the views."""
+        """Check the sizes of the views, and that there are other images where they are needed."""
         config = super().complete(config, given)
+        self.check_others(config)
         task = config.training.task
         local, side, patch = local_side(config), config.model.image_size, config.model.patch_size
         if local % patch or local > side:
@@ -51,9 +57,26 @@ class JointEmbeddingPretraining(Pretraining):
             raise ConfigError(f"{name}: task={task} embeds images of two sizes; leave it out")
         return config
 
+    def check_others(self, config: Config) -> None:
+        """Refuse settings that leave an image no other to be compared with."""
+        task, repeats, data = config.training.task, config.augment.repeats, config.data
+        if not self.with_others:
+            return
+        if repeats > 1:
+            raise ConfigError(
+                f"repeats={repeats}: task={task} would {self.with_copies}; leave it out"
+            )
+        if data.batch_size < 2 * data.micro_batches:
+            parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
+            raise ConfigError(
+                f"batch_size={data.batch_size}{parts}: task={task} {self.with_others}; use a "
+                "larger -b, or fewer parts (--accumulate)"
+            )
+
     def build_network(self, config: Config) -> JointEmbedding:
         """The encoder with its projector."""
-        return build_joint_embedding(config.model, config.pretraining)
+        prototypes = config.pretraining.prototypes if self.compares_prototypes else 0
+        return build_joint_embedding(config.model, config.pretraining, prototypes=prototypes)
 
     def view_size(self, config: Config, side: int) -> tuple[int, int]:
         """That of all views in one tensor."""
@@ -70,23 +93,6 @@ class JointEmbeddingPretraining(Pretraining):
             config.pretraining.local_crop,
             fast_crop=config.data.decode == "fast",
         )
-
-    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
-        layout = view_layout(run.config, images.shape[-1])
-        return self.view_loss(run, batch, embed_views(run, images, layout.split)).view(1)
-
-    @abstractmethod
-    def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
-        """Summed loss of the images of one micro-batch, ().
-
-        All processes must make this call, also without images.
-
-        Args:
-            run: The training.
-            batch: The micro-batch.
-            views: Embeddings, (views, images, dim), global views first.
-        """
 
 
 def local_side(config: Config) -> int:
@@ -118,6 +124,14 @@ def embed_views(
     every = torch.cat([each.view(-1, len(shown), each.shape[-1]) for each in embeddings])
     every = every[:, : len(images)]
     return at_least_float32(every)
+
+
+def random_views(run: TrainingRun, images: Tensor) -> Tensor:
+    """Embeddings of the views that training draws, (views, images, dim), global views first.
+
+    All processes must make this call, also without images.
+    """
+    return embed_views(run, images, view_layout(run.config, images.shape[-1]).split)
 
 
 def whole_views(run: TrainingRun, images: Tensor) -> Tensor:

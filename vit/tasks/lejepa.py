@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
-from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views
+from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views, random_views
 from vit.tasks.task import TrainingRun
 
 KNOTS, RANGE = 17, 5.0
@@ -46,14 +46,15 @@ class LeJEPA(JointEmbeddingPretraining):
     pass_cost = 3.0  # four small views cost about as much as one
     remedy = "lower --lr, or raise --sigreg-weight"
 
-    def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
-        """The weighted sum of prediction and SIGReg, ()."""
+    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        """Summed loss of one micro-batch: the weighted sum of prediction and SIGReg, (1,)."""
         config, settings = run.config, run.config.pretraining
+        views = random_views(run, images)
         wrong = prediction_losses(views, settings.global_views)
         directions = random_directions(config, run.step).to(views, non_blocking=views.is_cuda)
         statistic = sigreg(views, directions, total=run.sum_over_processes)
         weight = settings.sigreg_weight
-        return (1 - weight) * wrong.sum() + weight * statistic * views.shape[1]
+        return ((1 - weight) * wrong.sum() + weight * statistic * views.shape[1]).view(1)
 
     def validation_loss(self, run: TrainingRun, batch: Batch, images: Tensor) -> tuple[Tensor, ...]:
         """How well fixed views of each image predict each other, and embeddings of the images."""

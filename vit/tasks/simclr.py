@@ -12,17 +12,15 @@ Source: Chen et al., "A Simple Framework for Contrastive Learning of Visual Repr
 section 2.1, arXiv:2002.05709.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.config import Config
 from vit.data.dataset import Batch
-from vit.errors import ConfigError
-from vit.tasks.joint_embedding import JointEmbeddingPretraining, whole_views
+from vit.tasks.joint_embedding import JointEmbeddingPretraining, random_views, whole_views
 from vit.tasks.task import TrainingRun
 
 FAR = -1e4
@@ -44,26 +42,13 @@ class SimCLR(JointEmbeddingPretraining):
     passes_factor, tiny_passes_factor = 12.0, 2.0
     remedy = "lower --lr, or raise --warmup-epochs"
     measures_all = False
+    with_others = "tells an image from the others beside it"
+    with_copies = "tell copies of an image apart"
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
-        """Check that there are other images to tell an image from."""
-        repeats, data = config.augment.repeats, config.data
-        if repeats > 1:
-            raise ConfigError(
-                f"repeats={repeats}: task=simclr would tell copies of an image apart; leave it out"
-            )
-        if data.batch_size < 2 * data.micro_batches:
-            parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
-            raise ConfigError(
-                f"batch_size={data.batch_size}{parts}: task=simclr tells an image from the others "
-                "beside it; use a larger -b, or fewer parts (--accumulate)"
-            )
-        return super().complete(config, given)
-
-    def view_loss(self, run: TrainingRun, batch: Batch, views: Tensor) -> Tensor:
-        """The contrastive loss against the images of all processes, ()."""
+    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        """Summed contrastive loss of one micro-batch against the images of all processes, (1,)."""
         settings = run.config.pretraining
-        views = F.normalize(views, dim=-1)
+        views = F.normalize(random_views(run, images), dim=-1)
         places = batch.positions.to(views.device, non_blocking=True)
         keys, present = gather_views(run, views, places)
         losses = contrastive_losses(
@@ -74,7 +59,7 @@ class SimCLR(JointEmbeddingPretraining):
             global_views=settings.global_views,
             temperature=settings.contrastive_temperature,
         )
-        return losses.sum()
+        return losses.sum().view(1)
 
     def validation_loss(self, run: TrainingRun, batch: Batch, images: Tensor) -> tuple[Tensor, ...]:
         """Distance of each image from its mirror image, and the embeddings of both."""

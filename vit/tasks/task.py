@@ -161,6 +161,9 @@ class TrainingRun(Protocol):
     def frozen_running_stats(self) -> contextlib.AbstractContextManager[object]:
         """Keep the network's running statistics as they are."""
 
+    def teaching(self) -> contextlib.AbstractContextManager[object]:
+        """Compute as in evaluation, with the moving average of the weights, which there must be."""
+
     def gather(self, mine: list[T]) -> list[T]:
         """Concatenate the lists of all processes."""
 

@@ -17,9 +17,10 @@ from vit.training.muon import Muon, has_fused_adamw
 # tokens and positions are not matrices that map one space to another
 TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
 
-# matrices inside blocks and of a projector; not pairs of LoRA, which are factors of one, nor biases
-# of any shape
-MATRIX = re.compile(r"((decoder\.)?blocks|projector)\.(?!.*(\.lora_|\.rel_pos\.|_bias$))")
+# matrices inside blocks and of a projector; not pairs of LoRA, which are factors of one, nor
+# prototypes, nor biases of any shape
+NO_MATRIX = r"prototypes|.*(\.lora_|\.rel_pos\.|_bias$)"
+MATRIX = re.compile(rf"((decoder\.)?blocks|projector)\.(?!{NO_MATRIX})")
 
 # of a matrix of Muon: its shortest side, and how many times that its longest may be
 SHORTEST, SLIMMEST = 4, 128

@@ -466,7 +466,9 @@ def decide_optimisation(plan: Plan) -> None:
         needed = usual / (plan.fits * facts.processes)
         parts *= 2 ** max(math.ceil(math.log2(needed)), 0)
     batch = even_batch(facts.images, usual, parts)
-    why = "its images are compared," if facts.task_batch else f"for {facts.images:,} images"
+    why = (
+        "its images learn from each other," if facts.task_batch else f"for {facts.images:,} images"
+    )
     batch = plan.decide("batch_size", batch, f"{why} on {facts.device}")
     decide_micro_batches(plan, batch)
     if plan.given.get("steps") is not None:

@@ -1,7 +1,7 @@
 """What a training step reads and updates: network, optimiser, settings and counters."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from vit.training.batch_norm_statistics import (
     sum_over_processes,
 )
 from vit.training.distributed.collectives import gather_lists, on_main
-from vit.training.ema import ExponentialMovingAverage
+from vit.training.ema import ExponentialMovingAverage, swapped_weights
 
 T = TypeVar("T")
 
@@ -96,6 +96,18 @@ class TrainingState:
     def running_stats(self) -> tuple[Tensor, ...]:
         """The network's running statistics, which every forward pass of a training changes."""
         return tuple(running_stats(self.network).values())
+
+    @contextlib.contextmanager
+    def teaching(self) -> Iterator[None]:
+        """Compute as in evaluation, with the moving average of the weights, which there must be."""
+        assert self.average is not None
+        training = self.network.training
+        with swapped_weights(self.network, self.average.state_dict()):
+            self.network.eval()
+            try:
+                yield
+            finally:
+                self.network.train(training)
 
     def gather(self, mine: list[T]) -> list[T]:
         """Concatenate the lists of all processes."""

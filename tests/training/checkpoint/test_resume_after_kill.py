@@ -195,7 +195,7 @@ PRETRAINING = {"mixup": 0, "cutmix": 0, "pooling": "mean", "class_token": False}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["simclr", "lejepa", "mae", "student"])
+@pytest.mark.parametrize("what", ["simclr", "lejepa", "dino", "mae", "student"])
 def test_pretrainings_and_students_killed_at_any_moment_resume_to_the_same_result(
     tiny_config, tmp_path, whole, what
 ):

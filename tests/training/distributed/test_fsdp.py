@@ -62,6 +62,13 @@ def test_a_sharded_multilabel_run_trains_like_a_whole_one(tiny_config, several_l
     assert_same(tiny_config(**PLAIN, **multilabel), tmp_path)
 
 
+@pytest.mark.slow
+def test_a_sharded_teacher_answers_like_a_whole_one(tiny_config, tmp_path):
+    pretraining = {"task": "dino", "prototypes": 32, "num_classes": 0, "ema": 0.9}
+    network = {"pooling": "mean", "class_token": False, "mixup": 0, "cutmix": 0}
+    assert_same(tiny_config(**{**PLAIN, **pretraining, **network}), tmp_path)
+
+
 def assert_same(config, tmp_path) -> None:
     """One process and two that have a piece each see the same losses, and end alike."""
     train(config, tmp_path / "one")
