@@ -173,6 +173,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
         "mae": [{"val_rankme": one} for one in (9.0, 7.0, 8.0)],
         "simclr": [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)],
         "lejepa": [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)],
+        "dino": [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)],
     }[task]
     losses = (0.7, 0.3, 0.2)
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
