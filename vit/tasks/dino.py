@@ -59,8 +59,8 @@ class DINO(JointEmbeddingPretraining):
     # supposed, not measured: as those of SimCLR, after which its accuracy comes
     passes_factor, tiny_passes_factor = 12.0, 2.0
     remedy = "lower --lr or --teacher-temperature"
-    with_others = "lets the images beside each other share the prototypes"
-    with_copies = "count copies of an image as others"
+    why_several = "lets the images beside each other share the prototypes"
+    why_no_repeats = "count copies of an image as others"
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:
         """The teacher's momentum."""

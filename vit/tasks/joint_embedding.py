@@ -31,10 +31,10 @@ class JointEmbeddingPretraining(Pretraining):
     compares_prototypes: ClassVar[bool] = False
     """Whether embeddings are compared with prototypes, not with each other."""
     least_spread = 0.1
-    with_others: ClassVar[str] = ""
-    """What an image needs the others of its part of a batch for, if it does."""
-    with_copies: ClassVar[str] = ""
-    """And what it would do to copies of an image."""
+    why_several: ClassVar[str] = ""
+    """Why each part of a batch must have several images, if it must."""
+    why_no_repeats: ClassVar[str] = ""
+    """Why there must then be no copies of an image among them."""
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:
         """Check the sizes of the views, and that there are other images where they are needed."""
@@ -60,16 +60,16 @@ class JointEmbeddingPretraining(Pretraining):
     def check_others(self, config: Config) -> None:
         """Refuse settings that leave an image no other to be compared with."""
         task, repeats, data = config.training.task, config.augment.repeats, config.data
-        if not self.with_others:
+        if not self.why_several:
             return
         if repeats > 1:
             raise ConfigError(
-                f"repeats={repeats}: task={task} would {self.with_copies}; leave it out"
+                f"repeats={repeats}: task={task} would {self.why_no_repeats}; leave it out"
             )
         if data.batch_size < 2 * data.micro_batches:
             parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
             raise ConfigError(
-                f"batch_size={data.batch_size}{parts}: task={task} {self.with_others}; use a "
+                f"batch_size={data.batch_size}{parts}: task={task} {self.why_several}; use a "
                 "larger -b, or fewer parts (--accumulate)"
             )
 

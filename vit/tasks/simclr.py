@@ -42,8 +42,8 @@ class SimCLR(JointEmbeddingPretraining):
     passes_factor, tiny_passes_factor = 12.0, 2.0
     remedy = "lower --lr, or raise --warmup-epochs"
     measures_all = False
-    with_others = "tells an image from the others beside it"
-    with_copies = "tell copies of an image apart"
+    why_several = "tells an image from the others beside it"
+    why_no_repeats = "tell copies of an image apart"
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed contrastive loss of one micro-batch against the images of all processes, (1,)."""

@@ -613,7 +613,9 @@ def divisible_batch(size: int, parts: int) -> int:
 
     With too few for that, of one image for each at least.
     """
-    return size // (2 * parts) * 2 * parts or size // parts * parts or parts if parts > 1 else size
+    if parts == 1:
+        return size
+    return size // (2 * parts) * 2 * parts or size // parts * parts or parts
 
 
 def counted_passes(passes: float) -> str:
