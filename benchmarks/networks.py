@@ -351,7 +351,7 @@ def exported(options: argparse.Namespace) -> Iterator[Comparison]:
     )  # fmt: skip
     whole = to_onnx(part, {"precision": "fp32"}).SerializeToString()
     noise = list(np.random.default_rng(0).integers(0, 256, (16, side, side, 3), np.uint8))
-    int8 = quantize(whole, noise)
+    int8, static = quantize(whole, noise), quantize(whole, noise, static=True)
     for batch in options.batch_size or (1, 8):
         given = {"images": np.random.default_rng(1).integers(0, 256, (batch, side, side, 3))}
         given = {"images": given["images"].astype(np.uint8)}
@@ -375,10 +375,11 @@ def exported(options: argparse.Namespace) -> Iterator[Comparison]:
             ways={
                 "timm, float32": of_timm,
                 "onnxruntime, float32": partial(onnx, whole),
-                "onnxruntime, int8 dynamic": partial(onnx, quantize(whole, [], dynamic=True)),
                 "onnxruntime, int8": partial(onnx, int8),
+                "onnxruntime, int8 static": partial(onnx, static),
                 "OpenVINO, float32": partial(openvino, whole),
                 "OpenVINO, int8": partial(openvino, int8),
+                "OpenVINO, int8 static": partial(openvino, static),
             },
             count=batch,
         )

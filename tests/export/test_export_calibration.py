@@ -3,9 +3,11 @@
 import json
 import shutil
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from vit.config import ModelConfig
@@ -17,6 +19,7 @@ from vit.export.export_formats import export_model
 from vit.export.export_onnx import export_onnx
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
+from vit.exported.onnx_session import OnnxSession
 from vit.inference.predictor import Predictor
 from vit.model.build import build_classifier
 from vit.model.feature_distance import FeatureDistance, encode_with_features
@@ -111,13 +114,21 @@ def test_the_file_rejects_the_images_that_the_run_rejects(distance_run, file, im
     assert_same_rejections(distance_run, file, images)
 
 
-def test_a_file_in_half_precision_computes_the_distance_in_single(distance_run, images, tmp_path):
+def test_a_file_in_half_precision_computes_the_distance_in_single(
+    distance_run, file, images, tmp_path
+):
     out = tmp_path / "m.onnx"
     export_onnx(distance_run, out, precision="fp16", notify=None)
     assert_same_rejections(distance_run, out, images)
     proto = onnx.load(out)
     apart = float16.distance_nodes(proto)
     assert {"MatMul", "Mul"} <= {node.op_type for node in apart}
+    casts = [node.attribute[0].i for node in apart if node.op_type == "Cast"]
+    assert onnx.TensorProto.FLOAT in casts  # of the tokens
+    assert onnx.TensorProto.FLOAT16 not in casts  # between two operators
+    rows = np.stack([np.asarray(Image.open(path).convert("RGB")) for path in images])
+    distances = [OnnxSession(path)({"images": rows})[-1] for path in (out, file)]
+    np.testing.assert_allclose(*distances, rtol=0, atol=0.01)
     read = {name for node in apart for name in node.input}
     kinds = {one.name: one.data_type for one in proto.graph.initializer}
     halves = [name for name in read & {*kinds} if kinds[name] == onnx.TensorProto.FLOAT16]

@@ -229,10 +229,10 @@ def test_top1_of_run_and_file_are_compared(tiny_run, tmp_path, tiny_data):
 
 
 def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data, monkeypatch):
-    def worse(content, input_images, *, dynamic):
+    def worse(content, input_images, *, static):
         """The same network with a head that says one class alone."""
         assert len(input_images) == 0
-        assert dynamic
+        assert not static
         proto = onnx.load_from_string(content)
         place, last = next(
             (place, node)
@@ -272,8 +272,8 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
 ):
     seen = []
 
-    def same(content, input_images, *, dynamic):
-        assert not dynamic
+    def same(content, input_images, *, static):
+        assert static
         seen.extend(input_images)
         return content
 
@@ -281,12 +281,12 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
     (data := tmp_path / "data").mkdir()
     (data / "train").symlink_to(tiny_data / "val")
     (data / "val").symlink_to(tiny_data / "val")
-    asked = {"precision": "int8", "calibration": str(data)}
+    asked = {"precision": "int8", "calibration": str(data), "static": True}
     export_onnx(tiny_run, tmp_path / "a.onnx", **asked, samples=5)
     assert len(seen) == 5
     assert all(pil_image.shape == (20, 24, 3) for pil_image in seen)
     calibration = json.loads(OnnxSession(tmp_path / "a.onnx").metadata["calibration"])
-    assert calibration == {"data": str(data), "dynamic": False, "samples": 5}
+    assert calibration == {"data": str(data), "dynamic": False, "static": True, "samples": 5}
     with pytest.raises(VitError, match=r"27 images can be calibrated with, .* 28 are needed"):
         export_onnx(tiny_run, tmp_path / "b.onnx", **asked, samples=28)
 
@@ -300,8 +300,11 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
             {"precision": "int8"},
             "precision='int8': it is calibrated with images: give --calibration",
         ),
-        ({"calibration": "x"}, "calibration='x': only static int8 is calibrated"),
-        ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only static int8"),
+        ({"calibration": "x"}, "calibration='x': only int8 without --dynamic is calibrated"),
+        ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only int8 without"),
+        ({"precision": "int8", "static": True}, "precision='int8': it is calibrated with images"),
+        ({"precision": "int8", "static": True, "dynamic": True}, "static=True: its ranges are"),
+        ({"static": True}, "static=True: precision=fp32 does not read it; choose int8"),
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
         ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it; choose int8"),
         ({"max_drop": 0.1}, "max_drop=0.1: nothing is measured without validation data"),

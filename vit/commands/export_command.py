@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # flags that `export` takes under their own names
 EXPORT_OPTIONS = (
-    *("tokens", "opset", "calibration", "samples", "dynamic", "validation", "max_drop"),
+    *("tokens", "opset", "calibration", "samples", "dynamic", "static", "validation", "max_drop"),
     "no_calibration",
 )
 
@@ -44,9 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", action="store_true", help="add the outputs tokens, embedding and attention")
     add("--opset", type=positive_int, metavar="N", help="version of ONNX's operators (default: 20)")
-    add("--calibration", metavar="DATA", help="dataset whose training images calibrate int8")
+    add("--calibration", metavar="DATA", help="dataset whose training images int8 is fitted to")
     add("--samples", type=positive_int, metavar="N", help="calibration images (default: 200)")
-    add("--dynamic", action="store_true", help="int8 without calibration")
+    add("--dynamic", action="store_true", help="int8 without calibration images: less exact")
+    add(
+        "--static",
+        action="store_true",
+        help="int8 with the ranges that activations have on the calibration images: faster in "
+        "OpenVINO on CPUs with VNNI, and less exact",
+    )
     add(
         "--validation",
         metavar="DATA",

@@ -189,12 +189,13 @@ def build_classifier(
     if options.precision == "int8":
         check_size(part)
         onnx.checker.check_model(proto, full_check=True)
-        content = quantize(proto.SerializeToString(), images, dynamic=options.dynamic)
+        content = quantize(proto.SerializeToString(), images, static=options.static)
         proto = onnx.load_from_string(content)
         metadata["opset"] = str(next(x.version for x in proto.opset_import if not x.domain))
         calibration: dict[str, Any] = {"dynamic": options.dynamic}
         if not options.dynamic:
-            calibration |= {"data": printable(options.calibration), "samples": len(images)}
+            calibration |= {"static": options.static, "data": printable(options.calibration)}
+            calibration["samples"] = len(images)
         metadata["calibration"] = json.dumps(calibration, ensure_ascii=False)
     onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
     return proto

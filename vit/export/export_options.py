@@ -22,9 +22,10 @@ class Options:
         precision: fp32, fp16 (weights and most arithmetic) or int8.
         tokens: Add the outputs tokens, embedding and attention.
         opset: Version of ONNX's operators; OPSET by default.
-        calibration: Dataset whose training images calibrate int8.
+        calibration: Dataset whose training images int8 is fitted to.
         samples: Number of calibration images; SAMPLES by default.
-        dynamic: int8 with activation ranges measured at run time.
+        dynamic: int8 without calibration images.
+        static: int8 with the ranges that activations have on the calibration images.
         validation: Labelled data for the comparison of the accuracy; `calibration` by default.
         max_drop: Largest loss of top-1 (of mAP if multi-label) there; MAX_DROP by default.
         no_calibration: Return raw scores where the run has a calibration.
@@ -40,6 +41,7 @@ class Options:
     calibration: str | None = None
     samples: int | None = None
     dynamic: bool = False
+    static: bool = False
     validation: str | None = None
     max_drop: float | None = None
     external_data: bool = False
@@ -65,20 +67,28 @@ class Options:
             )
 
     def _check_int8(self) -> None:
-        static = self.precision == "int8" and not self.dynamic
-        if static and self.calibration is None:
+        calibrated = self.precision == "int8" and not self.dynamic
+        for name in ("dynamic", "static"):
+            if getattr(self, name) and self.precision != "int8":
+                raise ConfigError(
+                    f"{name}=True: precision={self.precision} does not read it; choose int8"
+                )
+        if self.dynamic and self.static:
+            raise ConfigError(
+                "static=True: its ranges are those of calibration images, and dynamic has none; "
+                "leave one of them out"
+            )
+        if calibrated and self.calibration is None:
             raise ConfigError(
                 "precision='int8': it is calibrated with images: give --calibration DATA, such as "
                 "the data of the training, or --dynamic"
             )
-        for name in () if static else ("calibration", "samples"):
+        for name in () if calibrated else ("calibration", "samples"):
             if (value := getattr(self, name)) is not None:
                 words = printable(repr(value))
-                raise ConfigError(f"{name}={words}: only static int8 is calibrated; leave it out")
-        if self.dynamic and self.precision != "int8":
-            raise ConfigError(
-                f"dynamic=True: precision={self.precision} does not read it; choose int8"
-            )
+                raise ConfigError(
+                    f"{name}={words}: only int8 without --dynamic is calibrated; leave it out"
+                )
         if self.precision == "int8" and self.external_data:
             raise ConfigError("external_data=True: int8 files are small; leave it out")
 

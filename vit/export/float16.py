@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, VitError, error_text
-from vit.export.onnx_graph import MAX_GRAPH_BYTES, libraries
+from vit.export.onnx_graph import MAX_GRAPH_BYTES, attribute, inner_nodes, libraries
 from vit.exported.onnx_classifier import DISTANCE
 from vit.text import printable
 
@@ -51,7 +51,7 @@ def convert_to_float16(proto: Any) -> Any:
                 op_block_list=blocked,
                 node_block_list=[*feeds_from_images(proto), *(node.name for node in apart)],
             )
-            deduplicate_casts(half)
+            tidy_casts(half)
             OnnxModel(half).topological_sort()  # casts that it adds come last
         except Exception as error:  # the library has no common class of its errors
             raise VitError(
@@ -91,12 +91,25 @@ def check_range(proto: Any, apart: Sequence[Any]) -> None:
             )
 
 
-def deduplicate_casts(proto: Any) -> None:
-    """Remove casts that the converter adds for each of two readers, under one name."""
+def tidy_casts(proto: Any) -> None:
+    """Remove casts of the converter: copies of a name, and between operators in float32.
+
+    It rounds what one operator in float32 gives to another to float16, where values end at LARGEST.
+    """
+    half = libraries().TensorProto.FLOAT16
     once = {tuple(node.output): node for node in reversed(proto.graph.node)}
     kept = [node for node in proto.graph.node if once[tuple(node.output)] is node]
+    rounded = {
+        node.output[0]: node.input[0]
+        for node in kept
+        if node.op_type == "Cast" and attribute(node, "to") == half
+    }
+    for node in kept:
+        if node.op_type == "Cast" and attribute(node, "to") != half:
+            node.input[0] = rounded.get(node.input[0], node.input[0])
+    read = {name for node in kept for each in (node, *inner_nodes(node)) for name in each.input}
     del proto.graph.node[:]
-    proto.graph.node.extend(kept)
+    proto.graph.node.extend(node for node in kept if not rounded.keys() & {*node.output} - read)
 
 
 def distance_nodes(proto: Any) -> list[Any]:

@@ -1,28 +1,32 @@
-"""int8 quantization of an ONNX graph: matrix products in 8-bit integers.
+"""int8 quantization of an ONNX graph: matrix products with weights in 8-bit integers.
 
-    weights               one scale a column:          w ~ s q,        q in -127 ... 127
-    activations before    one scale and zero a tensor: x ~ s (q - z),  q in 0 ... 255
-    queries, keys, values one scale a tensor:          x ~ s q,        q in -127 ... 127
-    attention weights     one scale a row:             x ~ s q,        q in 0 ... 255
+    weights               one scale a column: w ~ s q,        q in -127 ... 127
+    activations before    one scale a token:  x ~ s (q - z),  q in 0 ... 255
 
-Static: the range of each activation is that of the calibration images (Jacob et al., section 3,
-arXiv:1712.05877), and products read QuantizeLinear and DequantizeLinear, which onnxruntime,
-OpenVINO and others fuse. If only products with weights read a LayerNorm, part of the range of each
-channel is first moved to the weights (SmoothQuant, section 4, arXiv:2211.10438). Dynamic: each
-batch is measured, and only products with weights are in integers.
+The token x is divided by its largest value, x = max |x| · r, and (r W) max |x| is x W: r has the
+scale 1/127 in all images, as QuantizeLinear and DequantizeLinear need it, which onnxruntime,
+OpenVINO and others fuse with the product. Outputs of GELU and ReLU have a smallest value, from
+which their range begins; the product with that constant is taken off. Weights are rounded by GPTQ
+if there are calibration images, and if only products with weights read a LayerNorm, part of the
+size of each channel is first moved to the weights (SmoothQuant, section 4, arXiv:2211.10438).
 
-The weights of a query are divided by the largest of them, w = max w · r, and (r V) max w is w V: so
-each row has all 256 values, while most weights are a few 255ths of the largest in the network.
+Static quantization has one scale a tensor, that of the calibration images (Jacob et al., section 3,
+arXiv:1712.05877), and 8 bits in attention too:
 
-Preprocessing, softmaxes, norms and the head stay in float32: they have few operations, or decide
-the result.
+    queries, keys, values one scale a tensor: x ~ s q,        q in -127 ... 127
+    attention weights     one scale a row:    x ~ s q,        q in 0 ... 255
 
-The packed projection of queries, keys and values is first split into three products:
+Attention weights are divided by the largest of a query, as tokens are: most of them are a few
+255ths of the largest in the network. The packed projection of queries, keys and values is first
+split:
 
     Split(Transpose(Reshape(x W + b)))   becomes   Transpose(Reshape(x W_i + b_i)) for each part i
 
 and a scalar factor of a part is moved into W_i and b_i. The outputs are equal, and the product of
 each part can write 8 bits, which engines do in one pass. Other patterns are left unchanged.
+
+Preprocessing, softmaxes, norms and the head stay in float32: they have few operations, or decide
+the result.
 """
 
 import json
@@ -33,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, DataError
+from vit.export.gptq import gptq
 from vit.export.onnx_graph import MOVES, Graph, attribute, libraries, node
 from vit.exported.onnx_session import Array, OnnxSession
 
@@ -46,20 +51,23 @@ SMOOTHING = 0.5
 alpha."""
 SMALLEST = 1e-8
 """Replaces a range or a weight of zero."""
-RELATIVE = "relative"
-"""Last word of the name of attention weights that were divided by the largest of their row."""
+LARGEST, RELATIVE = "largest", "relative"
+"""Last words of names: the largest of each row of a tensor, and what was divided by it."""
+LOWEST = {"Gelu": -0.1701, "Relu": 0.0}
+"""Operators with a smallest output: the range of a token begins there."""
 SCORE_OPERATORS = ("Add", "Mul", "Div", "Where", "Reshape")
 """Operators between the product of queries and keys and its softmax."""
 
 
-def quantize(content: bytes, images: Sequence[Array], *, dynamic: bool = False) -> bytes:
+def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -> bytes:
     """Quantize the matrix products of a graph; inputs and outputs stay the same.
 
     Args:
         content: A float32 ONNX graph of `vit export`.
-        images: Calibration images, uint8 (height, width, 3) of any size, at least MIN_IMAGES;
-            unused by dynamic quantization.
-        dynamic: Measure the ranges of activations at run time.
+        images: Calibration images, uint8 (height, width, 3) of any size, at least MIN_IMAGES.
+            Without any, weights are rounded to the nearest; `static` needs them.
+        static: Activations have the ranges of the calibration images, and products in attention
+            are quantized too.
 
     Raises:
         ConfigError: The graph is not in float32, or has no products with weights.
@@ -69,25 +77,22 @@ def quantize(content: bytes, images: Sequence[Array], *, dynamic: bool = False) 
     graph = Graph(content)
     metadata = {value.key: value.value for value in graph.proto.metadata_props}
     precision = metadata.get("precision", "fp32")
-    split_qkv(graph)
+    if static:
+        split_qkv(graph)
     activations = _product_inputs(graph)
     if precision != "fp32" or not activations:
         raise ConfigError(
             f"precision={precision!r}, activations that weights of float32 multiply: "
             f"{len(activations)}; int8 is made of a graph of fp32"
         )
-    calibration: dict[str, Any] = {"dynamic": dynamic}
-    if dynamic:
-        _quantize_dynamic(graph, activations)
-    else:
+    if static or images:
         _check_images(images)
-        for activation in activations:
-            _move_to_producer(graph, activation)
-        _divide_by_largest(graph)
-        activations += _attention_inputs(graph, {one.name for one in activations})
-        _calibrate(graph, activations, images)
-        _quantize_static(graph, activations, [_smooth(graph, one) for one in activations])
-        calibration |= {"samples": len(images), "smoothing": SMOOTHING}
+    if static:
+        _quantize_static(graph, activations, images)
+    else:
+        moments = _measure_moments(graph, activations, images) if images else {}
+        _quantize_tokens(graph, activations, moments)
+    calibration = {"dynamic": not images, "static": static, "samples": len(images)}
     return graph.finish({**metadata, "precision": "int8", "calibration": json.dumps(calibration)})
 
 
@@ -261,7 +266,7 @@ def _divide_by_largest(graph: Graph) -> None:
         if each.op_type != "MatMul" or graph.producer(each.input[0], "Softmax") is None:
             continue
         (weights, values), (output,) = each.input, each.output
-        largest, relative, product = (f"{output}/{word}" for word in ("largest", RELATIVE, "raw"))
+        largest, relative, product = (f"{output}/{word}" for word in (LARGEST, RELATIVE, "raw"))
         last = graph.constant(f"{largest}/axis", np.array([-1]))
         replacements[output] = [
             node("ReduceMax", [weights, last], [largest], keepdims=1),
@@ -334,9 +339,60 @@ def _calibrate(graph: Graph, activations: Sequence[Activation], images: Sequence
             one.widen(next(ranges), next(ranges))
 
 
-def _smooth(graph: Graph, activation: Activation) -> Array:
-    """Factors for the rows of the weights; the norm that produces the activation is divided."""
-    factors = np.ones_like(activation.low)
+@dataclass
+class Moments:
+    """XᵀX of the inputs X of a product.
+
+    Args:
+        matrix: (channels, channels)
+        tokens: Number of rows of X.
+    """
+
+    matrix: Array
+    tokens: int = 0
+
+    def add(self, rows: Array) -> None:
+        """Count the `rows`, (tokens, channels)."""
+        self.matrix += rows.T @ rows
+        self.tokens += len(rows)
+
+    def root_mean_squares(self) -> Array:
+        """Of each channel."""
+        values: Array = np.sqrt(np.diag(self.matrix) / max(self.tokens, 1))
+        return values
+
+
+def _measure_moments(
+    graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
+) -> dict[str, Moments]:
+    """Moments of the activations over calibration images, one image at a time."""
+    measured = Graph(graph.proto.SerializeToString())
+    del measured.proto.graph.output[:]
+    moments = {}
+    for one in activations:
+        rows, sizes = f"rows/{one.name}", np.array([-1, one.channels])
+        shape = measured.constant(f"{rows}/shape", sizes)
+        measured.nodes.append(node("Reshape", [one.name, shape], [rows]))
+        value = libraries().helper.make_tensor_value_info(rows, 1, [None, one.channels])
+        measured.proto.graph.output.append(value)
+        moments[one.name] = Moments(np.zeros((one.channels, one.channels), np.float32))
+    session = OnnxSession(measured.finish({}))
+    for image in images:
+        inputs = session({session.inputs[0]: image[None]})
+        for found, values in zip(moments.values(), inputs, strict=True):
+            found.add(values)
+    return moments
+
+
+def _smooth(graph: Graph, activation: Activation, values: Array) -> Array:
+    """Factors for the rows of the weights; the norm that produces the activation is divided.
+
+    Args:
+        graph: The graph.
+        activation: What the weights multiply.
+        values: Its size in each channel.
+    """
+    factors = np.ones_like(values)
     norm = graph.producer(activation.name, "LayerNormalization")
     if norm is None or activation.readers != activation.products:
         return factors
@@ -345,22 +401,26 @@ def _smooth(graph: Graph, activation: Activation) -> Array:
     if any(graph.shape(name) != factors.shape for name in norm.input[1:]):
         return factors
     rows = [np.abs(graph.array(each.input[1])).max(axis=1) for each in activation.products]
-    values, weights = np.maximum(-activation.low, activation.high), np.max(rows, axis=0)
+    weights = np.max(rows, axis=0)
     used = (values > SMALLEST) & (weights > SMALLEST)
     factors[used] = values[used] ** SMOOTHING / weights[used] ** (1 - SMOOTHING)
     for position, name in list(enumerate(norm.input))[1:]:
         divided = graph.array(name) / factors
         norm.input[position] = graph.constant(f"{activation.name}/smoothed/{position}", divided)
-    activation.low, activation.high = activation.low / factors, activation.high / factors
     return factors
 
 
-def _quantize_static(
-    graph: Graph, activations: Sequence[Activation], factors: Sequence[Array]
-) -> None:
-    """Insert QuantizeLinear and DequantizeLinear before products, and at their weights."""
+def _quantize_static(graph: Graph, activations: list[Activation], images: Sequence[Array]) -> None:
+    """Quantize products with weights and in attention, with the ranges of the images."""
+    for activation in activations:
+        _move_to_producer(graph, activation)
+    _divide_by_largest(graph)
+    activations += _attention_inputs(graph, {one.name for one in activations})
+    _calibrate(graph, activations, images)
     inserted: dict[str, list[Any]] = {}
-    for activation, factor in zip(activations, factors, strict=True):
+    for activation in activations:
+        factors = _smooth(graph, activation, np.maximum(-activation.low, activation.high))
+        activation.low, activation.high = activation.low / factors, activation.high / factors
         name, key = activation.name, f"{activation.name}/int8"
         scale, zero = activation.scale_and_zero()
         encoding = [graph.constant(f"{key}/scale", scale), graph.constant(f"{key}/zero", zero)]
@@ -373,7 +433,7 @@ def _quantize_static(
         for reader in activation.readers:
             _replace_input(reader, name, f"{key}/back")
         for product in activation.products:
-            weights = _quantize_weights(graph, product, factor)
+            weights = _quantize_weights(graph, product, factors)
             back = f"{weights[0]}/back"
             inserted.setdefault(product.output[0], []).append(
                 node("DequantizeLinear", weights, [back], axis=1)
@@ -386,30 +446,74 @@ def _quantize_static(
     ]
 
 
-def _quantize_dynamic(graph: Graph, activations: Sequence[Activation]) -> None:
-    """Replace products by MatMulInteger, with ranges measured at run time."""
+def _quantize_tokens(
+    graph: Graph, activations: Sequence[Activation], moments: Mapping[str, Moments]
+) -> None:
+    """Quantize products with weights, and each token before them in the range that it has."""
     replacements: dict[str, list[Any]] = {}
     for activation in activations:
-        key = f"{activation.name}/int8"
-        measured = [key, f"{key}/scale", f"{key}/zero"]
-        nodes = [node("DynamicQuantizeLinear", [activation.name], measured)]
+        measured, factors = moments.get(activation.name), np.ones(1, np.float32)
+        if measured is not None:
+            factors = _smooth(graph, activation, measured.root_mean_squares())
+        lowest, nodes = _relative_to_token(graph, activation.name)
         for product in activation.products:
             (output,) = product.output
-            weights, scales, zeros = _quantize_weights(graph, product, np.ones(1, np.float32))
-            whole, floats, scale = (f"{output}/{word}" for word in ("whole", "floats", "scale"))
-            nodes.append(node("MatMulInteger", [key, weights, measured[2], zeros], [whole]))
-            nodes.append(node("Cast", [whole], [floats], to=1))
-            nodes.append(node("Mul", [measured[1], scales], [scale]))
-            nodes.append(node("Mul", [floats, scale], [output]))
+            names = _quantize_weights(graph, product, factors, measured)
+            weights, raw, scaled = (f"{output}/{word}" for word in ("weights", "raw", "scaled"))
+            nodes.append(node("DequantizeLinear", names, [weights], axis=1))
+            nodes.append(node("MatMul", [f"{activation.name}/int8/back", weights], [raw]))
+            last = scaled if lowest else output
+            nodes.append(node("Mul", [raw, f"{activation.name}/{LARGEST}"], [last]))
+            if lowest:
+                whole, scales = (graph.array(name) for name in names[:2])
+                moved = lowest * whole.sum(axis=0, dtype=np.int64) * scales
+                shift = graph.constant(f"{output}/shift", moved.astype(np.float32))
+                nodes.append(node("Add", [scaled, shift], [output]))
             replacements[output], nodes = nodes, []
     _replace(graph, replacements)
 
 
-def _quantize_weights(graph: Graph, product: Any, factors: Array) -> list[str]:
+def _relative_to_token(graph: Graph, name: str) -> tuple[float, list[Any]]:
+    """The lower end of the range, 0 if it is symmetric, and the nodes that quantize a tensor."""
+    producer = graph.producers.get(name)
+    lowest = LOWEST.get(producer.op_type) if producer is not None else None
+    ends, source, nodes = [f"{name}/max"], name, []
+    if lowest:
+        source = f"{name}/above"
+        constant = graph.constant(f"{source}/lowest", _scalar(-lowest))
+        nodes.append(node("Add", [name, constant], [source]))
+    last = graph.constant(f"{name}/axis", np.array([-1]))
+    nodes.append(node("ReduceMax", [source, last], [ends[0]], keepdims=1))
+    if lowest is None:
+        ends.append(f"{name}/-min")
+        nodes.append(node("ReduceMin", [source, last], [f"{name}/min"], keepdims=1))
+        nodes.append(node("Neg", [f"{name}/min"], [ends[1]]))
+    ends.append(graph.constant(f"{name}/smallest", np.array([SMALLEST], np.float32)))
+    largest, relative, key = (f"{name}/{word}" for word in (LARGEST, RELATIVE, "int8"))
+    step, zero = (1 / 127, 128) if lowest is None else (1 / 255, 0)
+    encoding = [
+        graph.constant(f"{key}/scale", _scalar(step)),
+        graph.constant(f"{key}/zero", np.array(zero, np.uint8)),
+    ]
+    return lowest or 0.0, [
+        *nodes,
+        node("Max", ends, [largest]),
+        node("Div", [source, largest], [relative]),
+        node("QuantizeLinear", [relative, *encoding], [key]),
+        node("DequantizeLinear", [key, *encoding], [f"{key}/back"]),
+    ]
+
+
+def _quantize_weights(
+    graph: Graph, product: Any, factors: Array, moments: Moments | None = None
+) -> list[str]:
     """Names of the integer weights of `product`, of their scales and of their zero points."""
     rows = graph.array(product.input[1]) * factors[:, None]
     scales = np.maximum(np.abs(rows).max(axis=0), SMALLEST).astype(np.float32) / np.float32(127)
-    whole = np.clip(np.round(rows / scales), -127, 127).astype(np.int8)
+    if moments is None:
+        whole = np.clip(np.round(rows / scales), -127, 127).astype(np.int8)
+    else:
+        whole = gptq(rows, scales, moments.matrix / np.outer(factors, factors))
     key = f"{product.output[0]}/weights/int8"
     values = {"": whole, "/scale": scales, "/zero": np.zeros_like(whole[0])}
     return [graph.constant(f"{key}{word}", value) for word, value in values.items()]

@@ -4,8 +4,8 @@ The rounding of a matrix product depends on its number of rows, so the last digi
 scores may depend on the size of its batch. `vit predict` computes batches of one size. A size is
 exact if each image gets the same bits in it as in a batch of that size; a server that pads each
 batch to an exact size gives each image the same answer, whatever other requests arrive at the same
-time. If scores depend on the other images of a batch, as those of an int8 file without calibration,
-which has one scale for all of them, only batches of one image are exact.
+time. If scores depend on the other images of a batch, as those of an int8 file with one scale for
+all of them, only batches of one image are exact.
 """
 
 import time
