@@ -335,7 +335,8 @@ class Graph(nn.Module):
 
 def exported(options: argparse.Namespace) -> Iterator[Comparison]:
     """Exported files on a CPU, without the resize, beside timm in float32."""
-    from vit.export.onnx_graph import Part, to_onnx
+    from vit.export.export_options import OPSET
+    from vit.export.onnx_graph import Part, trace_module
     from vit.export.quantization import quantize
     from vit.exported.onnx_session import OnnxSession
 
@@ -349,7 +350,7 @@ def exported(options: argparse.Namespace) -> Iterator[Comparison]:
         outputs={"probabilities": {0: "batch"}},
         examples=[(torch.randint(256, (2, side, side, 3)).to(torch.uint8),)],
     )  # fmt: skip
-    whole = to_onnx(part, {"precision": "fp32"}).SerializeToString()
+    whole = trace_module(part, OPSET).SerializeToString()
     noise = list(np.random.default_rng(0).integers(0, 256, (16, side, side, 3), np.uint8))
     int8, static = quantize(whole, noise), quantize(whole, noise, static=True)
     for batch in options.batch_size or (1, 8):

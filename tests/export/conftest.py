@@ -3,12 +3,14 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 
 import vit
-from vit.export.onnx_graph import Part, decomposed_attention, to_onnx
+from vit.export.export_options import OPSET
+from vit.export.onnx_graph import Part, decomposed_attention, trace_module
 
 SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 METADATA = {
@@ -33,7 +35,7 @@ class Answer(nn.Module):
         return (self.model.head(self.model.pool(*encoded)).softmax(dim=1),)
 
 
-def make_graph(change=None, *, plainly=True, **settings):
+def make_graph(change=None, *, plainly=True, opset=OPSET, **settings):
     """The bytes of a graph of random weights, which `change` may change, and its module."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -51,7 +53,9 @@ def make_graph(change=None, *, plainly=True, **settings):
         outputs={"probabilities": {0: "batch"}},
         examples=[(torch.from_numpy(noise(2)),)],
     )
-    return to_onnx(part, METADATA).SerializeToString(), module
+    proto = trace_module(part, opset)
+    onnx.helper.set_model_props(proto, METADATA)
+    return proto.SerializeToString(), module
 
 
 def noise(count, seed=0):

@@ -258,7 +258,7 @@ def test_a_file_that_loses_too_much_is_not_written(tiny_run, tmp_path, tiny_data
     assert found.accuracy.drop == pytest.approx(2 / 3)
     metadata = OnnxSession(tmp_path / "a.onnx").metadata
     assert metadata["precision"] == "int8"
-    assert json.loads(metadata["calibration"]) == {"dynamic": True}
+    assert json.loads(metadata["calibration"]) == {"dynamic": True, "static": False}
 
 
 def right_answers(_data):
@@ -302,9 +302,13 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
         ),
         ({"calibration": "x"}, "calibration='x': only int8 without --dynamic is calibrated"),
         ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only int8 without"),
-        ({"precision": "int8", "static": True}, "precision='int8': it is calibrated with images"),
+        ({"precision": "int8", "static": True}, "static=True: its ranges .* --calibration DATA"),
         ({"precision": "int8", "static": True, "dynamic": True}, "static=True: its ranges are"),
         ({"static": True}, "static=True: precision=fp32 does not read it; choose int8"),
+        (
+            {"precision": "int8", "static": True, "calibration": "x", "opset": 21},
+            "opset=21: onnxruntime cannot open static int8 of it",
+        ),
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
         ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it; choose int8"),
         ({"max_drop": 0.1}, "max_drop=0.1: nothing is measured without validation data"),

@@ -13,6 +13,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from tests.markers import same_initial_weights
 from vit.errors import ConfigError, DataError, VitError
 from vit.export import quantization
+from vit.export.export_options import OPSET
 from vit.export.onnx_graph import Graph
 from vit.export.quantization import MIN_IMAGES, quantize, split_qkv
 from vit.exported.onnx_session import OnnxSession
@@ -24,6 +25,8 @@ OPTIONS = [
     {"position": "relative", "pooling": "mean", "norm_order": "post"},
     {"repeat_blocks": 2, "parallel_blocks": True, "pooling": "attention"},
     {"feedforward": "moe", "moe_every": 1, "num_experts": 3, "merge_tokens": 1},
+    {"activation": "relu", "opset": 18},
+    {"norm": "rmsnorm", "opset": 23},
 ]
 
 
@@ -55,15 +58,26 @@ def test_int8_outputs_are_close_to_float32(graph, calibrated, static, noise_of):
     for content in (calibrated, quantize(graph, []), static):
         found = answers(content, images)
         assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.95
-        errors.append(np.abs(found - wanted).max())
-    assert 1e-6 < errors[0] < errors[1] < errors[2] < 0.02
+        assert np.abs(found - wanted).max() < 0.02
+        errors.append(np.abs(found - wanted).mean())
+    assert 1e-6 < errors[0] < errors[1] < errors[2]
 
 
-def test_an_answer_does_not_depend_on_the_other_images_of_a_batch(calibrated, noise_of):
-    images = noise_of(6, seed=1)
+def test_outputs_of_gelu_have_all_256_values(graph, noise_of, monkeypatch):
+    images, errors = noise_of(256, seed=1), []
+    for _ in range(2):
+        found = answers(quantize(graph, []), images)
+        errors.append(np.abs(found - answers(graph, images)).mean())
+        monkeypatch.setattr(quantization, "LOWEST", {})
+    assert errors[0] < 0.95 * errors[1]
+
+
+@pytest.mark.parametrize("images", [0, MIN_IMAGES])
+def test_an_answer_does_not_depend_on_the_other_images_of_a_batch(graph, noise_of, images):
+    content, images = quantize(graph, list(noise_of(images))), noise_of(6, seed=1)
     images[1:] //= 8
-    alone = [answers(calibrated, images[i : i + 1]) for i in range(6)]
-    np.testing.assert_allclose(answers(calibrated, images), np.concatenate(alone), atol=1e-6)
+    alone = [answers(content, images[i : i + 1]) for i in range(6)]
+    np.testing.assert_allclose(answers(content, images), np.concatenate(alone), atol=1e-6)
 
 
 def test_onnxruntime_is_configured_against_int8_overflow(static):
@@ -107,8 +121,7 @@ def test_metadata_are_kept(graph, calibrated):
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {"precision", "calibration"}
     assert after["precision"] == "int8"
-    calibration = {"dynamic": False, "static": False, "samples": 32}
-    assert json.loads(after["calibration"]) == calibration
+    assert json.loads(after["calibration"]) == {"static": False, "samples": 32}
     one, two = (onnx.load_from_string(content).graph for content in (graph, calibrated))
     assert one.input == two.input
     assert one.output == two.output
@@ -118,7 +131,6 @@ def test_int8_without_images_is_nearer_to_float32_than_onnxruntimes_dynamic(
     graph, noise_of, tmp_path
 ):
     ours = quantize(graph, [])
-    assert json.loads(OnnxSession(ours).metadata["calibration"])["dynamic"] is True
     (tmp_path / "float.onnx").write_bytes(graph)
     quantize_dynamic(
         tmp_path / "float.onnx",
@@ -161,6 +173,8 @@ def test_the_split_projection_gives_the_same_outputs(graph_of, noise_of, options
 @pytest.mark.parametrize("form", ["calibrated", "dynamic", "static"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_networks_with_other_options_are_quantized(graph_of, noise_of, options, form):
+    if form == "static":  # export_options refuses later versions
+        options = {**options, "opset": min(options.get("opset", OPSET), OPSET)}
     content, module = graph_of(**options)
     images = noise_of(64, seed=1)
     with torch.no_grad():
@@ -223,7 +237,7 @@ def test_unsuitable_graphs_and_images_are_refused(graph, static, noise_of):
         quantize(graph, input_images)
     with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
         quantize(static, list(noise_of(MIN_IMAGES)))
-    with pytest.raises(DataError, match=r"^0 images for calibration: at least"):
+    with pytest.raises(DataError, match=r"^0 images for calibration: at least 16 .*; give more$"):
         quantize(graph, [], static=True)
 
 

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--static",
         action="store_true",
-        help="int8 with the ranges that activations have on the calibration images: faster in "
-        "OpenVINO on CPUs with VNNI, and less exact",
+        help="int8 with the ranges that activations have on the calibration images, as OpenVINO "
+        "fuses them best: less exact",
     )
     add(
         "--validation",

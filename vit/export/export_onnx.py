@@ -192,10 +192,9 @@ def build_classifier(
         content = quantize(proto.SerializeToString(), images, static=options.static)
         proto = onnx.load_from_string(content)
         metadata["opset"] = str(next(x.version for x in proto.opset_import if not x.domain))
-        calibration: dict[str, Any] = {"dynamic": options.dynamic}
+        calibration: dict[str, Any] = {"dynamic": options.dynamic, "static": options.static}
         if not options.dynamic:
-            calibration |= {"static": options.static, "data": printable(options.calibration)}
-            calibration["samples"] = len(images)
+            calibration |= {"data": printable(options.calibration), "samples": len(images)}
         metadata["calibration"] = json.dumps(calibration, ensure_ascii=False)
     onnx.helper.set_model_props(proto, dict(sorted(metadata.items())))
     return proto

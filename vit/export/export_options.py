@@ -78,6 +78,15 @@ class Options:
                 "static=True: its ranges are those of calibration images, and dynamic has none; "
                 "leave one of them out"
             )
+        if self.static and self.calibration is None:
+            raise ConfigError(
+                "static=True: its ranges are those of calibration images; give --calibration DATA"
+            )
+        if self.static and self.opset is not None and self.opset > OPSET:
+            raise ConfigError(
+                f"opset={self.opset}: onnxruntime cannot open static int8 of it on CPUs without "
+                f"VNNI; choose {OPSETS[0]} to {OPSET}"
+            )
         if calibrated and self.calibration is None:
             raise ConfigError(
                 "precision='int8': it is calibrated with images: give --calibration DATA, such as "

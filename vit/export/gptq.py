@@ -16,7 +16,7 @@ DAMPING = 0.01
 """Added to the diagonal of XᵀX, as a share of its mean: the inverse exists, and is stable."""
 BLOCK = 64
 """Rows of which errors are moved to all later rows at once, in one product of matrices."""
-LARGEST = 127
+MAX_INT8 = 127
 
 
 def gptq(weights: Array, scales: Array, moments: Array) -> Array:
@@ -39,7 +39,7 @@ def gptq(weights: Array, scales: Array, moments: Array) -> Array:
         block = range(start, min(start + BLOCK, len(rest)))
         errors = np.empty((len(block), rest.shape[1]))
         for row in block:
-            whole = np.clip(np.round(rest[row] / scales), -LARGEST, LARGEST)
+            whole = np.clip(np.round(rest[row] / scales), -MAX_INT8, MAX_INT8)
             error = errors[row - start] = (rest[row] - whole * scales) / feedback[row, row]
             later = slice(row + 1, block.stop)
             rest[later] -= np.outer(feedback[row, later], error)

@@ -1,7 +1,8 @@
 """int8 quantization of an ONNX graph: matrix products with weights in 8-bit integers.
 
     weights               one scale a column: w ~ s q,        q in -127 ... 127
-    activations before    one scale a token:  x ~ s (q - z),  q in 0 ... 255
+    activations before    one scale a token, a row of the input of a product (ZeroQuant, section
+                          4.1, arXiv:2206.01861): x ~ s (q - z),  q in 0 ... 255
 
 The token x is divided by its largest value, x = max |x| · r, and (r W) max |x| is x W: r has the
 scale 1/127 in all images, as QuantizeLinear and DequantizeLinear need it, which onnxruntime,
@@ -29,6 +30,7 @@ Preprocessing, softmaxes, norms and the head stay in float32: they have few oper
 the result.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,9 +48,11 @@ HEADS = 2
 """Axis of the heads in (batch, tokens, heads, head_dim)."""
 MIN_IMAGES = 16
 """Calibration images below which ranges are too random."""
+IMAGES_AT_ONCE = 8
+"""Calibration images whose activations are multiplied at once, which takes a third of the time."""
 SMOOTHING = 0.5
-"""Share of an activation's range that is moved to the weights, as an exponent; SmoothQuant's
-alpha."""
+"""Share of an activation's size that is moved to the weights, as an exponent; SmoothQuant's alpha.
+The size of a channel is its largest value in static quantization, else its root mean square."""
 SMALLEST = 1e-8
 """Replaces a range or a weight of zero."""
 LARGEST, RELATIVE = "largest", "relative"
@@ -86,13 +90,13 @@ def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -
             f"{len(activations)}; int8 is made of a graph of fp32"
         )
     if static or images:
-        _check_images(images)
+        _check_images(images, "give more" if static else "give more, or none (--dynamic)")
     if static:
         _quantize_static(graph, activations, images)
     else:
         moments = _measure_moments(graph, activations, images) if images else {}
         _quantize_tokens(graph, activations, moments)
-    calibration = {"dynamic": not images, "static": static, "samples": len(images)}
+    calibration = {"static": static, "samples": len(images)}
     return graph.finish({**metadata, "precision": "int8", "calibration": json.dumps(calibration)})
 
 
@@ -303,11 +307,10 @@ def _feeds_softmax(graph: Graph, product: Any) -> bool:
     return consumer is not None and consumer.op_type == "Softmax"
 
 
-def _check_images(images: Sequence[Array]) -> None:
+def _check_images(images: Sequence[Array], remedy: str) -> None:
     if len(images) < MIN_IMAGES:
         raise DataError(
-            f"{len(images)} images for calibration: at least {MIN_IMAGES} are needed; give more, "
-            "or quantise dynamically"
+            f"{len(images)} images for calibration: at least {MIN_IMAGES} are needed; {remedy}"
         )
     for number, image in enumerate(images):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
@@ -357,7 +360,7 @@ class Moments:
         self.tokens += len(rows)
 
     def root_mean_squares(self) -> Array:
-        """Of each channel."""
+        """Of each channel, (channels,)."""
         values: Array = np.sqrt(np.diag(self.matrix) / max(self.tokens, 1))
         return values
 
@@ -365,7 +368,7 @@ class Moments:
 def _measure_moments(
     graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
 ) -> dict[str, Moments]:
-    """Moments of the activations over calibration images, one image at a time."""
+    """Moments of the activations over calibration images, by their names."""
     measured = Graph(graph.proto.SerializeToString())
     del measured.proto.graph.output[:]
     moments = {}
@@ -377,10 +380,11 @@ def _measure_moments(
         measured.proto.graph.output.append(value)
         moments[one.name] = Moments(np.zeros((one.channels, one.channels), np.float32))
     session = OnnxSession(measured.finish({}))
-    for image in images:
-        inputs = session({session.inputs[0]: image[None]})
-        for found, values in zip(moments.values(), inputs, strict=True):
-            found.add(values)
+    images_left = iter(images)
+    while several := [*itertools.islice(images_left, IMAGES_AT_ONCE)]:
+        inputs = [session({session.inputs[0]: image[None]}) for image in several]
+        for found, values in zip(moments.values(), zip(*inputs, strict=True), strict=True):
+            found.add(np.concatenate(values))
     return moments
 
 
@@ -390,7 +394,10 @@ def _smooth(graph: Graph, activation: Activation, values: Array) -> Array:
     Args:
         graph: The graph.
         activation: What the weights multiply.
-        values: Its size in each channel.
+        values: Its size in each channel, (channels,).
+
+    Returns:
+        (channels,)
     """
     factors = np.ones_like(values)
     norm = graph.producer(activation.name, "LayerNormalization")
@@ -447,12 +454,18 @@ def _quantize_static(graph: Graph, activations: list[Activation], images: Sequen
 
 
 def _quantize_tokens(
-    graph: Graph, activations: Sequence[Activation], moments: Mapping[str, Moments]
+    graph: Graph, activations: Sequence[Activation], moments: dict[str, Moments]
 ) -> None:
-    """Quantize products with weights, and each token before them in the range that it has."""
+    """Quantize products with weights, and each token before them in the range that it has.
+
+    Args:
+        graph: The graph.
+        activations: Inputs of the products.
+        moments: Those of the inputs, if any were measured; removed when they were used.
+    """
     replacements: dict[str, list[Any]] = {}
     for activation in activations:
-        measured, factors = moments.get(activation.name), np.ones(1, np.float32)
+        measured, factors = moments.pop(activation.name, None), np.ones(1, np.float32)
         if measured is not None:
             factors = _smooth(graph, activation, measured.root_mean_squares())
         lowest, nodes = _relative_to_token(graph, activation.name)
