@@ -1,6 +1,6 @@
 """GPTQ: weights rounded so that the errors of a product's inputs cancel each other.
 
-    minimise  |X W - X S Q|²       X: inputs (rows, in), W: weights (in, out), S: scales of columns
+    minimise  |X W - X Q S|²       X: inputs (rows, in), W: weights (in, out), S: scales of columns
 
 Rows of W are rounded one after the other, and each error is moved to the rows that are left, as far
 as their inputs can make up for it: by the inverse of XᵀX.
@@ -32,7 +32,7 @@ def gptq(weights: Array, scales: Array, moments: Array) -> Array:
     unused = matrix[diagonal] <= 0
     matrix[diagonal] += DAMPING * matrix[diagonal].mean() + unused
     order = np.argsort(-matrix[diagonal], kind="stable")
-    # its rows are those of the inverse of what is left of XᵀX, one row fewer each time
+    # row i: first row of the inverse of XᵀX without the inputs before i, over the root of its first
     feedback = np.linalg.cholesky(np.linalg.inv(matrix[np.ix_(order, order)])).T
     rest, rounded = weights[order].astype(np.float64), np.empty(weights.shape, np.int8)
     for start in range(0, len(rest), BLOCK):

@@ -32,7 +32,7 @@ the result.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,26 +320,29 @@ def _check_images(images: Sequence[Array], remedy: str) -> None:
             )
 
 
-def _calibrate(graph: Graph, activations: Sequence[Activation], images: Sequence[Array]) -> None:
-    """Measure the ranges, one image at a time."""
+def _activation_rows(
+    graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
+) -> Iterator[list[Array]]:
+    """The activations in one image after the other, each as (rows, channels)."""
     measured = Graph(graph.proto.SerializeToString())
     measured.nodes, measured.constants = [*graph.nodes], dict(graph.constants)
     del measured.proto.graph.output[:]
-    first = measured.constant("range/first", np.array([0]))
     for one in activations:
-        key = f"range/{one.name}"
-        shape = measured.constant(f"{key}/shape", np.array([-1, one.channels]))
-        measured.nodes.append(node("Reshape", [one.name, shape], [f"{key}/rows"]))
-        for end in ("Min", "Max"):
-            inputs = [f"{key}/rows", first]
-            measured.nodes.append(node(f"Reduce{end}", inputs, [f"{key}/{end}"], keepdims=0))
-            value = libraries().helper.make_tensor_value_info(f"{key}/{end}", 1, [one.channels])
-            measured.proto.graph.output.append(value)
+        rows, sizes = f"rows/{one.name}", np.array([-1, one.channels])
+        shape = measured.constant(f"{rows}/shape", sizes)
+        measured.nodes.append(node("Reshape", [one.name, shape], [rows]))
+        value = libraries().helper.make_tensor_value_info(rows, 1, [None, one.channels])
+        measured.proto.graph.output.append(value)
     session = OnnxSession(measured.finish({}))
     for image in images:
-        ranges = iter(session({session.inputs[0]: image[None]}))
-        for one in activations:
-            one.widen(next(ranges), next(ranges))
+        yield session({session.inputs[0]: image[None]})
+
+
+def _calibrate(graph: Graph, activations: Sequence[Activation], images: Sequence[Array]) -> None:
+    """Measure the ranges of the activations."""
+    for rows_of_image in _activation_rows(graph, activations, images):
+        for one, rows in zip(activations, rows_of_image, strict=True):
+            one.widen(rows.min(axis=0), rows.max(axis=0))
 
 
 @dataclass
@@ -369,22 +372,13 @@ def _measure_moments(
     graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
 ) -> dict[str, Moments]:
     """Moments of the activations over calibration images, by their names."""
-    measured = Graph(graph.proto.SerializeToString())
-    del measured.proto.graph.output[:]
-    moments = {}
-    for one in activations:
-        rows, sizes = f"rows/{one.name}", np.array([-1, one.channels])
-        shape = measured.constant(f"{rows}/shape", sizes)
-        measured.nodes.append(node("Reshape", [one.name, shape], [rows]))
-        value = libraries().helper.make_tensor_value_info(rows, 1, [None, one.channels])
-        measured.proto.graph.output.append(value)
-        moments[one.name] = Moments(np.zeros((one.channels, one.channels), np.float32))
-    session = OnnxSession(measured.finish({}))
-    images_left = iter(images)
-    while several := [*itertools.islice(images_left, IMAGES_AT_ONCE)]:
-        inputs = [session({session.inputs[0]: image[None]}) for image in several]
-        for found, values in zip(moments.values(), zip(*inputs, strict=True), strict=True):
-            found.add(np.concatenate(values))
+    moments = {
+        one.name: Moments(np.zeros((one.channels, one.channels), np.float32)) for one in activations
+    }
+    rows_of_images = _activation_rows(graph, activations, images)
+    while several := [*itertools.islice(rows_of_images, IMAGES_AT_ONCE)]:
+        for found, rows in zip(moments.values(), zip(*several, strict=True), strict=True):
+            found.add(np.concatenate(rows))
     return moments
 
 
