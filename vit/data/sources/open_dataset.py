@@ -32,6 +32,7 @@ from vit.data.sources.dataset_warnings import (
     name_notes,
     search_identical,
 )
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
 from vit.data.sources.label_review import apply_labels, apply_review
@@ -50,8 +51,6 @@ from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
-HeldOut = Callable[[Path, Collection[str]], Collection[str]]
-"""Returns the names that training held out, given the root of a dataset and the names in it."""
 
 
 def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
@@ -342,7 +341,7 @@ def open_eval_split(
     *,
     split: str,
     classes: Sequence[str],
-    held_out: Collection[str] | HeldOut = (),
+    held_out: HeldOutSplit | None = None,
     unshared_classes: Collection[str] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split for evaluation; labels are indices into `classes`.
@@ -351,9 +350,8 @@ def open_eval_split(
         data: As in `open_splits`.
         split: `train`, `test`..., or `val` for the first validation split there is.
         classes: Class names of the model.
-        held_out: Images that training held out, as `relative` names, or a function that returns
-            them. Used if the dataset has no validation split other than `test`, and contains any
-            of them.
+        held_out: Images that training held out. Used if the dataset has no validation split other
+            than `test`, and contains any of them.
         unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
             are left out, with a note.
 
@@ -369,9 +367,10 @@ def open_eval_split(
     if spec.captions and split == "train":
         candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)
-    held_out_names = _present_held_out(index, held_out)
-    if split == "val" and name == TEST and held_out_names:
-        name = None
+    match = None
+    if held_out is not None and split == "val" and name in (None, TEST):
+        match = held_out.find([record.path for record in index.train], index.root)
+        name = None if match.paths else name
     use_held_out = name is None
     available = index.locations.keys() - {""}
     if name is None and (split != "val" or available - {"train", "test"}):
@@ -389,8 +388,11 @@ def open_eval_split(
     notes = [*index.notes]
     records: Sequence[ImageRecord] = index.splits[name]
     if use_held_out:
-        records, note = _select_held_out(records, held_out_names, index)
-        notes = [note, *notes]
+        taken = f"took all {len(records):,} images"
+        if match is not None:
+            taken = match.describe(len(records))
+            records = [one for one in records if one.path in match.paths] or records
+        notes = [f"no validation {index.split_kind}: {taken}", *notes]
     elif name != split:
         notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
     location = index.locations[name]
@@ -507,29 +509,6 @@ def _relabel(
     if any(name != target for name, target in targets.items()):
         records = [r._replace(labels=tuple(targets[name] for name in r.labels)) for r in records]
     return [*records], notes + _missing_class_notes(_by_class(records, classes), location)
-
-
-def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
-    """The names that training held out, if the dataset contains any of them."""
-    records = index.train
-    present = {relative(record.path, index.root) for record in records}
-    names = held_out(index.root, present) if callable(held_out) else held_out
-    return names if present & set(names) else ()
-
-
-def _select_held_out(
-    records: Sequence[ImageRecord], held_out: Collection[str], index: DatasetIndex
-) -> tuple[Sequence[ImageRecord], str]:
-    """The records that training held out, or all if it held out none of them, and a note."""
-    names = set(held_out)
-    selected = [record for record in records if relative(record.path, index.root) in names]
-    reason = f"no validation {index.split_kind}"
-    if selected:
-        images = plural(len(selected), "image")
-        if len(selected) < len(names):
-            images = f"{images} left of the {len(names):,}"
-        return selected, f"{reason}: took the {images} that training held out"
-    return records, f"{reason}: took all {len(records):,} images"
 
 
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
