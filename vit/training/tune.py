@@ -42,6 +42,7 @@ from vit.evaluation.tune_report import (
     tune_page,
     verdict,
 )
+from vit.event_log import METRICS_FILE, read_event_log
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.text import format_duration, percent, plural, printable, quoted
@@ -59,7 +60,6 @@ from vit.training.checkpoint.run_folder import (
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import read_events
 from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.search_space import SPACE, make_trials
@@ -536,8 +536,7 @@ def run_trial(
         if trial == 0 or on_one_process:
             raise
         return {**result, "error": printable(error)}
-    events = on_main(accelerator, lambda: read_events(where))
-    epochs = [event for event in events if event["event"] == "epoch"]
+    epochs = on_main(accelerator, lambda: read_event_log(where / METRICS_FILE, "epoch").events)
     measure = str(epochs[-1].get("chosen_by", "val_top1")).removeprefix("val_")
     return {
         **result,
