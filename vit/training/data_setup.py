@@ -74,7 +74,7 @@ def prepare_data(
         notify(f"note: {note}")
     if source is not None and (weights := config.finetune.weights):
         seen = seen_images_note(weights, splits, source.classes)
-        for told in (dropped_lists_note(weights, config), seen):
+        for told in (dropped_lists_note(config), seen):
             if told is not None:
                 notify(told)
     if resumed is None:  # the run began with its own range, or without one

@@ -38,6 +38,7 @@ from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
+from vit.training.finetune.finetuning import run_of
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -49,6 +50,7 @@ from vit.training.plan_rules import (
     TimedNetwork,
     affordable_passes,
     counted_passes,
+    decide_cache,
     flops_with_captions,
     ladder_for,
     make_plan,
@@ -278,11 +280,18 @@ def facts_of(
         accelerator: The devices.
         given: Settings that somebody chose, or that weights have.
     """
+    with timing_networks(accelerator):
+        facts = data_facts(config, splits, accelerator)
+        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+
+
+def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
+    """Those of `facts_of` that are not measured by training steps."""
     task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
-    facts = Facts(
+    return Facts(
         images=len(splits.train),
         taught=len(splits.unlabelled),
         classes=len(splits.classes),
@@ -303,8 +312,18 @@ def facts_of(
         passes_factor=factor,
         captions=caption_stats(splits.train, config) if config.training.captions else None,
     )
-    with timing_networks(accelerator):
-        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+
+
+def with_planned_cache(config: Config, splits: Splits, accelerator: Accelerator) -> Config:
+    """`config` with the cache that the plan chooses, if the run of its weights had one."""
+    before = run_of(str(config.finetune.weights))
+    if before is None or before[1].data.cache == "none" or config.finetune.method == "probe":
+        return config
+    settings = {**vars(config.model), **vars(config.data), **vars(config.augment)}
+    del settings["cache"]
+    plan = Plan(data_facts(config, splits, accelerator), settings)
+    decide_cache(plan)
+    return with_settings(config, **plan.settings)
 
 
 def free_shared_memory(accelerator: Accelerator) -> int:

@@ -53,6 +53,7 @@ from vit.training.plan import (
     plan_training,
     summary_lines,
     with_chosen_weights,
+    with_planned_cache,
 )
 from vit.training.plan_rules import Plan
 from vit.training.setup import make_network, make_training
@@ -263,7 +264,7 @@ def resolve(
         config = with_stored_settings(config, resumed, given)
     elif config.finetune.weights is not None:
         source = load_source(config, given, accelerator, notify)
-        config = complete_for_weights(config, source, given)
+        config = complete_for_weights(config, source, given, notify)
     tokenizer = pretrained_tokenizer(config, source, given)
     config, splits, failed = prepare_data(
         config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
@@ -275,6 +276,8 @@ def resolve(
         notify(f"note: time={limit} chooses the length of the training: {unused}")
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
+    if source is not None and "cache" not in given:
+        config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
