@@ -207,10 +207,6 @@ class BestWeights:
             samples: The images.
             failed: Receives the files that cannot be read, with the reason.
             network: The network whose preprocessing applies; the best weights if omitted.
-
-        Raises:
-            DataError: No image can be read.
-            Interrupted: A signal was received.
         """
         run, preprocessing = self.run, (network or self.loaded).preprocessing
         loader = EvaluationLoader(
@@ -250,10 +246,6 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         folder: The run folder.
         splits: The data.
         epoch: The best epoch, from 1.
-
-    Raises:
-        VitError: The task cannot complete the folder.
-        Interrupted: A signal was received; the run itself is complete.
     """
     best = BestWeights(run, folder, splits, best_epoch=epoch, calibrating=True)
     run.task.finish(best)
@@ -338,11 +330,7 @@ def report(
 
 
 def finished_config(folder: Path) -> Config:
-    """The settings of a run that has finished an epoch.
-
-    Raises:
-        RunError: It is no run folder, or has none.
-    """
+    """The settings of a run that has finished an epoch."""
     needed = ("config.yaml", METRICS_FILE, "model.safetensors")
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
@@ -362,9 +350,6 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
     """`splits` with the validation images that the run in `folder` held out.
 
     Images that were added to the data since may have changed the split.
-
-    Raises:
-        DataError: None of them is there.
     """
     split = read_split(folder) if splits.made else None
     if split is None:

@@ -130,11 +130,7 @@ def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
 
 
 def check_plannable(chosen: Mapping[str, Any]) -> None:
-    """Refuse settings that leave nothing to plan.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Refuse settings that leave nothing to plan."""
     if not (is_planned(chosen) or chooses_weights(chosen) or continues_pretraining(chosen)):
         raise ConfigError(
             "a plan chooses the network: leave out --model and --method, and --weights or give "
@@ -156,11 +152,6 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
-
-    Raises:
-        DataError: The data cannot be trained on.
-        ConfigError: A setting is wrong, or contradicts another one; or there are no weights to
-            choose from.
     """
     values = without_unset(checked(chosen))
     pretrained = chooses_weights(values)
@@ -213,11 +204,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
-    """Refuse settings that leave `--weights auto` nothing to choose.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Refuse settings that leave `--weights auto` nothing to choose."""
     if not has_plan(values) or get_task(values.get("task", "classify")).writes_captions:
         raise ConfigError(
             f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
@@ -245,9 +232,6 @@ def with_chosen_weights(
 
     Returns:
         The settings, the names of those that are to be kept, and the data as listed for the plan.
-
-    Raises:
-        VitError: As `plan_training`; or the run that is resumed began without pretrained weights.
     """
     flat, names = flatten(config), {*given, "data", "weights"}
     chosen = without_unset({name: flat[name] for name in flat if name in names})
@@ -347,11 +331,7 @@ def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Fac
 
 
 def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
-    """The same on GPUs: small batches and networks leave them waiting, and memory is limited.
-
-    Raises:
-        RunError: Not one image fits into the memory, also of a chosen network.
-    """
+    """The same on GPUs: small batches and networks leave them waiting, and memory is limited."""
     batch = given.get("batch_size") or usual_batch(facts)
     views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
     share = max(batch // facts.processes // (given.get("accumulate") or 1), 1)

@@ -249,9 +249,6 @@ def resolve(
         resumed: Folder of the run to resume, whose stored settings apply.
         began: Start of the time of `config.training.time`, by `time.monotonic`.
         listing: The data as listed for a plan, if they were.
-
-    Raises:
-        VitError: A setting contradicts the data, the weights, the devices or the resumed run.
     """
     notify = notifier(accelerator)
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
@@ -291,12 +288,7 @@ def resolve(
 def load_source(
     config: Config, given: Sequence[str], accelerator: Accelerator, notify: Notify
 ) -> Pretrained:
-    """Load the pretrained weights.
-
-    Raises:
-        DataError: The data do not exist.
-        WeightsError: The weights cannot be found or read.
-    """
+    """Load the pretrained weights."""
     where = config.finetune.weights
     assert where is not None
     if not config.training.captions:
@@ -345,9 +337,6 @@ def claim_run_folder(
     """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
 
     `claimed` is called before they are written.
-
-    Raises:
-        RunError: Another process has locked it, or began a run there since `check` was called.
     """
     stack.enter_context(lock_folder(folder))
     if check() == new:

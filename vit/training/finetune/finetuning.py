@@ -91,10 +91,6 @@ def complete_for_weights(
         source: Those weights.
         given: Names of the settings that the user gave; they are kept.
         notify: Called with notes on defaults that do not suit the weights.
-
-    Raises:
-        ConfigError: Given settings contradict the weights or the method.
-        WeightsError: The weights cannot be converted to the given feedforward.
     """
     if "feedforward" in given:
         check_feedforward(source, config.model.feedforward)
@@ -320,9 +316,6 @@ def check_unused_settings(
         chosen: Every setting, tuples as lists.
         given: Names of the settings that the user gave.
         usual: Their defaults.
-
-    Raises:
-        ConfigError: A given setting has no effect.
     """
     for name in UNUSED_SETTINGS.get(method, ()):
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
@@ -347,11 +340,7 @@ def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> 
 
 
 def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
-    """Image and patch size of a given --model, to which the weights are adapted.
-
-    Raises:
-        ConfigError: The preset and the weights differ in another size.
-    """
+    """Image and patch size of a given --model, to which the weights are adapted."""
     if "model" not in given:
         return {}
     name, sizes = config.training.model, preset(config.training.model)
@@ -366,11 +355,7 @@ def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> di
 
 
 def apply_finetune_method(network: VisionTransformer, config: Config) -> str | None:
-    """Freeze parameters or add LoRA layers, by the method; returns a line for the log.
-
-    Raises:
-        ConfigError: A LoRA target is not a layer of the blocks.
-    """
+    """Freeze parameters or add LoRA layers, by the method; returns a line for the log."""
     settings = config.finetune
     if settings.method == "lora":
         rank, alpha = settings.lora_rank, settings.lora_alpha

@@ -35,9 +35,6 @@ def record_environment(folder: Path, data: str) -> None:
     Args:
         folder: The run folder.
         data: The setting `data`.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     path = folder / ENVIRONMENT_FILE
     found = describe_environment(data)
