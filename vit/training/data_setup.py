@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from vit.config import Config, ModelConfig
+from vit.config import Config, DataConfig, ModelConfig
 from vit.config.parser import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
@@ -63,6 +63,9 @@ def prepare_data(
         config = complete_for_added_classes(
             config, source, splits.classes, len(splits.train), given, notify
         )
+    if "val_share" in given and not splits.made and config.data.val_share != DataConfig.val_share:
+        unused = f"val_share={config.data.val_share} is not used"
+        notify(f"note: {unused}: the data have their own validation images")
     scan = scan_images(splits, config, accelerator)
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
