@@ -14,9 +14,15 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.memory_allocator"),
-    *("vit.paths", "vit.quick_imports", "vit.score_calibration", "vit.stop_signals"),
-    *("vit.supported_versions", "vit.text", "vit.version"),
+    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.event_log", "vit.file_lock"),
+    *(
+        "vit.memory_allocator",
+        "vit.paths",
+        "vit.quick_imports",
+        "vit.score_calibration",
+        "vit.stop_signals",
+    ),
+    *("vit.stop_signals", "vit.supported_versions", "vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -39,6 +45,7 @@ NUMERIC = {"torch", "numpy"}
 ALLOWED = {
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
+    "vit.event_log": {"vit.text"},
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),

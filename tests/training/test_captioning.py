@@ -27,7 +27,7 @@ from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
-from vit.evaluation.runs_table import ranking_metric
+from vit.event_log import ranking_metric
 from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner

@@ -9,7 +9,7 @@ from typing import Any
 
 from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
 from vit.config.data_config import RANDAUGMENT
-from vit.config.parser import make_config, read_settings
+from vit.config.parser import make_config, read_stored_settings
 from vit.config.pretraining_config import SETTINGS_OF
 
 HEADER = "Settings of a finished or running training."
@@ -54,7 +54,7 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    return settings_of_task(read_settings(path))
+    return settings_of_task(read_stored_settings(path))
 
 
 def settings_of_task(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from vit.training.plan import (
     plan_training,
     summary_lines,
     with_chosen_weights,
+    with_planned_cache,
 )
 from vit.training.plan_rules import Plan
 from vit.training.setup import make_network, make_training
@@ -248,9 +249,6 @@ def resolve(
         resumed: Folder of the run to resume, whose stored settings apply.
         began: Start of the time of `config.training.time`, by `time.monotonic`.
         listing: The data as listed for a plan, if they were.
-
-    Raises:
-        VitError: A setting contradicts the data, the weights, the devices or the resumed run.
     """
     notify = notifier(accelerator)
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
@@ -263,7 +261,7 @@ def resolve(
         config = with_stored_settings(config, resumed, given)
     elif config.finetune.weights is not None:
         source = load_source(config, given, accelerator, notify)
-        config = complete_for_weights(config, source, given)
+        config = complete_for_weights(config, source, given, notify)
     tokenizer = pretrained_tokenizer(config, source, given)
     config, splits, failed = prepare_data(
         config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
@@ -275,6 +273,8 @@ def resolve(
         notify(f"note: time={limit} chooses the length of the training: {unused}")
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
+    if source is not None and "cache" not in given:
+        config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
@@ -288,12 +288,7 @@ def resolve(
 def load_source(
     config: Config, given: Sequence[str], accelerator: Accelerator, notify: Notify
 ) -> Pretrained:
-    """Load the pretrained weights.
-
-    Raises:
-        DataError: The data do not exist.
-        WeightsError: The weights cannot be found or read.
-    """
+    """Load the pretrained weights."""
     where = config.finetune.weights
     assert where is not None
     if not config.training.captions:
@@ -342,9 +337,6 @@ def claim_run_folder(
     """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
 
     `claimed` is called before they are written.
-
-    Raises:
-        RunError: Another process has locked it, or began a run there since `check` was called.
     """
     stack.enter_context(lock_folder(folder))
     if check() == new:
