@@ -153,7 +153,7 @@ class Classification(Task):
         logits, calibration = found.logits.double(), run.loaded.calibration
         outcomes = Outcomes.of(logits.softmax(dim=1), found.labels)
         calibrated = None
-        if calibration is not None and (fitted := found.temperature):
+        if calibration is not None and calibration.scales and (fitted := found.temperature):
             scaled = (scale_logits(logits, *fitted.scaling), fitted.held_out)
             calibrated = CalibratedOutcomes(
                 (calibration.temperature, calibration.exponent),
