@@ -10,6 +10,7 @@ al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -224,6 +225,15 @@ def adaptive_calibration_error(confidences: Tensor, right: Tensor) -> float:
     ends = torch.arange(1, BINS) * len(ordered) // BINS - 1
     edges = ordered[ends.clamp(min=0)]
     return _mean_gap(confidences, right, torch.bucketize(confidences, edges))
+
+
+def confusion_counts(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Number of images by class and answer; pairs without an image are left out."""
+    found: dict[str, dict[str, int]] = {}
+    pairs = Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
+    for (label, answer), count in sorted(pairs.items()):
+        found.setdefault(classes[label], {})[classes[answer]] = count
+    return found
 
 
 def reliability(

@@ -10,7 +10,7 @@ al., "Fast optimal leaf ordering for hierarchical clustering", section 2, Bioinf
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import PurePath
 
@@ -100,29 +100,39 @@ class ConfusionFindings:
     matrix: Sequence[MatrixRow]
     pairs: Sequence[Confusion]
     wrong_pairs: int
-    images: Mapping[Confusion, Sequence[CellImage]]
+    images: Mapping[Confusion, Sequence[CellImage]] = field(default_factory=dict)
     few_classes: int = FEW_CLASSES
 
 
 def confusion_findings(
     outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = ()
 ) -> ConfusionFindings:
-    """The matrix and the most frequent wrong pairs of at least one image.
-
-    Args:
-        outcomes: Of the images.
-        classes: Names.
-        paths: Files of the images; without them, cells have no images.
-    """
+    """`counted_findings` of at least one image, with images in cells where there are `paths`."""
     indices: Indices = defaultdict(list)
     for index, pair in enumerate(
         zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)
     ):
         indices[pair].append(index)
-    totals = outcomes.labels.bincount(minlength=len(classes)).tolist()
+    found = counted_findings({pair: len(places) for pair, places in indices.items()}, classes)
+    drawn = [cell for row in found.matrix for cell in row.cells if cell is not None]
+    known = set(found.pairs)
+    right = [cell for cell in drawn if cell.label == cell.answer]
+    others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
+    others.sort(key=lambda cell: -cell.count)
+    images = cell_images([*found.pairs, *others], right, indices, outcomes, paths) if paths else {}
+    return replace(found, images=images)
+
+
+def counted_findings(
+    counts: Mapping[tuple[int, int], int], classes: Sequence[str]
+) -> ConfusionFindings:
+    """The matrix and the most frequent wrong pairs, by the number of images of class and answer."""
+    totals = [0] * len(classes)
+    for (label, _), count in counts.items():
+        totals[label] += count
     cells = {
-        pair: Confusion(*pair, len(found), len(found) / totals[pair[0]])
-        for pair, found in sorted(indices.items())
+        pair: Confusion(*pair, count, count / totals[pair[0]])
+        for pair, count in sorted(counts.items())
     }
     wrong = [cell for (label, answer), cell in cells.items() if label != answer]
     wrong.sort(key=lambda cell: -cell.count)
@@ -134,18 +144,12 @@ def confusion_findings(
         row = [cells.get((label, answer)) for answer in order]
         inside = sum(cell.count for cell in row if cell is not None)
         matrix.append(MatrixRow(label, row, totals[label] - inside))
-    drawn = [cell for row in matrix for cell in row.cells if cell is not None]
-    known = set(pairs)
-    right = [cell for cell in drawn if cell.label == cell.answer]
-    others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
-    others.sort(key=lambda cell: -cell.count)
     return ConfusionFindings(
         classes=classes,
         order=order,
         matrix=matrix,
         pairs=pairs,
         wrong_pairs=len(wrong),
-        images=cell_images([*pairs, *others], right, indices, outcomes, paths) if paths else {},
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from vit.errors import ConfigError
 from vit.evaluation.charts import SCORES, robustness_charts
 from vit.evaluation.classification_report import class_table
+from vit.evaluation.confusion_matrix import counted_findings
 from vit.evaluation.html_page import render_page
 
 CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
@@ -50,6 +51,12 @@ def evaluation_page(
     """
     key = next((name for name in SCORES if name in scores), "")
     check_page(key, captions="bleu4" in scores)
+    places = {row["label"]: place for place, row in enumerate(scores["per_class"])}
+    confusion = {
+        (places[label], places[answer]): count
+        for label, answers in scores.get("confusion", {}).items()
+        for answer, count in answers.items()
+    }
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,
@@ -60,6 +67,7 @@ def evaluation_page(
         interval=scores[f"{key}_interval"],
         numbers=score_rows(scores),
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
+        confusions=counted_findings(confusion, [*places]) if confusion else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

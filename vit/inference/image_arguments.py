@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vit.data.dataset_types import ListRows
 from vit.errors import DataError
 from vit.paths import did_you_mean, path_argument
 from vit.text import Notify, printable
@@ -21,11 +22,17 @@ def input_paths(inputs: Any) -> list[str]:
     return [path_argument("inputs", one, wanted) for one in listed]
 
 
-def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -> list[str]:
+def find_images(
+    inputs: Sequence[str],
+    *,
+    notify: Notify,
+    lists: bool = False,
+    rows: ListRows | None = None,
+) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
     With `lists`, those that only Ray's workers read are replaced by their images: see
-    `read_column`.
+    `read_column`. `rows` receives the rows of the other lists.
 
     Raises:
         DataError: There are no images.
@@ -38,7 +45,7 @@ def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -
         elif lists and (listed := read_column(word)) is not None:
             images += listed
         else:
-            images += expand(word, notes, alone=len(inputs) == 1)
+            images += expand(word, notes, rows, alone=len(inputs) == 1)
     for note in notes:
         notify(note)
     if not images:
@@ -71,7 +78,7 @@ def read_column(word: str) -> list[str] | None:
     )
 
 
-def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
+def expand(word: str, notes: list[str], rows: ListRows | None, *, alone: bool) -> list[str]:
     """Paths that one input means; a folder without images is an error of its own among others.
 
     Raises:
@@ -83,7 +90,7 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     if alone:  # among others it has its row
         refuse_mistaken(word)
     try:
-        found = list_images([word], notes=notes)
+        found = list_images([word], notes=notes, rows=rows)
         if alone and found == [word] and (hint := did_you_mean(word)):
             notes.append(f"{printable(word)} is not there{hint}")
         return found

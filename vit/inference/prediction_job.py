@@ -19,6 +19,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.config.parser import nearest
+from vit.data.dataset_types import ListRows
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.inference.backends import (
     ImagePredictor,
@@ -272,14 +273,16 @@ def predict(
     output = None
     if engine != "ray" and config.resumable and config.out is not None:
         output = ResumableOutput(config.out, config.embeddings, processes=group.processes)
-    images, failed = group.run_on_main(
+    images, cells, failed = group.run_on_main(
         lambda: prepare(config, output, style=style, engine=engine, notify=notify)
     )
     if failed is None and engine == "ray":
-        failed = run_on_ray(config, images, style, notify)
+        failed = run_on_ray(config, images, cells, style, notify)
     elif failed is None:
         predictor = open_predictor_on_all(config, group, images, engine, output)
-        job = PredictionJob(config, style, engine, images, predictor, group, notify, progress)
+        job = PredictionJob(
+            config, style, engine, images, cells, predictor, group, notify, progress
+        )
         failed = job.write_stream() if output is None else job.write_file(output)
     if group.rank:
         return 0
@@ -307,8 +310,9 @@ def prepare(
     style: str,
     engine: str,
     notify: Notify,
-) -> tuple[list[str], int | None]:
-    """Check all paths; return the images, and the failures if `output` is already complete."""
+) -> tuple[list[str], ListRows, int | None]:
+    """Check all paths; return the images, the rows that lists have of them, and the failures if
+    `output` is already complete."""
     if output is not None:
         if config.embeddings is not None:
             from vit.output.embeddings_file import check_embeddings
@@ -321,7 +325,8 @@ def prepare(
         check_output(None if config.out == "-" else config.out, overwrite=config.overwrite)
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
-    images = find_images(config.inputs, lists=engine == "ray", notify=notify)
+    cells: ListRows = {}
+    images = find_images(config.inputs, lists=engine == "ray", notify=notify, rows=cells)
     if output is not None and config.resume and (output.needs_name or not config.overwrite):
         failed = output.complete(images, style)
         if failed is not None:
@@ -335,12 +340,12 @@ def prepare(
                 f"{name} is complete: {len(images):,} images, in the order of the inputs (the "
                 "model and settings that wrote it are not recorded)"
             )
-            return images, failed
+            return images, cells, failed
     if config.sort_into is not None:
         filled = config.overwrite or (output is not None and bool(output.leftovers()))
         method = config.sort_with or "copy"
         check_sorting(config.sort_into, config.inputs, images, filled=filled, method=method)
-    return images, None
+    return images, cells, None
 
 
 def check_ray(out: str, style: str, *, overwrite: bool) -> None:
@@ -354,7 +359,9 @@ def check_ray(out: str, style: str, *, overwrite: bool) -> None:
     check_out(out, style, overwrite=overwrite)
 
 
-def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: Notify) -> int:
+def run_on_ray(
+    config: PredictionConfig, images: list[str], cells: ListRows, style: str, notify: Notify
+) -> int:
     """Predict with Ray's workers; return how many images failed."""
     from vit.inference.ray_inference import predict_with_ray
 
@@ -368,6 +375,7 @@ def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: 
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
+        cells=cells,
         **config.csv_settings(style),
     )
 
@@ -407,6 +415,7 @@ class PredictionJob:
         style: Format of the rows.
         engine: Inference engine.
         images: The whole list.
+        cells: Rows of the image lists, by path.
         predictor: Predicts them.
         group: The processes that share the list.
         notify, progress: As for `predict`.
@@ -416,6 +425,7 @@ class PredictionJob:
     style: str
     engine: str
     images: list[str]
+    cells: ListRows
     predictor: ImagePredictor
     group: SingleProcess | ProcessGroup
     notify: Notify
@@ -456,6 +466,7 @@ class PredictionJob:
             **config.csv_settings(self.style),
             reject=self.config.reject,
             sets=self.config.sets is not None,
+            cells=self.cells,
         )
         header, line = FORMATS[self.style](layout)
         if self.style == "csv" and config.to_file:
@@ -584,6 +595,7 @@ class PredictionJob:
             "model": sha256_of_files(model_files(config.model, self.engine)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
+            "list_cells": hashlib.sha256(repr(self.cells).encode(errors="replace")).hexdigest(),
             "batch_size": predictor.batch_size,
             "block": predictor.block_size,
             "device": str(predictor.device).split(":")[0],

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +10,9 @@ from typing import Any, TextIO
 from vit.errors import RunError, VitError
 from vit.text import printable
 
+REPORTS = ("--json", "--html")
+"""Flags of files that a command makes anew, and replaces. Rows and lists took time, or a person
+edits them: those are replaced with --overwrite."""
 MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer names
 
 
@@ -38,20 +41,20 @@ def check_outputs(
     outputs: Mapping[str, str | None],
     inputs: Iterable[str | None] = (),
     *,
-    must_be_new: Collection[str] = (),
+    overwrite: bool = False,
 ) -> None:
     """Check, before any work is done, the files that a command writes.
 
     Args:
         outputs: Path of each output by its flag; None is no output.
         inputs: Paths that are read.
-        must_be_new: Flags whose files are not replaced.
+        overwrite: Whether other files than REPORTS are replaced.
 
     Raises:
         VitError: As `check_output` and `check_distinct`.
     """
     for flag, path in outputs.items():
-        check_output(path, overwrite=flag not in must_be_new)
+        check_output(path, overwrite=overwrite or flag in REPORTS)
     check_distinct(outputs, inputs)
 
 
