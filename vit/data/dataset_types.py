@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +29,6 @@ class Sample:
 
 ImagesByClass = dict[str, list[str]]
 """Class name -> paths of its images."""
-
-
-ListRows = dict[str, dict[str, Any]]
-"""Path of an image -> cells of the first line that names it, by column, as the list has them."""
 
 
 class ImageRecord(NamedTuple):

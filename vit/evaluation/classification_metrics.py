@@ -80,6 +80,14 @@ class Outcomes:
             class_gaps=class_gaps(probabilities, labels),
         )
 
+    def confusion(self, classes: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Number of images by class and answer; pairs without an image are left out."""
+        found: dict[str, dict[str, int]] = {}
+        pairs = Counter(zip(self.labels.tolist(), self.answers.tolist(), strict=True))
+        for (label, answer), count in sorted(pairs.items()):
+            found.setdefault(classes[label], {})[classes[answer]] = count
+        return found
+
     @staticmethod
     def cat(parts: Sequence["Outcomes"]) -> "Outcomes":
         """All images of `parts`, in order; `parts` is not empty."""
@@ -225,15 +233,6 @@ def adaptive_calibration_error(confidences: Tensor, right: Tensor) -> float:
     ends = torch.arange(1, BINS) * len(ordered) // BINS - 1
     edges = ordered[ends.clamp(min=0)]
     return _mean_gap(confidences, right, torch.bucketize(confidences, edges))
-
-
-def confusion_counts(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Number of images by class and answer; pairs without an image are left out."""
-    found: dict[str, dict[str, int]] = {}
-    pairs = Counter(zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True))
-    for (label, answer), count in sorted(pairs.items()):
-        found.setdefault(classes[label], {})[classes[answer]] = count
-    return found
 
 
 def reliability(

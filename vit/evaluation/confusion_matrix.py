@@ -113,7 +113,7 @@ def confusion_findings(
         zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)
     ):
         indices[pair].append(index)
-    found = counted_findings({pair: len(places) for pair, places in indices.items()}, classes)
+    found = counted_findings(outcomes.confusion(classes), classes)
     drawn = [cell for row in found.matrix for cell in row.cells if cell is not None]
     known = set(found.pairs)
     right = [cell for cell in drawn if cell.label == cell.answer]
@@ -124,15 +124,15 @@ def confusion_findings(
 
 
 def counted_findings(
-    counts: Mapping[tuple[int, int], int], classes: Sequence[str]
+    counts: Mapping[str, Mapping[str, int]], classes: Sequence[str]
 ) -> ConfusionFindings:
     """The matrix and the most frequent wrong pairs, by the number of images of class and answer."""
-    totals = [0] * len(classes)
-    for (label, _), count in counts.items():
-        totals[label] += count
+    place = {name: number for number, name in enumerate(classes)}
+    totals = {place[label]: sum(answers.values()) for label, answers in counts.items()}
     cells = {
-        pair: Confusion(*pair, count, count / totals[pair[0]])
-        for pair, count in sorted(counts.items())
+        (own := place[label], other := place[answer]): Confusion(own, other, n, n / totals[own])
+        for label, answers in counts.items()
+        for answer, n in answers.items()
     }
     wrong = [cell for (label, answer), cell in cells.items() if label != answer]
     wrong.sort(key=lambda cell: -cell.count)
@@ -143,7 +143,7 @@ def counted_findings(
     for label in order:
         row = [cells.get((label, answer)) for answer in order]
         inside = sum(cell.count for cell in row if cell is not None)
-        matrix.append(MatrixRow(label, row, totals[label] - inside))
+        matrix.append(MatrixRow(label, row, totals.get(label, 0) - inside))
     return ConfusionFindings(
         classes=classes,
         order=order,

@@ -51,12 +51,7 @@ def evaluation_page(
     """
     key = next((name for name in SCORES if name in scores), "")
     check_page(key, captions="bleu4" in scores)
-    places = {row["label"]: place for place, row in enumerate(scores["per_class"])}
-    confusion = {
-        (places[label], places[answer]): count
-        for label, answers in scores.get("confusion", {}).items()
-        for answer, count in answers.items()
-    }
+    names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,
@@ -67,7 +62,7 @@ def evaluation_page(
         interval=scores[f"{key}_interval"],
         numbers=score_rows(scores),
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
-        confusions=counted_findings(confusion, [*places]) if confusion else None,
+        confusions=counted_findings(counts, names) if counts else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

@@ -31,7 +31,7 @@ from vit.config import DataConfig
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
-from vit.data.dataset_types import NO_LABEL, ListRows, Sample
+from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
 from vit.data.sources.held_out_split import read_split
 from vit.data.sources.image_list import list_rows
@@ -349,7 +349,7 @@ class EvaluationRows:
         *,
         all_scores: bool = False,
         csv: Mapping[str, Any],
-        cells: ListRows,
+        cells: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None

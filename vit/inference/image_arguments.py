@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from vit.data.dataset_types import ListRows
 from vit.errors import DataError
 from vit.paths import did_you_mean, path_argument
 from vit.text import Notify, printable
@@ -22,17 +22,11 @@ def input_paths(inputs: Any) -> list[str]:
     return [path_argument("inputs", one, wanted) for one in listed]
 
 
-def find_images(
-    inputs: Sequence[str],
-    *,
-    notify: Notify,
-    lists: bool = False,
-    rows: ListRows | None = None,
-) -> list[str]:
+def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -> list[str]:
     """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
 
     With `lists`, those that only Ray's workers read are replaced by their images: see
-    `read_column`. `rows` receives the rows of the other lists.
+    `read_column`.
 
     Raises:
         DataError: There are no images.
@@ -45,7 +39,7 @@ def find_images(
         elif lists and (listed := read_column(word)) is not None:
             images += listed
         else:
-            images += expand(word, notes, rows, alone=len(inputs) == 1)
+            images += expand(word, notes, alone=len(inputs) == 1)
     for note in notes:
         notify(note)
     if not images:
@@ -78,7 +72,7 @@ def read_column(word: str) -> list[str] | None:
     )
 
 
-def expand(word: str, notes: list[str], rows: ListRows | None, *, alone: bool) -> list[str]:
+def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     """Paths that one input means; a folder without images is an error of its own among others.
 
     Raises:
@@ -90,7 +84,7 @@ def expand(word: str, notes: list[str], rows: ListRows | None, *, alone: bool) -
     if alone:  # among others it has its row
         refuse_mistaken(word)
     try:
-        found = list_images([word], notes=notes, rows=rows)
+        found = list_images([word], notes=notes)
         if alone and found == [word] and (hint := did_you_mean(word)):
             notes.append(f"{printable(word)} is not there{hint}")
         return found
@@ -98,6 +92,17 @@ def expand(word: str, notes: list[str], rows: ListRows | None, *, alone: bool) -
         if alone or not os.path.isdir(word):
             raise
         return [word]
+
+
+def input_rows(inputs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the image lists among `inputs`; see `list_rows`."""
+    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.data.sources.image_list import list_rows
+    from vit.data.sources.list_files import is_list
+
+    spec = partial(DatasetSpec, allow_outside=True, labels=False, reads_splits=False)
+    lists = (list_rows(spec(word)) for word in inputs if is_list(word) and os.path.isfile(word))
+    return {path: row for rows in lists for path, row in rows.items()}
 
 
 def read_path_list() -> list[str]:

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.config.parser import nearest
-from vit.data.dataset_types import ListRows
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.inference.backends import (
     ImagePredictor,
@@ -28,7 +27,7 @@ from vit.inference.backends import (
     open_predictor,
     select_engine,
 )
-from vit.inference.image_arguments import find_images, input_paths
+from vit.inference.image_arguments import find_images, input_paths, input_rows
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -273,16 +272,14 @@ def predict(
     output = None
     if engine != "ray" and config.resumable and config.out is not None:
         output = ResumableOutput(config.out, config.embeddings, processes=group.processes)
-    images, cells, failed = group.run_on_main(
+    images, failed = group.run_on_main(
         lambda: prepare(config, output, style=style, engine=engine, notify=notify)
     )
     if failed is None and engine == "ray":
-        failed = run_on_ray(config, images, cells, style, notify)
+        failed = run_on_ray(config, images, style, notify)
     elif failed is None:
         predictor = open_predictor_on_all(config, group, images, engine, output)
-        job = PredictionJob(
-            config, style, engine, images, cells, predictor, group, notify, progress
-        )
+        job = PredictionJob(config, style, engine, images, predictor, group, notify, progress)
         failed = job.write_stream() if output is None else job.write_file(output)
     if group.rank:
         return 0
@@ -310,9 +307,8 @@ def prepare(
     style: str,
     engine: str,
     notify: Notify,
-) -> tuple[list[str], ListRows, int | None]:
-    """Check all paths; return the images, the rows that lists have of them, and the failures if
-    `output` is already complete."""
+) -> tuple[list[str], int | None]:
+    """Check all paths; return the images, and the failures if `output` is already complete."""
     if output is not None:
         if config.embeddings is not None:
             from vit.output.embeddings_file import check_embeddings
@@ -325,8 +321,7 @@ def prepare(
         check_output(None if config.out == "-" else config.out, overwrite=config.overwrite)
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
-    cells: ListRows = {}
-    images = find_images(config.inputs, lists=engine == "ray", notify=notify, rows=cells)
+    images = find_images(config.inputs, lists=engine == "ray", notify=notify)
     if output is not None and config.resume and (output.needs_name or not config.overwrite):
         failed = output.complete(images, style)
         if failed is not None:
@@ -340,12 +335,12 @@ def prepare(
                 f"{name} is complete: {len(images):,} images, in the order of the inputs (the "
                 "model and settings that wrote it are not recorded)"
             )
-            return images, cells, failed
+            return images, failed
     if config.sort_into is not None:
         filled = config.overwrite or (output is not None and bool(output.leftovers()))
         method = config.sort_with or "copy"
         check_sorting(config.sort_into, config.inputs, images, filled=filled, method=method)
-    return images, cells, None
+    return images, None
 
 
 def check_ray(out: str, style: str, *, overwrite: bool) -> None:
@@ -359,9 +354,7 @@ def check_ray(out: str, style: str, *, overwrite: bool) -> None:
     check_out(out, style, overwrite=overwrite)
 
 
-def run_on_ray(
-    config: PredictionConfig, images: list[str], cells: ListRows, style: str, notify: Notify
-) -> int:
+def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: Notify) -> int:
     """Predict with Ray's workers; return how many images failed."""
     from vit.inference.ray_inference import predict_with_ray
 
@@ -375,7 +368,7 @@ def run_on_ray(
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
-        cells=cells,
+        cells=input_rows(config.inputs),
         **config.csv_settings(style),
     )
 
@@ -415,7 +408,6 @@ class PredictionJob:
         style: Format of the rows.
         engine: Inference engine.
         images: The whole list.
-        cells: Rows of the image lists, by path.
         predictor: Predicts them.
         group: The processes that share the list.
         notify, progress: As for `predict`.
@@ -425,12 +417,16 @@ class PredictionJob:
     style: str
     engine: str
     images: list[str]
-    cells: ListRows
     predictor: ImagePredictor
     group: SingleProcess | ProcessGroup
     notify: Notify
     progress: Callable[[int, int], object]
     totals: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """Rows of the lists among the inputs, by the path of the image."""
+        return input_rows(self.config.inputs)
 
     @property
     def multilabel(self) -> bool:

@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from vit.data.dataset_types import ListRows
 from vit.data.workbook import check_size, read_sheet, write_sheet
 from vit.errors import ConfigError, DataError, RunError
 from vit.text import BOM, csv_mark, csv_text, plural, printable
@@ -145,7 +144,7 @@ class Layout:
         digits: Decimal digits in CSV; None for all.
         reject: Whether an answer may be `unknown`.
         sets: Whether answers have prediction sets.
-        cells: Rows of the lists that name the images, by path; see vit/data/dataset_types.py.
+        cells: The cells of the lists that name the images, by path and column.
     """
 
     top_k: int
@@ -160,29 +159,27 @@ class Layout:
     digits: int | None = None
     reject: bool = False
     sets: bool = False
-    cells: ListRows = field(default_factory=dict, repr=False, hash=False)
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, hash=False)
 
     @cached_property
     def list_columns(self) -> dict[str, str]:
         """The columns of the lists, and their names in rows: `list_NAME` where a row has NAME."""
         names = dict.fromkeys(chain.from_iterable(self.cells.values()))
-        own = {*self.truth}
-        return {
-            name: f"list_{name}" if name in own or ROW_COLUMN.fullmatch(name.strip()) else name
-            for name in names
-        }
+        own = {name for name in names if ROW_COLUMN.fullmatch(name.strip())} | {*self.truth}
+        return {name: f"list_{name}" if name in own else name for name in names}
 
     def list_cells(self, image: str) -> dict[str, Any]:
-        """The cells that lists have of an image, by their names in rows; JSON, finite numbers."""
-        cells = self.cells.get(image, {})
-        return {self.list_columns[name]: finite(value) for name, value in cells.items()}
+        """The cells that lists have of an image, by their names in rows; infinite ones are null."""
+        text = json.dumps(self.cells.get(image, {}))
+        cells = json.loads(text, parse_constant=lambda _name: None)
+        return {self.list_columns[name]: value for name, value in cells.items()}
 
     def list_texts(self, image: str) -> list[str]:
         """The same as texts, for each of `list_columns`."""
         cells = self.list_cells(image)
-        values = (cells.get(name) for name in self.list_columns.values())
+        found = (cells.get(name) for name in self.list_columns.values())
         return [
-            one if isinstance(one, str) else "" if one is None else to_json(one) for one in values
+            one if isinstance(one, str) else "" if one is None else to_json(one) for one in found
         ]
 
     @property
@@ -278,13 +275,6 @@ def caption_record(caption: "Caption") -> dict[str, Any]:
     """A caption as JSON has it."""
     cut = {} if caption.ended else {"ended": False}
     return {"caption": caption.text, "score": caption.score, **cut}
-
-
-def finite(value: Any) -> Any:
-    """A JSON value with null for numbers that JSON has not."""
-    if isinstance(value, str):
-        return value
-    return json.loads(json.dumps(value), parse_constant=lambda _name: None)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -21,13 +21,7 @@ from vit.data.multilabel_targets import has_multilabel
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
-from vit.evaluation.classification_metrics import (
-    BINS,
-    CalibratedOutcomes,
-    Outcomes,
-    confusion_counts,
-    summarize,
-)
+from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.image_groups import share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
@@ -288,8 +282,8 @@ class ClassEvaluation(Evaluation):
         scores, groups = summarize(outcomes, self.classes), self.measured_groups()
         if self.brief:
             return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}
-        scores["confusion"] = confusion_counts(outcomes, self.classes)
-        return {**scores, **class_intervals(outcomes, groups)}
+        confusion = outcomes.confusion(self.classes)
+        return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
 
 
 class ClassTally:

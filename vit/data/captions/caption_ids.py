@@ -12,8 +12,6 @@ from vit.data.captions.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
 """Default maximum length of a caption, in tokens with begin and end."""
-SHUFFLES = 8
-"""Distances that are tried: captions may recur every few images."""
 
 
 class CaptionIds:
@@ -80,10 +78,9 @@ class CaptionIds:
         """Distance between an image and the other one whose first caption it is compared with:
         half of the images, or a little more where that gives fewer of them their own words."""
         starts = self._counts[:-1][np.diff(self._counts) > 0]
-        words = (self._ids[slice(*self._ends[at : at + 2])] for at in starts)
-        first = np.array([hash(one.tobytes()) for one in words])
-        tried = range(len(first) // 2, len(first) // 2 + SHUFFLES)
-        return min(tried, key=lambda by: int((first == np.roll(first, by)).sum()))
+        first = [hash(self._ids[slice(*self._ends[at : at + 2])].tobytes()) for at in starts]
+        tried = range(len(first) // 2, len(first) // 2 + 8)  # captions may recur every few images
+        return min(tried, key=lambda by: np.equal(first, np.roll(first, by)).sum())
 
     def padded(self, chosen: Sequence[tuple[int, int]]) -> Tensor:
         """`ids` of each (sample, which), (chosen, longest) int64, padded at the end."""

@@ -4,7 +4,6 @@ import glob
 import os
 from collections.abc import Iterable
 
-from vit.data.dataset_types import ListRows
 from vit.data.sources import builtin_datasets, huggingface_datasets, torchvision_datasets
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
@@ -18,9 +17,7 @@ from vit.errors import DataError
 from vit.text import printable
 
 
-def list_images(
-    inputs: Iterable[str], *, notes: list[str] | None = None, rows: ListRows | None = None
-) -> list[str]:
+def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:
     """The images to predict, in the order of the inputs.
 
     A folder stands for all images under it; an image list (.csv, .jsonl...), shards and an `hf:`
@@ -31,7 +28,6 @@ def list_images(
     Args:
         inputs: Files, folders, globs, lists, addresses.
         notes: Receives a line for everything that is left out of folders.
-        rows: Receives the rows of image lists.
 
     Raises:
         DataError: A folder has no images, a glob matches nothing, or a list is damaged.
@@ -44,18 +40,18 @@ def list_images(
             raise DataError(no_match_message(name))
         if name in builtin_datasets.DATASETS and not os.path.lexists(name):
             paths = [str(builtin_datasets.DATASETS[name]() / "val")]
-        found = [image for path in paths for image in _expand(path, notes, rows)]
+        found = [image for path in paths for image in _expand(path, notes)]
         # `**` matches folders and the files in them: keep one of each.
         images += {os.path.normpath(path): path for path in found}.values() if is_glob else found
     return images
 
 
-def _expand(path: str, notes: list[str] | None, rows: ListRows | None) -> list[str]:
+def _expand(path: str, notes: list[str] | None) -> list[str]:
     """The images of a folder, a list or shards; else the path itself."""
     if os.path.isdir(path):
         return _list_folder(path, notes)
     if path.lower().endswith(LIST_SUFFIXES) and os.path.isfile(path):
-        return images_in(path, notes, rows)
+        return images_in(path, notes)
     return _list_packed(path, notes) or [path]
 
 

@@ -23,9 +23,9 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vit.data.dataset_types import DatasetIndex, ImageRecord, ListRows
+from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
     SPLIT_NAMES,
     DatasetSpec,
@@ -492,33 +492,26 @@ def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     }
 
 
-def images_in(path: str, notes: list[str] | None = None, rows: ListRows | None = None) -> list[str]:
+def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     """The images that a list names, in its order; it needs no classes.
 
     Args:
         path: The list.
         notes: Receives what was left out.
-        rows: Receives the rows of the images.
 
     Raises:
         DataError: It is damaged, or no list of images.
     """
     spec = DatasetSpec(path, allow_outside=True, labels=False, reads_splits=False)
     collected = [] if notes is None else notes
-    placed = _placed("", read_list(path, spec, collected), spec, collected)
-    if rows is not None:
-        rows |= _rows_of([placed], spec)
-    return [*placed.entries]
+    contents = read_list(path, spec, collected)
+    return [*_placed("", contents, spec, collected).entries]
 
 
-def list_rows(spec: DatasetSpec) -> ListRows:
-    """The rows of the images in lists; reads the lists again."""
-    return _rows_of(_read_files(find_lists(spec), spec, []), spec)
-
-
-def _rows_of(placed: Sequence[PlacedList], spec: DatasetSpec) -> ListRows:
-    found: ListRows = {}
-    for one in placed:
+def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
+    """Image path -> the cells of the first line that names it, by column, as the list has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in _read_files(find_lists(spec), spec, []):
         rows = {row.line: row.values for row in read_rows(one.contents.path, spec, [])}
         found |= {path: rows[entry.line] for path, entry in one.entries.items() if entry.line}
     return found
