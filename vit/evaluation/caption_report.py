@@ -94,9 +94,6 @@ def write_caption_report(
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Captions of the validation images that were measured, at least one.
         class_outcomes: Classes of the same images, where the network has a head.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     images, epochs = outcomes.images, select_epochs(events)
     loss, shuffled = outcomes.loss, outcomes.shuffled_loss

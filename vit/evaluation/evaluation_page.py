@@ -20,9 +20,6 @@ def check_page(score: str, *, captions: bool) -> None:
     Args:
         score: Key of its score.
         captions: Whether it writes captions.
-
-    Raises:
-        ConfigError: It is no classifier.
     """
     if score not in SCORES or captions:
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
@@ -45,9 +42,6 @@ def evaluation_page(
     Args:
         model, data: What was evaluated.
         scores: As `vit.evaluate` returns them, of a classifier of one or several classes an image.
-
-    Raises:
-        ConfigError: They are those of captions or of another task.
     """
     key = next((name for name in SCORES if name in scores), "")
     check_page(key, captions="bleu4" in scores)

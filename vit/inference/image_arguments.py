@@ -12,11 +12,7 @@ from vit.text import Notify, printable
 
 
 def input_paths(inputs: Any) -> list[str]:
-    """One input or a list of them, of a Python call, as text.
-
-    Raises:
-        ConfigError: One is no path.
-    """
+    """One input or a list of them, of a Python call, as text."""
     listed = inputs if isinstance(inputs, list | tuple) else [inputs]
     wanted = "files, folders, patterns or lists; images in memory are for vit.Predictor"
     return [path_argument("inputs", one, wanted) for one in listed]
@@ -27,9 +23,6 @@ def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -
 
     With `lists`, those that only Ray's workers read are replaced by their images: see
     `read_column`.
-
-    Raises:
-        DataError: There are no images.
     """
     images: list[str] = []
     notes: list[str] = []
@@ -51,9 +44,6 @@ def read_column(word: str) -> list[str] | None:
     """Images of a list at a URL, in Parquet, or with URLs in its column `image`; None of others.
 
     Names in a list of URLs that are none are relative to its folder, as in all local lists.
-
-    Raises:
-        DataError: A list at a URL or in Parquet cannot be read.
     """
     from vit.inference.remote_files import LISTS, is_url, read_list
 
@@ -73,11 +63,7 @@ def read_column(word: str) -> list[str] | None:
 
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
-    """Paths that one input means; a folder without images is an error of its own among others.
-
-    Raises:
-        DataError: A pattern matches nothing, or the only input is a folder without images.
-    """
+    """Paths that one input means; a folder without images is an error of its own among others."""
     from vit.data.sources.image_inputs import list_images
     from vit.data.sources.input_hints import refuse_mistaken
 

@@ -171,19 +171,11 @@ class PredictionConfig:
         return settings | {name: value for name, value in optional.items() if value}
 
     def csv_settings(self, style: str) -> dict[str, Any]:
-        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`.
-
-        Raises:
-            ConfigError: A setting of CSV has no meaning.
-        """
+        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`."""
         return csv_settings(self.csv_separator, self.csv_digits, style)
 
     def check(self, engine: str, processes: int, style: str = "table") -> None:
-        """Refuse settings that exclude each other.
-
-        Raises:
-            ConfigError: The message names their flags.
-        """
+        """Refuse settings that exclude each other."""
         check_top_k(self.top_k)
         self.csv_settings(style)
         out = self.out if self.to_file else None
@@ -434,11 +426,7 @@ class PredictionJob:
 
     @property
     def top_k(self) -> int:
-        """Classes per row; 0 for a network without classes.
-
-        Raises:
-            ConfigError: A flag needs classes, and the network has none.
-        """
+        """Classes per row; 0 for a network without classes."""
         config = self.config
         names = ("threshold", "sort_into", "reject", "sets")
         flags = {name: getattr(config, name) for name in names}
@@ -538,11 +526,7 @@ class PredictionJob:
         return self.report(self.totals, done=total, seconds=time.monotonic() - begin)
 
     def write_file(self, output: ResumableOutput) -> int:
-        """Write rows and embeddings into resumable files; return the failures.
-
-        Raises:
-            VitError: It cannot start, or stopped early; the message says what is kept.
-        """
+        """Write rows and embeddings into resumable files; return the failures."""
         config, group = self.config, self.group
         settings = self.settings_record()
         first, *others = group.all_gather(settings)
@@ -577,11 +561,7 @@ class PredictionJob:
         return self.report(totals, done=done, seconds=max(seconds for *_, seconds in outcomes))
 
     def settings_record(self) -> dict[str, Any]:
-        """Everything that determines the output; only a prediction with equal ones is resumed.
-
-        Raises:
-            RunError: A file of the model cannot be read.
-        """
+        """Everything that determines the output; only a prediction with equal ones is resumed."""
         config, predictor = self.config, self.predictor
         paths = b"\0".join(map(os.fsencode, self.images))
         folder = config.sort_into and os.path.abspath(config.sort_into)
@@ -748,9 +728,6 @@ def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) 
         predictor: The predictor.
         top_k: Requested number; default: 5, or all classes of a multi-label network.
         flags: Values of other flags that need classes.
-
-    Raises:
-        ConfigError: A flag needs classes, and the network has none.
     """
     classes, several = predictor.classes, predictor.thresholds is not None
     check_classes(classes, top_k=top_k, **flags)

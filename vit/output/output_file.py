@@ -17,12 +17,7 @@ MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer 
 
 
 def check_output(path: str | None, *, overwrite: bool) -> None:
-    """Refuse a file that could not be written at the end.
-
-    Raises:
-        VitError: The file exists and `overwrite` is off, is a folder, its name is empty or too
-            long, or its folder is missing or cannot be written.
-    """
+    """Refuse a file that could not be written at the end."""
     if path is None or is_device(path):
         return
     if not path:
@@ -49,9 +44,6 @@ def check_outputs(
         outputs: Path of each output by its flag; None is no output.
         inputs: Paths that are read.
         overwrite: Whether other files than REPORTS are replaced.
-
-    Raises:
-        VitError: As `check_output` and `check_distinct`.
     """
     for flag, path in outputs.items():
         check_output(path, overwrite=overwrite or flag in REPORTS)
@@ -64,9 +56,6 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | Non
     Args:
         outputs: Path of each output by its flag; one that is None or a device is not checked.
         inputs: Paths that are read, of which the files are kept.
-
-    Raises:
-        VitError: The message names the flags.
     """
     kept = {os.path.realpath(path) for path in inputs if path is not None and os.path.isfile(path)}
     flags: dict[str, str] = {}
@@ -89,9 +78,6 @@ def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str
         overwrite: Whether it may have files.
         content: What it is for, such as "drawings".
         overwriting: What --overwrite does.
-
-    Raises:
-        VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
     """
     path, name = Path(folder), printable(folder)
     if path.exists() and not path.is_dir():
@@ -112,10 +98,8 @@ def _check_parent(name: str, parent: Path, access: int) -> None:
 def open_output(path: str | None) -> Iterator[TextIO]:
     """UTF-8 text to standard output, or to a file that appears when the block ends well.
 
-    A pipe or a device, such as /dev/stdout, is written as it is.
-
-    Raises:
-        VitError: The file cannot be written; what was there before is untouched.
+    A pipe or a device, such as /dev/stdout, is written as it is; after an error, what was there
+    before is untouched.
     """
     if path is None:
         yield standard_output()
@@ -140,11 +124,7 @@ def standard_output() -> TextIO:
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[Any]:
-    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block.
-
-    Raises:
-        RunError: It cannot be written; nothing is left, and what was at `path` is untouched.
-    """
+    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path):
         try:

@@ -94,11 +94,7 @@ def check_top_k(top_k: int | None) -> None:
 
 
 def check_classes(classes: Sequence[str], **flags: Any) -> None:
-    """Refuse values of `flags` that need classes, of a network without any.
-
-    Raises:
-        ConfigError: The message names the flag.
-    """
+    """Refuse values of `flags` that need classes, of a network without any."""
     for flag, value in flags.items():
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
@@ -201,9 +197,6 @@ def csv_settings(
         digits: Decimal digits of scores, or `full` for all; 4 by default.
         style: The format of the rows.
         remedy: How the user chooses CSV.
-
-    Raises:
-        ConfigError: A setting has no such value, or the rows are no CSV.
     """
     for name, value in (("csv_separator", separator), ("csv_digits", digits)):
         if value is not None and style != "csv":
@@ -278,11 +271,7 @@ def caption_record(caption: "Caption") -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON in readable UTF-8; a parser returns any string unchanged.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """Strict JSON in readable UTF-8; a parser returns any string unchanged."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     return UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
@@ -303,9 +292,6 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     `Prediction.truth`.
     Before the error there is a column `unknown` with the reason, with `reject`, and one `set` with
     | between its classes, with `sets`.
-
-    Raises:
-        ConfigError: The name of a class has a |, and images may have several, or prediction sets.
     """
     if layout.multilabel:
         return _multilabel_cells(layout)
@@ -371,11 +357,7 @@ def first_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
 
 
 def csv_lines(layout: Layout) -> tuple[str, Line]:
-    """RFC 4180; the columns are those of `spreadsheet_cells`.
-
-    Raises:
-        ConfigError: As `spreadsheet_cells`.
-    """
+    """RFC 4180; the columns are those of `spreadsheet_cells`."""
     header, cells = spreadsheet_cells(layout)
 
     def text(cell: Cell) -> str:
@@ -393,11 +375,7 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
 
 
 def xlsx_lines(layout: Layout) -> tuple[str, Line]:
-    """The cells of each row as a JSON list, of which `write_workbook` makes the file.
-
-    Raises:
-        VitError: As `spreadsheet_cells`; or openpyxl is not installed, or the sheet is too large.
-    """
+    """The cells of each row as a JSON list, of which `write_workbook` makes the file."""
     header, cells = spreadsheet_cells(layout)
     check_size(len(layout.images), len(header), what="format=xlsx")
 
@@ -513,9 +491,6 @@ def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
         path: The file.
         style: Its format.
         images: The images its rows must belong to, in this order.
-
-    Raises:
-        RunError: It has other images or another format, or cannot be read.
     """
     name = printable(path)
     other = "give another --out, or start again with --overwrite"

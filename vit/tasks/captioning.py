@@ -302,11 +302,7 @@ class CaptioningWithClasses(Captioning):
 def drop_long_captions(
     caption_generator: Any, samples: Sequence[Sample], notify: Notify
 ) -> tuple[tuple[Sample, ...], CaptionIds]:
-    """Samples with a caption that fits into the decoder, and those captions as tokens.
-
-    Raises:
-        DataError: No caption fits, or a caption cannot be tokenised.
-    """
+    """Samples with a caption that fits into the decoder, and those captions as tokens."""
     most = caption_generator.decoder.max_length
     ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
     kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
