@@ -87,8 +87,11 @@ def input_rows(inputs: Sequence[str]) -> dict[str, dict[str, Any]]:
     from vit.data.sources.list_files import is_list
 
     spec = partial(DatasetSpec, allow_outside=True, labels=False, reads_splits=False)
-    lists = (list_rows(spec(word)) for word in inputs if is_list(word) and os.path.isfile(word))
-    return {path: row for rows in lists for path, row in rows.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for word in inputs:
+        rows = list_rows(spec(word)) if is_list(word) and os.path.isfile(word) else {}
+        found |= {path: {**row, **found.get(path, {})} for path, row in rows.items()}
+    return found
 
 
 def read_path_list() -> list[str]:

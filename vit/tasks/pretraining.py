@@ -81,8 +81,8 @@ class Pretraining(Task):
 
     def summary(self, config: Config, splits: Splits) -> list[str]:
         """The numbers of images, and whether they have classes to measure k-NN accuracy with."""
-        kind = "folders, taken as classes" if Path(config.data.data).is_dir() else "classes"
-        found = f"{len(splits.classes)} {kind} by k-NN" if splits.classes else "no classes"
+        kind = "folders" if Path(config.data.data).is_dir() else "classes"
+        found = f"{len(splits.classes)} {kind}, for k-NN alone" if splits.classes else "no classes"
         return [
             f"{len(splits.train):,} training and {len(splits.val):,} validation images, {found}"
         ]
