@@ -19,7 +19,7 @@ from vit.commands.main import main
 from vit.commands.predict_command import add_arguments
 from vit.data.sources.image_inputs import list_images
 from vit.errors import ConfigError, RunError, VitError
-from vit.inference.prediction_job import PredictionConfig
+from vit.inference.prediction_job import PredictionConfig, run_on_ray
 from vit.output.resumable_output import BlockLog
 
 pytestmark = pytest.mark.auto_precision
@@ -221,3 +221,16 @@ def test_rows_of_an_evaluation_have_the_cells_of_the_list(tiny_run, sheet, tmp_p
     for name, site, lon in rows:
         assert (found[name]["site"], found[name]["lon"]) == (site, [lon])
         assert found[name]["label"] == found[name]["list_label"] == name.split("/")[1]
+
+
+def test_workers_of_ray_have_the_cells_of_lists_without_addresses(sheet, tmp_path, monkeypatch):
+    listed, rows = sheet
+    listed.write_text(listed.read_text().replace("photo", "path"))
+    (tmp_path / "web.csv").write_text("image,site\nhttps://a.example/1.png,A\n")
+    given = {}
+    monkeypatch.setattr(
+        "vit.inference.ray_inference.predict_with_ray", lambda *_, **words: given.update(words)
+    )
+    config = PredictionConfig(model="run", inputs=[str(listed), str(tmp_path / "web.csv")])
+    run_on_ray(config, [], "jsonl", print)
+    assert [row["path"] for row in given["cells"].values()] == [name for name, *_ in rows]

@@ -27,7 +27,7 @@ from vit.inference.backends import (
     open_predictor,
     select_engine,
 )
-from vit.inference.image_arguments import find_images, input_paths, input_rows
+from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -360,7 +360,7 @@ def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: 
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
-        cells=input_rows(config.inputs),
+        cells=input_rows([word for word in config.inputs if read_column(word) is None]),
         **config.csv_settings(style),
     )
 
@@ -564,6 +564,9 @@ class PredictionJob:
         """Everything that determines the output; only a prediction with equal ones is resumed."""
         config, predictor = self.config, self.predictor
         paths = b"\0".join(map(os.fsencode, self.images))
+        cells = hashlib.sha256()
+        for row in self.cells.items():
+            cells.update(repr(row).encode())
         folder = config.sort_into and os.path.abspath(config.sort_into)
         return {
             "vit": __version__,
@@ -571,7 +574,7 @@ class PredictionJob:
             "model": sha256_of_files(model_files(config.model, self.engine)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
-            "list_cells": hashlib.sha256(repr(self.cells).encode(errors="replace")).hexdigest(),
+            "list_cells": cells.hexdigest() if self.cells else None,
             "batch_size": predictor.batch_size,
             "block": predictor.block_size,
             "device": str(predictor.device).split(":")[0],

@@ -57,7 +57,7 @@ SHARES = ("top1", "top5", "subset_accuracy", "exact")
 """Scores that are a share of the images."""
 UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
 """Scores that are not in [0, 1]."""
-HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
+HOW = "Student's t with the variance of Nadeau and Bengio (2003); of a share at least Wilson's"
 
 Measure = Callable[[Path], Mapping[str, Any]]
 """Returns the scores of a run folder on its validation images."""
