@@ -170,7 +170,7 @@ class ImageDataset(Dataset[Batch]):
             chosen = [(key.sample, self._random_caption(self.seed, key)) for key in keys]
             return batch._replace(caption_ids=captions.padded(chosen))
         own = captions.padded([(key.sample, 0) for key in keys])
-        shift = captions.shuffle
+        shift = captions.mismatch_shift
         mismatched = captions.padded([((key.sample + shift) % len(self), 0) for key in keys])
         return batch._replace(caption_ids=own, mismatched_ids=mismatched)
 

@@ -127,13 +127,13 @@ def counted_findings(
     counts: Mapping[str, Mapping[str, int]], classes: Sequence[str]
 ) -> ConfusionFindings:
     """The matrix and the most frequent wrong pairs, by the number of images of class and answer."""
-    place = {name: number for number, name in enumerate(classes)}
-    totals = {place[label]: sum(answers.values()) for label, answers in counts.items()}
-    cells = {
-        (own := place[label], other := place[answer]): Confusion(own, other, n, n / totals[own])
-        for label, answers in counts.items()
-        for answer, n in answers.items()
-    }
+    index = {name: number for number, name in enumerate(classes)}
+    totals = {index[name]: sum(answers.values()) for name, answers in counts.items()}
+    cells: dict[tuple[int, int], Confusion] = {}
+    for name, answers in counts.items():
+        for other, count in answers.items():
+            pair = index[name], index[other]
+            cells[pair] = Confusion(*pair, count, count / totals[pair[0]])
     wrong = [cell for (label, answer), cell in cells.items() if label != answer]
     wrong.sort(key=lambda cell: -cell.count)
     pairs = wrong[:MAX_PAIRS]

@@ -348,7 +348,7 @@ class CaptionEvaluation(Evaluation):
         pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
         memories = [output.memory for _, output in pairs if output.memory is not None]
         indices = [index for index, _ in pairs]
-        for name, shift in (("loss", 0), ("loss_shuffled", self.ids.shuffle)):
+        for name, shift in (("loss", 0), ("loss_shuffled", self.ids.mismatch_shift)):
             chosen = [((index + shift) % len(self.samples), 0) for index in indices]
             loss, tokens = self.caption_generator.loss(memories, self.ids.padded(chosen))
             self.sums[name] += loss

@@ -56,10 +56,10 @@ def test_a_caption_of_the_maximum_length_is_kept_and_a_longer_one_is_not(trained
 def test_an_image_is_compared_with_one_of_other_words(trained, repeats, samples):
     """Captions that recur every few images are the same half of the images away."""
     said = [[CAPTIONS[number % repeats]] for number in range(samples)]
-    by = CaptionIds(said, trained, 40).shuffle
+    by = CaptionIds(said, trained, 40).mismatch_shift
     assert all(said[n] != said[(n + by) % samples] for n in range(samples)) == (repeats > 1)
     plain = [[one] for one in CAPTIONS[:6]]
-    assert CaptionIds(plain, trained, 40).shuffle == 3
+    assert CaptionIds(plain, trained, 40).mismatch_shift == 3
 
 
 def test_a_sample_may_have_no_captions(trained):

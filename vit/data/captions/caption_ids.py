@@ -74,7 +74,7 @@ class CaptionIds:
         return np.concatenate([[self._begin], words, [self._end]]).astype(np.int64)
 
     @cached_property
-    def shuffle(self) -> int:
+    def mismatch_shift(self) -> int:
         """Distance between an image and the other one whose first caption it is compared with:
         half of the images, or a little more where that gives fewer of them their own words."""
         starts = self._counts[:-1][np.diff(self._counts) > 0]
