@@ -177,7 +177,7 @@ def predict_with_ray(
     settings: dict[str, Any],
     workers: int | None,
     notify: Notify,
-    **csv: Any,
+    **columns: Any,
 ) -> int:
     """Predict all `images` into one file; return the number of failures.
 
@@ -193,7 +193,7 @@ def predict_with_ray(
         settings: Of the Predictor.
         workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
         notify: Called with a line about the workers.
-        csv: Of CSV, from `csv_settings`.
+        columns: More fields of the Layout of the rows.
 
     Raises:
         VitError: Ray is not installed or gives up, or the model or a setting cannot be used.
@@ -223,7 +223,7 @@ def predict_with_ray(
             images,
             about["n_best"],
             shares=about["shares"],
-            **csv,
+            **columns,
         )
         arguments = (
             model,

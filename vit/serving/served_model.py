@@ -335,8 +335,9 @@ class ServedModel:
 
     @property
     def calibrated(self) -> bool:
-        """Whether scores are calibrated."""
-        return getattr(self.predictor, "calibration", None) is not None
+        """Whether scores are calibrated, and not kept as they are."""
+        calibration = getattr(self.predictor, "calibration", None)
+        return calibration is not None and calibration.scales
 
     def allows(self, options: RowOptions) -> bool:
         """Whether this network can fulfil the options."""
@@ -369,7 +370,7 @@ class ServedModel:
     def summary(self) -> str:
         """The properties in one line, for the log."""
         classes = plural(len(self.predictor.classes), "class", "classes")
-        raw = "" if self.calibrated or self.captions else ", scores not calibrated"
+        raw = "" if self.calibrated or self.captions else ", raw scores"
         return (
             f"{'captions' if self.captions else classes}, {self.engine} in "
             f"{self.predictor.precision} on {self.predictor.device}, up to "
