@@ -1,7 +1,7 @@
 """SIGINT or SIGTERM stops the work after its current step, a second signal at once."""
 
-import math
 import os
+import select
 import signal
 import socket
 import threading
@@ -69,24 +69,19 @@ class Interruption:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
 
-    def _watch(self, signals: socket.socket) -> None:
+    def _watch(self, received: socket.socket) -> None:
         """Announce the first signal, and end the process at a second one."""
-        noted = math.inf
-        with signals:
-            while True:
-                try:
-                    number = signals.recv(1)
-                except TimeoutError:
-                    signals.settimeout(None)
-                    self.announce()
-                    continue
-                if not number:
-                    return
-                if number[0] in self.SIGNALS and noted == math.inf:
-                    noted = time.monotonic()
-                    signals.settimeout(PATIENCE)
-                elif number[0] in self.SIGNALS and time.monotonic() - noted > self.echo_seconds:
-                    os._exit(128 + number[0])
+        with received:
+            numbers = (byte[0] for byte in iter(lambda: received.recv(1), b""))
+            stops = filter(self.SIGNALS.__contains__, numbers)
+            if not next(stops, 0):
+                return
+            began = time.monotonic()
+            if not select.select([received], [], [], PATIENCE)[0]:
+                self.announce()
+            for number in stops:
+                if time.monotonic() - began > self.echo_seconds:
+                    os._exit(128 + number)
 
 
 if hasattr(os, "register_at_fork"):  # a forked process would report its signals to its parent

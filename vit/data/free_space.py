@@ -13,13 +13,8 @@ def free_bytes(folder: Path, *, memory: bool = False) -> int:
     """Bytes that may be written into `folder`; `memory` if its files are in memory (tmpfs)."""
     free = shutil.disk_usage(folder).free
     if memory:
-        free = min(free, free_memory())
+        free = min(free, _free_system_memory(), _free_cgroup_memory())
     return int(free * (1 - RESERVED))
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process may still use."""
-    return min(_free_system_memory(), _free_cgroup_memory())
 
 
 def _free_system_memory() -> int:

@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
@@ -18,7 +19,6 @@ from vit.config import Config
 from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
-from vit.data.free_space import free_memory
 from vit.errors import RunError
 from vit.evaluation.model_summary import cost_of
 from vit.model.patch_embed import FlexiblePatchEmbedding
@@ -50,7 +50,11 @@ def note_many_tokens(config: Config, accelerator: Accelerator, notify: Notify) -
         return
     images = data.batch_size // (data.accumulate or 1) // accelerator.num_processes or 1
     cost = cost_of(model, batch_size=images)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
     notify(
         f"note: image_size={model.image_size} is {tokens:,} tokens an image: a step of "
         f"{plural(images, 'image')} takes about {format_bytes(cost.memory.training)} "
@@ -69,9 +73,6 @@ def fit_memory(
         accelerator: The devices.
         notify: Receives the result as one line.
         splits: The data, with the tokenizer of captions; not needed for classification.
-
-    Raises:
-        RunError: Not even the smallest micro-batch fits.
     """
     data, device = config.data, accelerator.device
     if data.accumulate is not None:
