@@ -637,7 +637,9 @@ class PredictionJob:
     ) -> "Outcome":
         """Predict the images of this process; on any error the other processes stop as well."""
         echo = ECHO_SECONDS if self.group.processes > 1 else 0.0
-        with explain_write_errors(output.out), Interruption(echo) as signals:
+        note = "stopping after this block; a second signal ends at once"
+        stops = Interruption(echo, lambda: self.notify(note))
+        with explain_write_errors(output.out), stops as signals:
             try:
                 return self.write_blocks(
                     log, format_row, dim, lambda: check_interruption(output, signals)
