@@ -94,7 +94,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
     files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
-    files |= {"environment.jsonl"}
+    files |= {"environment.jsonl", "paths.json"}
     assert names - {".lock"} == files | {"checkpoints"}
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]

@@ -10,7 +10,9 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
 from vit.config.stored_config import (
+    changed_lists,
     is_stored_file,
+    located,
     settings_of_task,
     stored_settings,
     with_effect,
@@ -113,9 +115,14 @@ def collect_settings(
     chosen = checked(chosen)
     data = chosen.get("data")
     folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
+    stored_in = folder if config is None else Path(config).parent
+    if stored_in is not None and (config is None or is_stored_file(config)):
+        for note in changed_lists(stored_in):
+            notify(note)
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
-            stored = with_effect(checked(read_fold_settings(folder / FOLDS_FILE)))
+            stored = checked(read_fold_settings(folder / FOLDS_FILE))
+            stored = with_effect(located(stored, folder / "fold-1"))
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
             stored = _checked_file(folder / "config.yaml", stored_settings)
@@ -179,7 +186,7 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
     They are defaults, perhaps of another version, or somebody changed them.
     """
     known = all_settings()
-    read = settings_of_task(values)
+    read = located(settings_of_task(values), Path(path).parent)
     unread = [
         f"{name}={as_typed(value)}"
         for name, value in values.items()

@@ -28,7 +28,14 @@ from typing import Any
 import torch
 
 from vit.config import DataConfig
-from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
+from vit.config.stored_config import (
+    DATA_PATHS,
+    EDITED_LISTS,
+    changed_lists,
+    has_stored_config,
+    run_folder_of,
+    stored_config,
+)
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -61,6 +68,9 @@ from vit.tasks.task import Task
 from vit.text import Notify, plural, printable
 from vit.weights.saved_model import LoadedRun
 
+LIST_COLUMNS = ("image_column", "label_column", "caption_column")
+OF_OWN_DATA = ("images", "allow_outside", "group", *EDITED_LISTS)
+"""Settings of a training that `evaluate` takes for its own data only."""
 ROBUSTNESS_SCORES = ("top1", "map")
 CLASS_SCORE = "class_score_"
 """Begins the name of the column of the score of a class."""
@@ -420,7 +430,7 @@ def evaluate_held_out(
 
 
 def held_out_spec(data: DataConfig) -> DatasetSpec:
-    """The validation images of a training; `with_training_settings` finds its lists of images."""
+    """The validation images of a training; `with_training_settings` adds its lists of images."""
     return dataclasses.replace(
         DatasetSpec.from_config(data), split="val", exclude=None, corrections=None, label_list=None
     )
@@ -558,91 +568,37 @@ def with_training_settings(
     if run is None or not has_stored_config(run):
         return spec
     data = stored_config(run).data
-    folders = training_folders(run, data.data)
-    target = os.path.realpath(spec.data)
-    start = next((one for one in folders if os.path.realpath(one / data.data) == target), None)
-    own = start is not None or is_split_root(run, data.data, spec.data)
-    found = spec
-    if own or is_list(spec.data):
-        places = folders if os.path.isabs(data.data) else [] if start is None else [start]
-
-        def located(path: str | None) -> str | None:
-            if path is None or not own:
-                return None
-            if os.path.isabs(path):
-                return path
-            there = next((one / path for one in places if (one / path).exists()), None)
-            if there is not None:
-                return os.fspath(there)
-            return path if start == Path() else None  # in the working folder: reading it says why
-
-        found = dataclasses.replace(
-            spec,
-            images=spec.images or located(data.images),
-            image_column=spec.image_column or data.image_column,
-            label_column=spec.label_column or data.label_column,
-            caption_column=spec.caption_column or data.caption_column,
-            allow_outside=spec.allow_outside or (own and data.allow_outside),
-            group=spec.group or (data.group if own else None),
-            exclude=spec.exclude or located(data.exclude),
-            corrections=spec.corrections or located(data.corrections),
-            label_list=spec.label_list or located(data.labels),
-        )
-    applied = {**vars(found), "labels": found.label_list}
-    columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
-    files = ("exclude", "corrections", "labels")
-    named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use
+    own = os.path.realpath(spec.data) == os.path.realpath(data.data)
+    listed = LIST_COLUMNS if own or is_list(spec.data) else ()
+    stored = {name: getattr(data, name) for name in (*LIST_COLUMNS, *OF_OWN_DATA)}
+    fields = {name: "label_list" if name == "labels" else name for name in stored}
+    found = dataclasses.replace(
+        spec,
+        **{
+            fields[name]: stored[name]
+            for name in (*listed, *(OF_OWN_DATA if own else ()))
+            if not getattr(spec, fields[name])
+            and (name not in DATA_PATHS or os.path.exists(stored[name] or ""))
+        },
+    )
+    for note in changed_lists(run) if own else ():
+        notify(note)
+    # lists of other data are of no use
+    named = EDITED_LISTS if own or Path(spec.data).name == Path(data.data).name else ()
+    columns = () if Path(spec.data).is_dir() else LIST_COLUMNS
     missing = [
-        f"{name}={printable(value)}"
-        for name in ("group", *(files if named else ()), *columns, *(["images"] * own))
-        if (value := getattr(data, name)) is not None and applied[name] is None
+        f"{name}={printable(stored[name])}"
+        for name in ("group", *named, *columns, *(["images"] * own))
+        if stored[name] is not None and getattr(found, fields[name]) is None
     ]
     if missing:
-        why = "the files are not found here" if own else f"{printable(spec.data)} is not its data"
-        remedy = "start in the folder in which it was trained" if named else "give it again"
+        why = "the files are not there" if own else f"{printable(spec.data)} is not its data"
+        remedy = "restore them" if own else "give it again"
         notify(
             f"note: {printable(run)} was trained with {', '.join(missing)} on "
             f"{printable(data.data)}, not applied: {why}; if it should be, {remedy}"
         )
     return found
-
-
-def training_folders(run: Path, data: str) -> list[Path]:
-    """Folders that paths in the settings of a run may be relative to, the working folder first.
-
-    A training stores paths as they were given, maybe in another working folder. That is often one
-    above the run folder, or above `data`, whose folder split.json has in full.
-
-    Args:
-        run: The run folder.
-        data: DATA in its settings.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record = read_split(run)
-    above: list[Path] = []
-    if record is not None and not os.path.isabs(data):
-        for one in (record.root, *record.root.parents):
-            target = (one / data).resolve()
-            if record.root in (target, target.parent):
-                above.append(one)
-    if record is not None and record.root.exists():  # another folder of that name is not its data
-        return [Path(), *above, *(run.resolve().parents if os.path.isabs(data) else ())]
-    named = Path(data).name not in ("", "..")  # else any folder above the run would fit
-    return [Path(), *above, *(run.resolve().parents if named else ())]
-
-
-def is_split_root(run: Path, stored: str, data: str) -> bool:
-    """Whether `data` has the name of `stored`, DATA of the run, and the folder in its split.json.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record, target = read_split(run), Path(data).resolve()
-    if record is None or target.name != Path(stored).name:
-        return False
-    return record.root == (target if target.is_dir() else target.parent)
 
 
 def measure(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vit.config.merge_settings import SOUP_FOLDER
 from vit.config.parser import write_settings
-from vit.config.stored_config import stored_config
+from vit.config.stored_config import stored_config, write_paths
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
@@ -183,6 +183,7 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
+        write_paths(beside, whole)
         write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
         serialize_model(
             soup.model.state_dict(),

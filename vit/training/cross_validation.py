@@ -29,7 +29,7 @@ from vit.config.parser import (
     make_config,
     with_settings,
 )
-from vit.config.stored_config import has_stored_config, stored_config, with_effect
+from vit.config.stored_config import has_stored_config, located, stored_config, with_effect
 from vit.errors import ConfigError, RunError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
@@ -216,9 +216,11 @@ def finished_folds(
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
-    settings = with_effect(settings)
+    settings, there = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
-    changed = [name for name in names if settings.get(name) != before.get(name)]
+    changed = [
+        name for name in names if settings.get(name) not in (before.get(name), there.get(name))
+    ]
     if changed:
         name = changed[0]
         raise ConfigError(

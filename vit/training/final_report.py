@@ -364,8 +364,8 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
         return splits
     every = (*splits.train, *splits.val)
     match = split.find((one.path for one in every), splits.root)
-    if match.unknown:  # the same seed and names usually make the same split
-        notify(f"note: the validation images are chosen again: {match.unknown}")
+    if not match.known:  # the same seed and names usually make the same split
+        notify(f"note: {match.describe(len(splits.val))}")
         return splits
     held = [one for one in every if one.path in match.paths]
     if not held:

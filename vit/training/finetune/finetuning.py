@@ -17,6 +17,7 @@ from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
 from vit.config.stored_config import (
+    EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
@@ -53,8 +54,6 @@ ADDED_CLASS_EPOCHS, ADDED_CLASS_STEPS = 2, 250
 """Epochs, and steps, after the probe where classes are added, at least (measured:
 docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
-REVIEW_LISTS = ("labels", "corrections", "exclude")
-"""Settings of the data that name a list of a review."""
 RECIPE = (
     *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
@@ -194,7 +193,7 @@ def dropped_lists_note(weights: str, config: Config) -> str | None:
     run, before = found
     if os.path.realpath(before.data.data) != os.path.realpath(config.data.data):
         return None
-    lists = {name: getattr(before.data, name) for name in REVIEW_LISTS}
+    lists = {name: getattr(before.data, name) for name in EDITED_LISTS}
     dropped = {
         name: path for name, path in lists.items() if path and not getattr(config.data, name)
     }
