@@ -25,7 +25,6 @@ from vit.inference.calibrate import calibrate
 from vit.inference.compare import compare
 from vit.inference.evaluate import (
     evaluate,
-    held_out_spec,
     with_training_settings,
 )
 from vit.inference.predictor import Predictor
@@ -284,7 +283,7 @@ def test_settings_that_are_given_win_over_those_of_the_training(tmp_path, monkey
 
 def test_lists_of_a_training_elsewhere_are_found_for_its_held_out_images(tmp_path, monkeypatch):
     work, run = trained_elsewhere(tmp_path, monkeypatch)
-    spec = held_out_spec(stored_config(run).data)
+    spec = DatasetSpec.from_config(stored_config(run).data, split="val")
     assert spec.data == str(work / "photos")
     assert with_training_settings(spec, run).exclude == str(work / "bad.csv")
 
@@ -305,7 +304,7 @@ def test_a_list_that_was_changed_since_the_training_is_named(tmp_path, monkeypat
         (work / "bad.csv").unlink()
     notes: list[str] = []
     found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
-    copy = run / "lists" / "exclude.csv"
+    copy = run.resolve() / "lists" / "exclude.csv"
     assert (found.exclude, copy.read_text()) == (str(copy), "image\n")
     assert notes == [
         f"note: exclude=bad.csv has changed since the training, or is gone: its copy {copy} is used"
@@ -338,7 +337,7 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     assert "exclude" not in first  # of lists that name other images
     assert first.endswith("give it again")
     assert "trained with exclude=bad.csv on " in second
-    assert "not applied: the files are not there; if it should be, restore them" in second
+    assert "not applied: the files are gone" in second
 
 
 @pytest.mark.parametrize("text", ["{", "[]x", "3"])

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
 from vit.config.stored_config import (
-    changed_lists,
     is_stored_file,
     located,
     settings_of_task,
@@ -115,17 +115,13 @@ def collect_settings(
     chosen = checked(chosen)
     data = chosen.get("data")
     folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
-    stored_in = folder if config is None else Path(config).parent
-    if stored_in is not None and (config is None or is_stored_file(config)):
-        for note in changed_lists(stored_in):
-            notify(note)
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
             stored = checked(read_fold_settings(folder / FOLDS_FILE))
-            stored = with_effect(located(stored, folder / "fold-1"))
+            stored = with_effect(located(stored, folder / "fold-1", notify))
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
-            stored = _checked_file(folder / "config.yaml", stored_settings)
+            stored = _checked_file(folder / "config.yaml", partial(stored_settings, notify=notify))
             if (time := chosen.pop("time", None)) is not None:  # it led to the stored length
                 steps = stored.get("steps")
                 length = "its length" if steps is None else f"its {steps:,} steps"
@@ -186,7 +182,7 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
     They are defaults, perhaps of another version, or somebody changed them.
     """
     known = all_settings()
-    read = located(settings_of_task(values), Path(path).parent)
+    read = located(settings_of_task(values), Path(path).parent, notify)
     unread = [
         f"{name}={as_typed(value)}"
         for name, value in values.items()

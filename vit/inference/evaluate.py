@@ -27,15 +27,7 @@ from typing import Any
 
 import torch
 
-from vit.config import DataConfig
-from vit.config.stored_config import (
-    DATA_PATHS,
-    EDITED_LISTS,
-    changed_lists,
-    has_stored_config,
-    run_folder_of,
-    stored_config,
-)
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -68,9 +60,6 @@ from vit.tasks.task import Task
 from vit.text import Notify, plural, printable
 from vit.weights.saved_model import LoadedRun
 
-LIST_COLUMNS = ("image_column", "label_column", "caption_column")
-OF_OWN_DATA = ("images", "allow_outside", "group", *EDITED_LISTS)
-"""Settings of a training that `evaluate` takes for its own data only."""
 ROBUSTNESS_SCORES = ("top1", "map")
 CLASS_SCORE = "class_score_"
 """Begins the name of the column of the score of a class."""
@@ -421,19 +410,12 @@ def evaluate_held_out(
         settings: As for `evaluate`.
     """
     config = stored_config(Path(run))
-    spec = held_out_spec(config.data)
+    spec = DatasetSpec.from_config(config.data, split="val")
     if data is not None:
         spec = dataclasses.replace(spec, data=os.fspath(data))
     if device is None and config.run.device != "auto":
         device = config.run.device
     return evaluate(run, spec, device=device, **settings)
-
-
-def held_out_spec(data: DataConfig) -> DatasetSpec:
-    """The validation images of a training; `with_training_settings` adds its lists of images."""
-    return dataclasses.replace(
-        DatasetSpec.from_config(data), split="val", exclude=None, corrections=None, label_list=None
-    )
 
 
 def source_of(
@@ -475,14 +457,12 @@ def load_samples(
     for note in notes:
         notify(note)
     task.check_samples(samples, spec.data)
-    if run is not None and spec.split == "val":
-        seen = count_trained_on(run, samples)
-        if seen:
-            notify(
-                f"note: {printable(run)} was trained on {seen:,} of these "
-                f"{plural(len(samples), 'image')}, so the numbers are too good for new ones; give "
-                "images that it has not seen"
-            )
+    if run is not None and spec.split == "val" and (seen := count_trained_on(run, samples)):
+        notify(
+            f"note: {printable(run)} was trained on {seen:,} of these "
+            f"{plural(len(samples), 'image')}, so the numbers are too good for new ones; give "
+            "images that it has not seen"
+        )
     return samples
 
 
@@ -561,42 +541,35 @@ def with_training_settings(
 ) -> DatasetSpec:
     """`spec` with the dataset settings of the training in run folder `run` where it has none.
 
-    The image folder, whether images may lie outside of it, and images that were left out or labels
-    that were corrected, are taken for the same data only; `notify` is called with a note about
-    settings that are not.
+    The image folder, whether images may lie outside of it, groups, and lists that people edit are
+    for the same data only, also a copy; `notify` is called with a note about those not taken.
     """
     if run is None or not has_stored_config(run):
         return spec
     data = stored_config(run).data
-    own = os.path.realpath(spec.data) == os.path.realpath(data.data)
-    listed = LIST_COLUMNS if own or is_list(spec.data) else ()
-    stored = {name: getattr(data, name) for name in (*LIST_COLUMNS, *OF_OWN_DATA)}
-    fields = {name: "label_list" if name == "labels" else name for name in stored}
-    found = dataclasses.replace(
-        spec,
-        **{
-            fields[name]: stored[name]
-            for name in (*listed, *(OF_OWN_DATA if own else ()))
-            if not getattr(spec, fields[name])
-            and (name not in DATA_PATHS or os.path.exists(stored[name] or ""))
-        },
-    )
-    for note in changed_lists(run) if own else ():
-        notify(note)
-    # lists of other data are of no use
-    named = EDITED_LISTS if own or Path(spec.data).name == Path(data.data).name else ()
-    columns = () if Path(spec.data).is_dir() else LIST_COLUMNS
+    split, own = read_split(run), os.path.realpath(spec.data) == os.path.realpath(data.data)
+    own = own or (split is not None and split.lies_in(Path(spec.data)))
+    stored, files = DatasetSpec.from_config(data), ("exclude", "corrections", "label_list")
+    columns: tuple[str, ...] = ("image_column", "label_column", "caption_column")
+    usable = columns if own or is_list(spec.data) else ()
+    if own:
+        stored_config(run, notify)  # with notes about lists that were changed
+        lists = [name for name in ("images", *files) if os.path.exists(getattr(stored, name) or "")]
+        usable = (*columns, *lists, "allow_outside", "group")
+    chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}
+    found = dataclasses.replace(spec, **chosen)
+    named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use
+    columns = () if Path(spec.data).is_dir() else columns
     missing = [
-        f"{name}={printable(stored[name])}"
-        for name in ("group", *named, *columns, *(["images"] * own))
-        if stored[name] is not None and getattr(found, fields[name]) is None
+        f"{'labels' if name == 'label_list' else name}={printable(value)}"
+        for name in ("group", *(files if named else ()), *columns, *(["images"] * own))
+        if (value := getattr(stored, name)) is not None and getattr(found, name) is None
     ]
     if missing:
-        why = "the files are not there" if own else f"{printable(spec.data)} is not its data"
-        remedy = "restore them" if own else "give it again"
+        other = f"{printable(spec.data)} is not its data; if it should be, give it again"
         notify(
             f"note: {printable(run)} was trained with {', '.join(missing)} on "
-            f"{printable(data.data)}, not applied: {why}; if it should be, {remedy}"
+            f"{printable(data.data)}, not applied: {'the files are gone' if own else other}"
         )
     return found
 

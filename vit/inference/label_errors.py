@@ -227,10 +227,8 @@ def label_indices(labels: Sequence[str], classes: Sequence[str]) -> list[int | N
 def has_learned(weights: str, root: Path) -> bool:
     """Whether `weights` is a run that was trained on the data in folder `root`."""
     run = run_folder_of(weights)
-    if not has_stored_config(run):
-        return False
-    data = Path(stored_config(run).data.data)
-    return data.exists() and root.resolve() in (data.resolve(), data.resolve().parent)
+    data = Path(stored_config(run).data.data).resolve() if has_stored_config(run) else None
+    return data is not None and data.exists() and root.resolve() in (data, data.parent)
 
 
 def add_row_errors(

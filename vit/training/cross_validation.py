@@ -11,6 +11,7 @@ Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Lea
 import contextlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +30,13 @@ from vit.config.parser import (
     make_config,
     with_settings,
 )
-from vit.config.stored_config import has_stored_config, located, stored_config, with_effect
+from vit.config.stored_config import (
+    PATHS,
+    has_stored_config,
+    located,
+    stored_config,
+    with_effect,
+)
 from vit.errors import ConfigError, RunError
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
@@ -216,11 +223,11 @@ def finished_folds(
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
-    settings, there = with_effect(settings), located(before, folder / "fold-1")
+    settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
-    changed = [
-        name for name in names if settings.get(name) not in (before.get(name), there.get(name))
-    ]
+    for one in (settings, before):
+        one |= {name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}
+    changed = [name for name in names if settings.get(name) != before.get(name)]
     if changed:
         name = changed[0]
         raise ConfigError(

@@ -56,6 +56,10 @@ class HeldOutSplit(NamedTuple):
     digests: list[str | None] | None = None
     """Of each image, as of `file_digests`; None in a split of an earlier version."""
 
+    def lies_in(self, folder: Path) -> bool:
+        """Whether `folder`, or a shard, has images of the split by their names."""
+        return any(self.find([str(folder / name)], folder).paths for name in self.val[:9])
+
     def find(self, paths: Iterable[str], root: Path) -> HeldOutMatch:
         """The held-out images among `paths`, of a dataset in `root`.
 
@@ -114,11 +118,7 @@ def split_record(paths: Sequence[str], root: Path) -> dict[str, Any]:
 
 
 def read_split(run: Path) -> HeldOutSplit | None:
-    """Read split.json of a run; None if its data had a validation split, or there is no such run.
-
-    Raises:
-        RunError: The file is damaged.
-    """
+    """The split that the training of `run` made; None if its data had one, or there is no run."""
     path = run / SPLIT_FILE
     if not path.is_file():
         return None

@@ -48,6 +48,8 @@ FILES = (
 WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
+PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: "*"}
+"""Folders in a run folder, and the names of the files that a training writes there."""
 
 # settings that may change on resume, since they do not change what is computed, but for the numbers
 # that dropout draws in other micro-batches; accumulate only where no loss compares their images
@@ -131,11 +133,10 @@ def delete_unused(folder: Path) -> None:
 def delete_run(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
     clean_leftovers(folder)
-    for name in (TRACKING, LISTS):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for path in (*folder.glob(f"{CHECKPOINTS}/step-*"), *folder.glob(f"{BEST}/epoch-*")):
-        path.unlink()
-    for name in (CHECKPOINTS, BEST):
+    shutil.rmtree(folder / TRACKING, ignore_errors=True)
+    for name, pattern in PATTERNS.items():
+        for path in folder.glob(f"{name}/{pattern}"):
+            path.unlink()
         with contextlib.suppress(OSError):  # missing, or with files of somebody else
             (folder / name).rmdir()
     # config.yaml identifies a run folder: deleted last, since a kill may come in between
@@ -145,10 +146,9 @@ def delete_run(folder: Path) -> None:
 
 def foreign_files(folder: Path) -> list[Path]:
     """What `delete_run` leaves in `folder`; a new run is then refused there."""
-    patterns = {CHECKPOINTS: "step-*", BEST: "epoch-*"}
-    known = {*FILES, *patterns, TRACKING, LISTS, LOCK}
+    known = {*FILES, *PATTERNS, TRACKING, LOCK}
     found = [path for path in folder.glob("*") if path.name not in known]
-    for name, pattern in patterns.items():
+    for name, pattern in PATTERNS.items():
         found += [path for path in folder.glob(f"{name}/*") if not path.match(pattern)]
     return sorted(path for path in found if path.suffix != ".tmp")
 
@@ -188,10 +188,6 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     """Refuse to resume a run with settings that change what it computes.
 
     Data and lists may be in another place: a checkpoint has the names and labels of their images.
-
-    Raises:
-        ConfigError: The message has the first such setting with both values.
-        DataError: The data in another place have not the images that the run held out.
     """
     where = printable(folder)
     ours, theirs = flatten(config), flatten(stored_config(folder))
@@ -199,10 +195,8 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     if split is not None and split.root != splits.root.resolve():
         match = split.find((one.path for one in splits.val), splits.root)
         if len(match.paths) < match.recorded and match.known:
-            raise DataError(
-                f"data={printable(ours['data'])}: not the images of {where}, which held out "
-                f"{match.recorded:,}, and {len(match.paths):,} of them are there; leave DATA out"
-            )
+            there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
+            raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = (RESUMABLE_CHANGES | {*DATA_PATHS}) - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
