@@ -39,6 +39,7 @@ from vit.training.checkpoint.run_folder import lock_folder
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
+from vit.training.logging.metrics_logger import test_result
 from vit.training.logging.training_progress import notify
 from vit.training.teacher import with_teacher
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
@@ -101,7 +102,7 @@ class BestWeights:
 
     def facts(self, failed: Mapping[str, str]) -> RunFacts:
         """What every report shows of the run; `failed` could not be read, with the reason."""
-        events = self.events
+        events, task = self.events, self.run.task
         soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
         return RunFacts(
             config=self.config,
@@ -117,6 +118,7 @@ class BestWeights:
             flops=forward_flops(self.loaded.model, self.config.model),
             environment=read_environment(self.folder),
             notes=self.splits.notes,
+            tested="".join(test_result(task, one) for one in events if one["event"] == "test"),
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

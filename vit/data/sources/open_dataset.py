@@ -24,7 +24,7 @@ from vit.data.dataset_types import (
     Splits,
 )
 from vit.data.sources import huggingface_datasets, torchvision_datasets
-from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources.dataset_spec import LAYOUT, TEST, VAL_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.dataset_warnings import (
     copies_of,
     count_notes,
@@ -259,12 +259,12 @@ def open_splits(
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
     notes = [*index.notes]
-    own = next((name for name in VAL_NAMES if name in index.splits), None)
+    own = spec.validation_split(index.splits)
     held_out = own is None or fold is not None
+    others = index.splits.get(own or TEST, []) if fold is None else []
     identical = None
     if compare:
-        every = images if held_out else [*images, *index.splits[own or ""]]
-        identical = search_identical(dict.fromkeys(record.path for record in every))
+        identical = search_identical(dict.fromkeys(record.path for record in [*images, *others]))
     train, val, more = split_train_val(
         index,
         spec,
@@ -274,14 +274,13 @@ def open_splits(
         copies=name_copies(identical or (), index.root),
     )
     notes += more
-    if not held_out:
-        name = own or ""
-        val, more = _relabel(val, classes, index, index.locations[name], owner="train")
-        notes += [*more, *_leakage_notes(train, val, index.root)]
-        if name == "test":
-            notes.append(
-                f"no val {index.split_kind}: validates on test, so keep other images for the end"
-            )
+    if others:
+        where = index.locations[own or TEST]
+        others, more = _relabel(others, classes, index, where, owner="train")
+        notes += [*more, *_leakage_notes(images, others, index.root)]
+    val, test = (val, others) if held_out else (others, [])
+    if test:
+        notes.append(f"{plural(len(test), 'test image')}: nothing is chosen by them")
     if not val:
         reason = ": each class has one image, or copies of it" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
@@ -289,16 +288,18 @@ def open_splits(
     if classes:
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
-        notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
-    others = _unlike_validation(index, spec, train, val, compare=compare)
-    if others:
-        notes.append(f"{plural(len(others), 'image')} without a label: the teacher labels them")
-    if left_out := len(index.unlabelled) - len(others):
+        seen, measured = (images, test) if test else (train, val)
+        parts = _by_labels(seen), _by_labels(measured)
+        notes += equal_notes(*parts, str(index.root), identical)
+    unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
+    if unlike:
+        notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
+    if left_out := len(index.unlabelled) - len(unlike):
         notes.append(
             f"{plural(left_out, 'image')} without a label left out: copies of validation images, "
             "or of their groups"
         )
-    unlabelled = _samples(others, classes, index, spec)
+    unlabelled = _samples(unlike, classes, index, spec)
     return Splits(
         classes=classes,
         train=(*_samples(train, classes, index, spec), *unlabelled),
@@ -308,6 +309,7 @@ def open_splits(
         root=index.root,
         multilabel=index.multilabel,
         unlabelled=frozenset(sample.path for sample in unlabelled),
+        test=_samples(test, classes, index, spec),
     )
 
 
@@ -361,12 +363,12 @@ def open_eval_split(
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))
-    candidates: tuple[str, ...] = VAL_NAMES if split == "val" else (split,)
+    candidates: tuple[str, ...] = (*VAL_NAMES, TEST) if split == "val" else (split,)
     if spec.captions and split == "train":
         candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)
     match = None
-    if held_out is not None and split == "val" and name in (None, "test"):
+    if held_out is not None and split == "val" and name in (None, TEST):
         match = held_out.find([record.path for record in index.train], index.root)
         name = None if match.paths else name
     use_held_out = name is None
@@ -525,12 +527,12 @@ def _leakage_notes(
     shared = [record.path for record in val if record.path in train_paths]
     if shared and len(shared) == len(val):
         raise DataError(
-            f"all {plural(len(shared), 'validation image')} are training images too; give "
+            f"all {plural(len(shared), 'validation or test image')} are training images too; give "
             "others, or leave them out and we hold some out"
         )
     names = join_names([relative(path, root) for path in shared], 3)
     images = plural(len(shared), "image")
-    return [f"{images} in training and in validation (leak): {names}"] if shared else []
+    return [f"{images} in training and in validation or test (leak): {names}"] if shared else []
 
 
 def _by_class(records: Iterable[ImageRecord], classes: Sequence[str]) -> ImagesByClass:

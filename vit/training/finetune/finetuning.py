@@ -25,7 +25,7 @@ from vit.config.stored_config import (
 )
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.held_out_split import read_split
+from vit.data.sources.held_out_split import HeldOutSplit, read_split
 from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
@@ -217,9 +217,9 @@ def seen_images_note(
     found = run_of(weights) if splits.made else None
     if found is None or found[1].training.pretrains:
         return None
-    split = read_split(found[0])
-    if split is None:
-        return None
+    path = Path(found[1].data.data).resolve()
+    # without split.json it learned from all training images
+    split = read_split(found[0]) or HeldOutSplit(path if path.is_dir() else path.parent, [])
     held_out = split.find((one.path for one in (*splits.train, *splits.val)), splits.root).paths
     if not held_out and split.root != splits.root.resolve():
         return None
