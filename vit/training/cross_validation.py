@@ -12,6 +12,7 @@ Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Lea
 import contextlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +31,13 @@ from vit.config.parser import (
     make_config,
     with_settings,
 )
-from vit.config.stored_config import has_stored_config, stored_config, with_effect
+from vit.config.stored_config import (
+    PATHS,
+    has_stored_config,
+    located,
+    stored_config,
+    with_effect,
+)
 from vit.errors import ConfigError, RunError
 from vit.evaluation.wilson_interval import wilson_interval
 from vit.text import printable
@@ -220,8 +227,10 @@ def finished_folds(
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
-    settings = with_effect(settings)
+    settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
+    for one in (settings, before):
+        one |= {name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}
     changed = [name for name in names if settings.get(name) != before.get(name)]
     if changed:
         name = changed[0]

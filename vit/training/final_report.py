@@ -355,14 +355,12 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
         return splits
     every = (*splits.train, *splits.val)
     match = split.find((one.path for one in every), splits.root)
-    if match.unknown:  # the same seed and names usually make the same split
-        notify(f"note: the validation images are chosen again: {match.unknown}")
+    if len(match.paths) < match.recorded:
+        notify(f"note: {match.describe(len(splits.val))}")
+    if not match.known:  # the same seed and names usually make the same split
         return splits
     held = [one for one in every if one.path in match.paths]
     if not held:
         raise DataError(f"none of the images that {printable(folder)} held out is there")
-    if len(held) < match.recorded:
-        gone = match.recorded - len(held)
-        notify(f"note: {gone} of {match.recorded} validation images are not there")
     train = [one for one in splits.train if one.path not in match.paths]
     return dataclasses.replace(splits, train=tuple(train), val=tuple(held))

@@ -270,7 +270,7 @@ def resolve(
         config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
     if resumed is not None:
-        require_same_settings(config, resumed)
+        require_same_settings(config, resumed, splits)
     if (limit := config.training.time) is not None and "epochs" in given:
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")

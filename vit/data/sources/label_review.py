@@ -305,6 +305,7 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             by_cell[csv_text(name).replace("\\", "/")] = path
         real.update((os.path.realpath(path), path) for path in paths)
 
+    root = index.root.resolve()
     by_stem: dict[str, set[str]] | None = None
 
     def without_suffix(name: str) -> str | None:
@@ -332,6 +333,10 @@ def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
             return by_name[name]
         if (found := without_suffix(name)) is not None:
             return found
+        # begins in a folder above the data, such as the working folder of vit predict then
+        above, _, rest = f"/{name}".partition(f"/{root.name}/")
+        if rest in by_name and str(root.parent).endswith(above.replace("/..", "")):
+            return by_name[rest]
         if not real:
             add_spellings()
         found = real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))

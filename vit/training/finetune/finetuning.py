@@ -17,6 +17,7 @@ from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
 from vit.config.stored_config import (
+    EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
@@ -53,8 +54,6 @@ ADDED_CLASS_EPOCHS, ADDED_CLASS_STEPS = 2, 250
 """Epochs, and steps, after the probe where classes are added, at least (measured:
 docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
-REVIEW_LISTS = ("labels", "corrections", "exclude", "group")
-"""Settings of the data that name a list of a review, and groups."""
 RECIPE = (
     *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
@@ -213,7 +212,7 @@ def dropped_lists_note(config: Config) -> str | None:
     if found is None:
         return None
     run, before = found
-    lists = {name: getattr(before.data, name) for name in REVIEW_LISTS}
+    lists = {name: getattr(before.data, name) for name in (*EDITED_LISTS, "group")}
     dropped = {
         name: path for name, path in lists.items() if path and not getattr(config.data, name)
     }
