@@ -414,8 +414,8 @@ def test_counts_and_verbs_agree(make_tree):
     (root / "stray.png").write_bytes((root / "a" / "0.png").read_bytes())
     report = checked(root)
     details = {one.kind: one.detail for one in report.problems}
-    assert details["not_a_file"] == "1 special file (pipes, broken links), left out"
-    assert details["loose_picture"] == "1 image in no class folder, left out"
+    assert details["not_a_file"] == "left out special files (pipes, broken links)"
+    assert details["loose_picture"] == "left out images that lie in no class folder"
     assert shared_property("huge", ["x"], 3, "have pixels")[0].detail == "1 image of 3 has pixels"
     assert shared_property("huge", ["x"] * 2, 3, "are big")[0].detail == "2 images of 3 are big"
     assert report.lines(5)[0] == "4 images in 2 classes"

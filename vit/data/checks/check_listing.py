@@ -5,38 +5,25 @@ import difflib
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
 from vit.data.sources.dataset_spec import (
-    LAYOUT,
-    SPLIT_NAMES,
     UNSEEN,
     VAL_NAMES,
     DatasetSpec,
     RowError,
-    resolve_folder,
-)
-from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker, unsupported_advice
-from vit.data.sources.image_folder import (
-    EMPTY_CLASS,
-    renamed_splits,
-    split_folders,
-    without_classes,
 )
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import (
     is_folder_source,
     locate_in_lists,
     read_source,
-    refuse_captions,
 )
-from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""
@@ -132,14 +119,9 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
         ConfigError: A setting does not apply to this kind of source.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
-    # a class folder has one label an image, as --task classify requires
-    plain = spec if spec.multilabel else dataclasses.replace(spec, multilabel=None)
-    if not is_folder_source(spec.data) or plain != DatasetSpec(spec.data, group=spec.group):
-        return list_source(spec)
-    refuse_captions(spec.data)
-    root, _ = resolve_folder(spec.data)
-    listing = list_folder(root)
-    if has_caption_lists(str(root)):  # maybe meant for captions, and its folders are no classes
+    listing = list_source(spec)
+    # images that may be meant for captions, in folders that are no classes
+    if is_folder_source(spec.data) and os.path.isdir(spec.data) and has_caption_lists(spec.data):
         hint = "; for the captions in it, add --task caption"
         listing.problems = [
             dataclasses.replace(one, detail=one.detail + hint) if one.kind in NOT_CLASSES else one
@@ -168,13 +150,16 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
             for label in record.labels:
                 paths[split][label].append(record.path)
     if listing.train_split not in paths:
-        there = join_names(paths) or "nothing"
-        listing.report("no_train", f"there is {there} but no train", str(opened.root))
+        if not {"no_train", "unclear_layout"} & {row.kind for row in errors}:
+            there = join_names(paths) or "nothing"
+            listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
     listing.classes = sorted(paths[listing.train_split])
     where = opened.locations.get(listing.train_split, spec.data)
     is_listed = any(one.split == listing.train_split for one in listing.images)
-    if not (listing.classes if spec.labels else is_listed):
+    if any(row.kind in NOT_CLASSES for row in errors):
+        pass  # said already
+    elif not (listing.classes if spec.labels else is_listed):
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
@@ -184,114 +169,6 @@ def list_source(spec: DatasetSpec) -> DatasetListing:
             match_classes(listing, split, Path(spec.data), by_class)
     check_validation(listing)
     return listing
-
-
-def list_folder(root: Path) -> DatasetListing:
-    """List an image folder, whatever is wrong with it."""
-    listing = DatasetListing(root)
-    for name in SPLIT_NAMES:
-        if (root / name).is_file():
-            listing.report(
-                "split_is_file", f"{name} is a file, not a folder; {LAYOUT}", str(root / name)
-            )
-    walk = FolderWalker(str(root))
-    try:
-        folders, beside = split_folders(root, walk)
-    except DataError:  # a split is a file, or a folder cannot be listed
-        folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
-        beside = []
-    for note in renamed_splits(folders):
-        listing.report("source", note, str(root))
-    if note := without_classes(folders):
-        listing.report("source", note, str(folders.pop("test")))
-    if beside:
-        names = join_names(beside)
-        places = (str(root / name) for name in beside)
-        listing.report("beside_train", f"folders beside train are left out: {names}", *places)
-    if not folders and not listing.problems:
-        folders = {ALL: root}
-    for name, folder in folders.items():
-        list_split(listing, name, folder)
-    if folders and "train" not in folders and ALL not in folders:
-        there = join_names(folders)
-        listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
-    elif folders:
-        check_validation(listing)
-    if folders and ALL not in folders:  # files beside the splits
-        walk_or_report(listing, root, lambda: walk.loose_images(str(root)))
-        listing.problems += skipped_files(walk)
-    return listing
-
-
-def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
-    """Add the images of one split; its classes must be those of the first split."""
-    walk, first = FolderWalker(str(listing.root)), not listing.splits
-    listing.splits.append(name)
-    classes = walk_or_report(listing, folder, lambda: walk.subfolders(str(folder))) or []
-    walk_or_report(listing, folder, lambda: walk.loose_images(str(folder)))
-    found: dict[str, list[str]] = {}
-    unlisted = set()
-    for label in classes:
-        images = walk_or_report(listing, folder / label, partial(walk.images, str(folder / label)))
-        found[label] = images or []
-        if images is None:
-            unlisted.add(label)
-    where = printable(folder)
-    if not classes:
-        loose = plural(len(walk.unclassified), "image")
-        what = f"has no class folders ({loose} straight in it); {LAYOUT}"
-        if walk.unclassified:
-            what += "; --labels LIST checks those that a list labels, --task mae all without labels"
-        listing.report("no_classes", f"{where} {what}", str(folder))
-    elif first:
-        listing.classes = classes
-        check_training(listing, folder, found, unlisted)
-    else:
-        found = match_classes(listing, name, folder, found, unlisted)
-    for label, paths in found.items():
-        listing.images += [ListedImage(path, name, (label,)) for path in paths]
-    reported = {
-        os.path.relpath(path, listing.root)
-        for one in listing.problems
-        if one.kind in ("empty_class", "missing_class")
-        for path in one.images
-    }
-    walk.empty_folders = [path for path in walk.empty_folders if path not in reported]
-    listing.problems += skipped_files(walk)
-
-
-def walk_or_report(
-    listing: DatasetListing, folder: Path, walk: Callable[[], Found]
-) -> Found | None:
-    """Return what `walk` returns; report a problem and return None if it raises."""
-    try:
-        return walk()
-    except (DataError, OSError) as error:
-        words = str(error)
-        if isinstance(error, OSError):
-            words = f"{printable(error.filename or folder)}: {error.strerror}"
-        listing.report("folder_unreadable", words, str(folder))
-        return None
-
-
-def check_training(
-    listing: DatasetListing, folder: Path, found: dict[str, list[str]], unlisted: Collection[str]
-) -> None:
-    """Report empty training classes, and a training split with one class.
-
-    A class in `unlisted` has a folder that cannot be listed, and may have images.
-    """
-    where = printable(folder)
-    if not any(found.values()) and not unlisted:
-        listing.report("no_pictures", f"{where}: no images in its class folders", str(folder))
-        return
-    for name, paths in found.items():
-        if not paths and name not in unlisted:
-            words = f"class {printable(name)} {EMPTY_CLASS}"
-            listing.report("empty_class", words, str(folder / name))
-    if len(found) == 1:
-        only = printable(next(iter(found)))
-        listing.report("one_class", f"only one class ({only}), nothing to tell apart", str(folder))
 
 
 def match_classes(
@@ -341,38 +218,3 @@ def check_validation(listing: DatasetListing) -> None:
         listing.report("test_as_val", "no val folder: training validates on test")
     if not any(one.split == name for one in listing.images):
         listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
-
-
-def skipped_files(walk: FolderWalker) -> list[Problem]:
-    """The files and folders that a walk skipped, one problem per reason."""
-    unsupported: list[str] = []
-    other: list[str] = []
-    for name in walk.ignored_files:
-        suffix = f".{name.lower().split('.')[-1]}"
-        (unsupported if suffix in UNSUPPORTED_SUFFIXES else other).append(name)
-    suffixes = {os.path.splitext(name)[1].lower() for name in unsupported}
-    convert = f"of a format that is not read{unsupported_advice(suffixes)}"
-    kinds = {
-        "foreign_format": (unsupported, "image", convert),
-        "ignored_file": (other, "file", "not taken for images"),
-        "hidden": (sorted(walk.hidden_paths), "hidden or system name", ""),
-        "empty_folder": (walk.empty_folders, "folder", "without images"),
-        "link": (
-            walk.skipped_links,
-            "link",
-            "to a folder of this dataset or around it, not followed",
-        ),
-        "outside_link": (walk.followed_links, "link", "to a folder outside, followed"),
-        "not_a_file": (walk.special_files, "special file", "(pipes, broken links), left out"),
-        "loose_picture": (walk.unclassified, "image", "in no class folder, left out"),
-    }
-    return [
-        Problem(
-            kind,
-            f"{plural(len(names), noun)} {words}".rstrip(),
-            tuple(os.path.join(walk.root, name) for name in names[:SHOWN]),
-            len(names) if len(names) > SHOWN else 0,
-        )
-        for kind, (names, noun, words) in kinds.items()
-        if names
-    ]

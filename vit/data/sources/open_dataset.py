@@ -254,8 +254,13 @@ def open_splits(
     index = listing.index if listing is not None and reusable else read_source(spec)
     images = index.train
     if not images:
-        available = join_names(index.locations) or "nothing"
-        raise DataError(f"{printable(spec.data)} has {available} but no images for train")
+        lists = {"labels": spec.label_list, "exclude": spec.exclude}
+        given = join_names(f"--{name} {printable(x)}" for name, x in lists.items() if x)
+        others = join_names(filter(None, index.locations))
+        raise DataError(
+            f"{printable(spec.data)} has no images for train{given and ' after '}{given}"
+            f"{others and ', but for '}{others}; give images to train on"
+        )
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
