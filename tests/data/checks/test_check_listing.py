@@ -11,7 +11,12 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.checks.check_listing import DatasetListing, list_dataset, match_classes
+from vit.data.checks.check_listing import (
+    DatasetListing,
+    ListedImage,
+    list_dataset,
+    match_classes,
+)
 from vit.data.checks.dataset_check import CheckReport, check_dataset
 from vit.data.checks.problems import KINDS, Problem, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -430,8 +435,9 @@ def test_similar_names_are_searched_for_few_unknown_classes(monkeypatch):
 
     monkeypatch.setattr("vit.data.checks.check_listing.difflib.get_close_matches", counted)
     listing = DatasetListing(Path("data"), ["train", "val"], ["cat", "dog"])
-    found = {f"class {number}": ["x.png"] for number in range(100)}
-    match_classes(listing, "val", Path("data"), {**found, "cat": ["y.png"]})
+    names = [*(f"class {number}" for number in range(100)), "cat"]
+    listing.images = [ListedImage("x.png", "val", (name,)) for name in names]
+    match_classes(listing, "val")
     words = [one.detail for one in listing.problems if one.kind == "unknown_class"]
     assert len(words) == 100
     assert sum("is it cat?" in one for one in words) == len(calls) == 20

@@ -5,10 +5,9 @@ import difflib
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
 from vit.data.sources.dataset_spec import (
@@ -19,7 +18,6 @@ from vit.data.sources.dataset_spec import (
 )
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import (
-    is_folder_source,
     locate_in_lists,
     read_source,
 )
@@ -33,7 +31,6 @@ ALL = "all"
 """The name of the split of a dataset without splits."""
 MAX_HINTS = 20
 """Unknown classes of a split for which a similar name is searched for."""
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class DatasetListing:
         classes: Names, sorted.
         images: The images of all splits.
         problems: Problems of paths and names.
-        spec: How a source other than a folder is read.
+        spec: How the source is read.
         grouped: Whether the source provides the groups of its images.
         columns: Columns of its lists that are not read.
     """
@@ -115,97 +112,71 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     """List the images of a source that `vit train` accepts.
 
     Raises:
-        DataError: It does not exist, or is a source other than a folder that cannot be opened.
+        DataError: It does not exist, or cannot be opened.
         ConfigError: A setting does not apply to this kind of source.
     """
-    spec = DatasetSpec(data) if isinstance(data, str) else data
-    listing = list_source(spec)
-    # images that may be meant for captions, in folders that are no classes
-    if is_folder_source(spec.data) and os.path.isdir(spec.data) and has_caption_lists(spec.data):
-        hint = "; for the captions in it, add --task caption"
-        listing.problems = [
-            dataclasses.replace(one, detail=one.detail + hint) if one.kind in NOT_CLASSES else one
-            for one in listing.problems
-        ]
-    return listing
-
-
-def list_source(spec: DatasetSpec) -> DatasetListing:
-    """List an image list, shards or a table."""
     errors: list[RowError] = []
+    spec = DatasetSpec(data) if isinstance(data, str) else data
     spec = dataclasses.replace(spec, all_splits=True, row_errors=errors)
     opened = read_source(spec)
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped, listing.columns = opened.has_groups, opened.columns
     for note in opened.notes:
         listing.report("source", note)
+    hint = ""
+    if not spec.captions and os.path.isdir(spec.data) and has_caption_lists(spec.data):
+        hint = "; for the captions in it, add --task caption"
     for row in errors:
-        listing.report(row.kind, str(row.error), *row.images)
-    paths: dict[str, dict[str, list[str]]] = {}  # by split and class
+        end = hint if row.kind in NOT_CLASSES else ""
+        listing.report(row.kind, f"{row.error}{end}", *row.images)
+    listing.classes = sorted({label for one in opened.train for label in one.labels})
+    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
+    known = {*listing.classes}
     for name, records in opened.splits.items():
-        split = name or ALL
-        paths[split] = defaultdict(list)
-        for record in records:
-            listing.images.append(ListedImage(record.path, split, record.labels, record.group))
-            for label in record.labels:
-                paths[split][label].append(record.path)
-    if listing.train_split not in paths:
+        for one in records:
+            labels = [
+                label if label in known else equal.get(unicodedata.normalize("NFC", label), label)
+                for label in one.labels
+            ]
+            listing.images.append(ListedImage(one.path, name or ALL, (*labels,), one.group))
+    if listing.train_split not in listing.splits:
         if not {"no_train", "unclear_layout"} & {row.kind for row in errors}:
-            there = join_names(paths) or "nothing"
+            there = join_names(listing.splits) or "nothing"
             listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
-    listing.classes = sorted(paths[listing.train_split])
     where = opened.locations.get(listing.train_split, spec.data)
-    is_listed = any(one.split == listing.train_split for one in listing.images)
     if any(row.kind in NOT_CLASSES for row in errors):
         pass  # said already
-    elif not (listing.classes if spec.labels else is_listed):
+    elif not (listing.classes if spec.labels else opened.train):
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
-        listing.report("one_class", f"only one class ({only}), nothing to tell apart", spec.data)
-    for split, by_class in paths.items():
+        words = f"only one class ({only}), nothing to tell apart{hint}"
+        listing.report("one_class", words, spec.data)
+    for split in listing.splits:
         if split != listing.train_split:
-            match_classes(listing, split, Path(spec.data), by_class)
+            match_classes(listing, split)
     check_validation(listing)
     return listing
 
 
-def match_classes(
-    listing: DatasetListing,
-    split: str,
-    folder: Path,
-    found: dict[str, list[str]],
-    unlisted: Collection[str] = (),
-) -> dict[str, list[str]]:
-    """`found` by the names of the training classes; others stay, and are reported.
-
-    A class in `unlisted` has a folder that cannot be listed, and is not reported as missing.
-    """
-    known = {*listing.classes}
-    hints = 0
-    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
-    matched: dict[str, list[str]] = {}
-    unknown = set()
-    for name, paths in found.items():
-        matching = name if name in known else equal.get(unicodedata.normalize("NFC", name))
-        if matching is None and paths:
-            hints += 1
-            near = []
-            if hints <= MAX_HINTS:
-                near = difflib.get_close_matches(name, listing.classes, n=1)
-            hint = f" (is it {printable(near[0])}?)" if near else ""
-            words = f"{split} has class {printable(name)}, which train does not have{hint}"
-            listing.report("unknown_class", words, str(folder / name))
-        matched.setdefault(matching or name, []).extend(paths)
-        if name in unlisted:
-            unknown.add(matching or name)
-    if split != UNSEEN:
-        for name in listing.classes:
-            if not matched.get(name) and name not in unknown:
-                words = f"{split} has no images of class {printable(name)}"
-                listing.report("missing_class", words, str(folder / name))
-    return matched
+def match_classes(listing: DatasetListing, split: str) -> None:
+    """Report classes that only this split or only the training split has."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for one in listing.images:
+        for label in one.labels if one.split == split else ():
+            paths[label].append(one.path)
+    for number, name in enumerate(name for name in paths if name not in {*listing.classes}):
+        near = []
+        if number < MAX_HINTS:
+            near = difflib.get_close_matches(name, listing.classes, n=1)
+        hint = f" (is it {printable(near[0])}?)" if near else ""
+        words = f"{split} has class {printable(name)}, which train does not have{hint}"
+        listing.report("unknown_class", words, *paths[name])
+    for name in listing.classes if split != UNSEEN else ():
+        if name not in paths:
+            words = f"{split} has no images of class {printable(name)}"
+            listing.report("missing_class", words)
 
 
 def check_validation(listing: DatasetListing) -> None:

@@ -62,30 +62,38 @@ def is_run_folder(folder: str) -> bool:
     return has_settings and any(os.path.exists(os.path.join(folder, name)) for name in begun)
 
 
-def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) -> bool | None:
-    """Whether all under `folder` was written by this toolkit; None if there is nothing.
+def _is_marked(folder: str) -> bool:
+    return is_run_folder(folder) or os.path.exists(os.path.join(folder, OUTPUT_MARKER))
+
+
+def has_image(folder: str | os.PathLike[str]) -> bool:
+    """Whether an image is directly in `folder`, which is read up to the first one."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        names = (entry.name for entry in entries if entry.name[0] != ".")
+        return any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in names)
+    return False
+
+
+def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) -> bool:
+    """Whether all files under `folder`, and at least one, were written by this toolkit.
 
     Images and other files of the suffixes `content` are data, except in a run folder and beside
-    OUTPUT_MARKER. The search ends at the first file that is none of ours.
+    OUTPUT_MARKER.
     """
-    if is_run_folder(folder) or os.path.exists(os.path.join(folder, OUTPUT_MARKER)):
-        return True
-    result = None
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    found = holds_output_only(entry.path, content)
-                else:
-                    is_content = os.path.splitext(entry.name)[1].lower() in content
-                    found = not is_content and OUTPUT_FILE.fullmatch(entry.name) is not None
-                if found is False:
-                    return False
-                result = result or found
-    except OSError:  # whoever reads it says why
+    if has_image(folder) and not _is_marked(folder):  # spares listing it all
         return False
+    result = False
+    for path, folders, files in os.walk(folder):
+        if _is_marked(path):
+            result = True
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name[0] != "." and name not in SYSTEM_NAMES]
+        shown = [name for name in files if name[0] != "."]
+        suffixes = {os.path.splitext(name)[1].lower() for name in shown}
+        if not suffixes.isdisjoint(content) or not all(map(OUTPUT_FILE.fullmatch, shown)):
+            return False
+        result = result or bool(shown)
     return result
 
 
@@ -150,12 +158,6 @@ class FolderWalker:
     def class_folders(self, folder: str) -> list[str]:
         """`subfolders`, without those that this toolkit wrote."""
         return [one for one in self.subfolders(folder) if not self._is_output(f"{folder}/{one}")]
-
-    def has_image(self, folder: str) -> bool:
-        """Whether an image is directly in `folder`, which is read up to the first one."""
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            return any(self._suffix(x.name) in self.suffixes and x.name[0] != "." for x in entries)
-        return False
 
     def loose_images(self, folder: str) -> list[str]:
         """Paths of the images directly in `folder`, where class folders are expected.
@@ -278,8 +280,8 @@ class FolderWalker:
         for name in (first[suffix] for suffix in suffixes):
             with contextlib.suppress(BadImage):
                 kind = read_header(os.path.join(self.root, name)).format
-                ending = f".{kind.lower()}" if f".{kind.lower()}" in IMAGE_SUFFIXES else ".jpg"
-                note += f"; {name} is a {kind} image: rename such files to end in {ending}"
+                suffix = f".{kind.lower()[:4]}"  # .jpeg for JPEG2000: the content decides
+                note += f"; {name} is a {kind} image: rename such files to end in {suffix}"
         return note
 
     def notes(self) -> list[str]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vit.data.sources.dataset_spec import LAYOUT, SPLIT_NAMES, VAL_NAMES, RowError
-from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.file_walk import FolderWalker, has_image
 from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, printable
 
 SPLIT_ALIASES = {name: name for name in SPLIT_NAMES} | {
     "training": "train",
@@ -62,25 +62,20 @@ def find_layout(root: Path, *, group: str | None = None, labels: bool = True) ->
         DataError: The folder cannot be listed.
     """
     FolderWalker(str(root)).subfolders(str(root))
-    layout = _find(root, _Data(root, group), labels=labels)
+    layout = _find(root, root, group, labels=labels)
     for path in (root / name for name in SPLIT_NAMES if (root / name).is_file()):
         layout.say("split_is_file", f"{printable(path)} is a file, not a folder; {LAYOUT}", path)
     return layout
 
 
-class _Data(NamedTuple):
-    root: Path
-    group: str | None
-
-
-def _find(folder: Path, data: _Data, *, labels: bool = True) -> FolderLayout:
+def _find(folder: Path, root: Path, group: str | None, *, labels: bool = True) -> FolderLayout:
     names = _names(folder)
     rows = LAYOUTS.values() if labels else [_split_folders]
-    found = (row(folder, names, data) for row in rows)
+    found = (row(folder, names, root, group) for row in rows)
     return next((one for one in found if one), FolderLayout({"": _split(folder, names)}))
 
 
-def _split_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLayout | None:
+def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayout | None:
     """Splits of the usual names; or of others, or beside the class folders of training.
 
     Each of the latter holds at least two classes of training, or no folders; and folders beside
@@ -90,7 +85,9 @@ def _split_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLa
     is_usual = "train" in names or len(pairs) == len(names)
     if not is_usual:
         pairs = [(split, name) for name in names if (split := split_name(name))]
-    paths = {split: folder / name for split, name in sorted(pairs, key=_split_order)}
+    paths = {
+        split: folder / name for split, name in sorted(pairs, key=lambda x: SPLIT_NAMES.index(x[0]))
+    }
     if not paths or len(paths) < len(pairs):
         return None
     if "train" in paths and _unwrapped(paths["train"]) != paths["train"]:
@@ -99,7 +96,7 @@ def _split_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLa
     beside = [name for name in names if name not in dict(pairs).values()]
     classes = {split: {name for name, _ in one.classes} for split, one in layout.splits.items()}
     train = classes.pop("train", {*beside})
-    loose = {split: _count_images(paths[split]) for split, found in classes.items() if not found}
+    loose = {split: has_image(paths[split]) for split, found in classes.items() if not found}
     if not is_usual and (
         len(train) < 2
         or any(len(found) > 0 and len(found & train) < 2 for found in classes.values())
@@ -110,7 +107,7 @@ def _split_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLa
         return None
     renamed = {split: one for split, one in paths.items() if one != folder / split}
     if renamed:
-        text = join_names(f"{_name(one, folder)} as {split}" for split, one in renamed.items())
+        text = join_names(f"{one.relative_to(folder)} as {split}" for split, one in renamed.items())
         layout.say("source", f"read {text}", folder)
     if "train" in paths:
         _check_train(layout, paths["train"], beside)
@@ -125,11 +122,10 @@ def _split_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLa
             text = f"read the folders beside {join_names(dict(pairs).values())} as train"
             layout.say("source", text, folder)
         layout.splits = {"train" if is_divided else "": _split(folder, beside), **layout.splits}
-    for split in (split for split, count in loose.items() if count):
+    for split in (split for split, holds_images in loose.items() if holds_images):
         layout.splits[split] = layout.splits[split]._replace(is_unsorted=True)
-        found_there = f"{plural(loose[split], 'image')} straight in it, and no class folders"
         hint = "" if "train" in paths else "; if it is a class, move all classes to DATA/train"
-        text = f"left out {_name(paths[split], folder)}: {found_there}{hint}"
+        text = f"left out {printable(paths[split].name)}, which has no class folders{hint}"
         layout.say("source", text, paths[split])
     return layout
 
@@ -139,10 +135,6 @@ def split_name(folder: str) -> str | None:
     words = re.findall(r"[^\W\d_]+", folder.casefold())
     found = {SPLIT_ALIASES[word] for word in words if word in SPLIT_ALIASES}
     return found.pop() if len(found) == 1 else None
-
-
-def _split_order(pair: tuple[str, str]) -> int:
-    return SPLIT_NAMES.index(pair[0])
 
 
 def _check_train(layout: FolderLayout, folder: Path, beside: Sequence[str]) -> None:
@@ -160,20 +152,22 @@ def _check_train(layout: FolderLayout, folder: Path, beside: Sequence[str]) -> N
     _say_nested(layout, folder, *_find_sets(folder))
 
 
-def _wrapper(folder: Path, names: Sequence[str], data: _Data) -> FolderLayout | None:
+def _wrapper(
+    folder: Path, names: Sequence[str], root: Path, group: str | None
+) -> FolderLayout | None:
     """One folder around all others, as a zip file has it; maybe several, one in the other."""
     inner = folder
     while len(names) == 1 and (deeper := _names_only(inner / names[0])):
         inner, names = inner / names[0], deeper
     if inner == folder or len(names) == 1:
         return None
-    layout = _find(inner, data)
-    text = f"read {_name(inner, folder)}, the only folder in {printable(folder)}"
+    layout = _find(inner, root, group)
+    text = f"read {printable(inner.relative_to(folder))}, the only folder in {printable(folder)}"
     layout.say("source", text, inner)
     return layout
 
 
-def _splits_in_classes(folder: Path, names: Sequence[str], _data: _Data) -> FolderLayout | None:
+def _splits_in_classes(folder: Path, names: Sequence[str], *_: object) -> FolderLayout | None:
     """Folders such as train and val in each class folder; refused if only some have them."""
     found: dict[str, dict[str, Path]] = {}
     for name in names:
@@ -202,15 +196,17 @@ def _splits_in_classes(folder: Path, names: Sequence[str], _data: _Data) -> Fold
     return layout
 
 
-def _sets_of_classes(folder: Path, names: Sequence[str], data: _Data) -> FolderLayout | None:
+def _sets_of_classes(
+    folder: Path, names: Sequence[str], root: Path, group: str | None
+) -> FolderLayout | None:
     """Folds, sites or years with the same class folders: groups by `group`, or refused."""
     sets, shared = _find_sets(folder)
     if not shared:
         return None
     layout = FolderLayout({"": _split(folder, names)})
     with contextlib.suppress(re.error):
-        starts = [f"{(folder / name).relative_to(data.root).as_posix()}/" for name in sets]
-        found = [re.search(data.group, start) for start in starts] if data.group else []
+        starts = [f"{(folder / name).relative_to(root).as_posix()}/" for name in sets]
+        found = [re.search(group, start) for start in starts] if group else []
         if len({one[one.re.groups > 0] for one in found if one}) > 1:
             inner = [(x, folder / name / x) for name in sets for x in _names(folder / name)]
             layout.splits = {"": SplitFolders(folder, tuple(inner))}
@@ -220,7 +216,7 @@ def _sets_of_classes(folder: Path, names: Sequence[str], data: _Data) -> FolderL
     if not _is_series(sets):
         _say_nested(layout, folder, sets, shared)
         return layout
-    expression = "/".join(["[^/]+"] * (len(folder.relative_to(data.root).parts) + 1))
+    expression = "/".join(["[^/]+"] * (len(folder.relative_to(root).parts) + 1))
     text = (
         f"{printable(folder)}: {join_names(sets)} hold folders of the same names "
         f"({join_names(shared)}); if these are the classes, add --group '^{expression}', which "
@@ -258,7 +254,7 @@ def _is_series(names: Collection[str]) -> bool:
     return len(stems) == 1 and "#" in stems.pop()
 
 
-def _class_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLayout | None:
+def _class_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayout | None:
     """Each folder is a class."""
     layout = FolderLayout({"": _split(folder, names)})
     if named := [name for name in names if name.casefold() in SPLIT_ALIASES]:
@@ -267,7 +263,7 @@ def _class_folders(folder: Path, names: Sequence[str], _data: _Data) -> FolderLa
     return layout
 
 
-Row = Callable[[Path, Sequence[str], _Data], FolderLayout | None]
+Row = Callable[[Path, Sequence[str], Path, str | None], FolderLayout | None]
 LAYOUTS: dict[str, Row] = {
     "split folders": _split_folders,
     "one folder around all": _wrapper,
@@ -286,7 +282,7 @@ def _names(folder: Path) -> list[str]:
 
 def _names_only(folder: Path) -> list[str]:
     """As `_names`, but none of a folder with images straight in it."""
-    return [] if FolderWalker(str(folder)).has_image(str(folder)) else _names(folder)
+    return [] if has_image(folder) else _names(folder)
 
 
 def _split(folder: Path, names: Sequence[str]) -> SplitFolders:
@@ -298,13 +294,3 @@ def _unwrapped(folder: Path) -> Path:
     names = _names_only(folder)
     inner = folder / names[0] if len(names) == 1 else folder
     return inner if len(_names_only(inner)) > 1 else folder
-
-
-def _count_images(folder: Path) -> int:
-    with contextlib.suppress(DataError):
-        return len(FolderWalker(str(folder)).loose_images(str(folder)))
-    return 0
-
-
-def _name(folder: Path, root: Path) -> str:
-    return printable(folder.relative_to(root))
