@@ -111,7 +111,7 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
         layout.say("source", f"read {text}", folder)
     if "train" in paths:
         _check_train(layout, paths["train"], beside)
-        loose = {} if paths.keys() & {*VAL_NAMES} - {"test"} else loose  # val needs classes
+        loose = {} if paths.keys() & {*VAL_NAMES} else loose  # val needs classes
     elif is_usual:
         text = f"{printable(folder)} has {join_names(paths)} but no train; {LAYOUT}"
         layout.say("no_train", text, folder)
