@@ -155,9 +155,10 @@ class FolderWalker:
         entries = [entry for entry in self._scan(folder) if not self._is_hidden(entry)]
         return sorted(entry.name for entry in entries if self._is_folder(entry))
 
-    def class_folders(self, folder: str) -> list[str]:
-        """`subfolders`, without those that this toolkit wrote."""
-        return [one for one in self.subfolders(folder) if not self._is_output(f"{folder}/{one}")]
+    def class_folders(self, folder: str, known: Collection[str] = ()) -> list[str]:
+        """`subfolders`, without those that this toolkit wrote, which no `known` ones are."""
+        names = self.subfolders(folder)
+        return [x for x in names if x in known or not self._is_output(os.path.join(folder, x))]
 
     def loose_images(self, folder: str) -> list[str]:
         """Paths of the images directly in `folder`, where class folders are expected.

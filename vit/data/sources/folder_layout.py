@@ -85,9 +85,8 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
     is_usual = "train" in names or len(pairs) == len(names)
     if not is_usual:
         pairs = [(split, name) for name in names if (split := split_name(name))]
-    paths = {
-        split: folder / name for split, name in sorted(pairs, key=lambda x: SPLIT_NAMES.index(x[0]))
-    }
+        pairs.sort(key=lambda pair: SPLIT_NAMES.index(pair[0]))
+    paths = {split: folder / name for split, name in pairs}
     if not paths or len(paths) < len(pairs):
         return None
     if "train" in paths and _unwrapped(paths["train"]) != paths["train"]:
@@ -149,7 +148,7 @@ def _check_train(layout: FolderLayout, folder: Path, beside: Sequence[str]) -> N
             f"train_; {LAYOUT}"
         )
         layout.say("no_classes", text, folder)
-    _say_nested(layout, folder, *_find_sets(folder))
+    _say_nested(layout, folder, *_find_sets(folder, [x for x, _ in layout.splits["train"].classes]))
 
 
 def _wrapper(
@@ -200,7 +199,7 @@ def _sets_of_classes(
     folder: Path, names: Sequence[str], root: Path, group: str | None
 ) -> FolderLayout | None:
     """Folds, sites or years with the same class folders: groups by `group`, or refused."""
-    sets, shared = _find_sets(folder)
+    sets, shared = _find_sets(folder, names)
     if not shared:
         return None
     layout = FolderLayout({"": _split(folder, names)})
@@ -227,16 +226,16 @@ def _sets_of_classes(
     return layout
 
 
-def _find_sets(folder: Path) -> tuple[list[str], list[str]]:
-    """All folders in `folder`, and the names in several of them, if those are at least half."""
+def _find_sets(folder: Path, names: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """`names`, and the names of folders in several of them, if those are at least half."""
     inner: dict[str, list[str]] = {}
-    for name in _names(folder):
+    for name in names:
         inner[name] = _names_only(folder / name)
         if not inner[name]:  # mostly the first class folder
             return [], []
     counts = Counter(name for found in inner.values() for name in found)
     shared = sorted(name for name, count in counts.items() if count > 1)
-    return ([*inner], shared) if len(shared) > 1 and 2 * len(shared) >= len(counts) else ([], [])
+    return (names, shared) if len(shared) > 1 and 2 * len(shared) >= len(counts) else ([], [])
 
 
 def _say_nested(
@@ -292,5 +291,5 @@ def _split(folder: Path, names: Sequence[str]) -> SplitFolders:
 def _unwrapped(folder: Path) -> Path:
     """The folder in `folder`, if it is the only one and holds class folders; else `folder`."""
     names = _names_only(folder)
-    inner = folder / names[0] if len(names) == 1 else folder
-    return inner if len(_names_only(inner)) > 1 else folder
+    is_wrapper = len(names) == 1 and len(_names_only(folder / names[0])) > 1
+    return folder / names[0] if is_wrapper else folder

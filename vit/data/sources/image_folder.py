@@ -107,7 +107,7 @@ def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec)
         DataError: There are no class folders, or one cannot be listed.
     """
     parent = folders.parent
-    walker.class_folders(str(parent))
+    walker.class_folders(str(parent), {label for label, _ in folders.classes})
     loose = walker.loose_images(str(parent))
     if not folders.classes:
         found = f"{plural(len(loose), 'image')} straight in it" if loose else "no folders in it"
