@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, is_run_folder
 from vit.errors import DataError
 from vit.paths import did_you_mean
 from vit.text import printable
@@ -22,8 +22,6 @@ SPREADSHEETS = {
 ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".txz", ".tbz", ".tbz2")
 EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
 WILDCARDS = re.compile(r"[*?]")
-RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""In every run folder."""
 
 
 def refuse_mistaken(data: str) -> None:
@@ -38,7 +36,7 @@ def refuse_mistaken(data: str) -> None:
         raise DataError(f"{name} is {kind}, not a list: save it as CSV ({menu}) and give that file")
     if suffix in ARCHIVES and os.path.isfile(data):
         raise DataError(f"{name} is an archive: unpack it first, and give the folder or the list")
-    if all(os.path.isfile(os.path.join(data, file)) for file in RUN_FILES):
+    if is_run_folder(data):
         raise DataError(
             f"{name} is a run folder, a trained network: give a folder or list of images"
         )
@@ -56,9 +54,15 @@ def refuse_single_images(data: str) -> None:
         raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
 
 
-def extra_arguments_message(data: str, extra: Sequence[str]) -> str:
-    """The error for arguments after DATA, which are mostly a glob that the shell has expanded."""
+def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
+    """The error for arguments after DATA: an expanded glob, or a name with spaces.
+
+    `before` is the word before the first extra one.
+    """
     first = printable(data)
+    for end in range(len(extra), 0, -1):
+        if os.path.lexists(name := " ".join([before, *extra[:end]])):
+            return f'a name with spaces needs quotes: "{printable(name)}"'
     if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
         return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
     if is_image(data):

@@ -254,8 +254,10 @@ def open_splits(
     index = listing.index if listing is not None and reusable else read_source(spec)
     images = index.train
     if not images:
-        available = join_names(index.locations) or "nothing"
-        raise DataError(f"{printable(spec.data)} has {available} but no images for train")
+        lists = join_names(filter(None, (spec.label_list, spec.exclude)))
+        named = join_names(filter(None, index.locations))
+        end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
+        raise DataError(f"{printable(spec.data)} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
