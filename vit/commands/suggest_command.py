@@ -1,6 +1,7 @@
 """`vit suggest`: names the images that are worth labelling first."""
 
 import argparse
+import os
 
 from vit.commands.command_options import add_json_option, add_list_options, count, positive_int
 from vit.commands.command_output import Progress, notify, write_json
@@ -142,10 +143,18 @@ def run(args: argparse.Namespace) -> int:
     for line in found.lines():
         notify(f"vit suggest: {line}")
     if args.out is not None:
-        append = "" if args.labels is None else f" append its rows to {printable(args.labels)},"
+        append, flags = "", ""
+        if args.labels is not None:
+            same = os.path.splitext(args.labels)[1].lower() == os.path.splitext(args.out)[1].lower()
+            what = "rows, without the names of columns," if same else "images and labels"
+            append = f" append its {what} to {printable(args.labels)},"
+        for name in ("images", "image_column", "label_column"):
+            if (value := getattr(args, name)) is not None:
+                flags += f" --{name.replace('_', '-')} {quoted(value)}"
+        column = next(name for name, content in found.columns if content == "label")
         notify(
-            f"vit suggest: {printable(args.out)} written; fill in its column label,{append} then "
-            f"vit train {quoted(args.data)} --labels {quoted(args.labels or args.out)} "
-            f"--weights {quoted(args.weights)}"
+            f"vit suggest: {printable(args.out)} written; fill in its column {printable(column)},"
+            f"{append} then vit train {quoted(args.data)} --labels "
+            f"{quoted(args.labels or args.out)}{flags} --weights {quoted(args.weights)}"
         )
     return int(bool(found.failed))
