@@ -194,10 +194,11 @@ class ImageList:
             *moved.relabelled,
         ]
         if self.errors is not None:
-            moved.errors = [
+            errors = [
                 one._replace(images=tuple(images.get(name, name) for name in one.images))
                 for one in self.errors
             ]
+            moved.errors = sorted(errors, key=lambda one: getattr(one.error, "line", 0))
         return moved, [name for name, place in found.items() if place is None]
 
     def report_merged(self, notes: list[str]) -> None:
@@ -326,7 +327,7 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
             kind_found = f"is {json_kind(written)}; expected a file name in each line"
             raise wrong(path, f"{columns.image} {kind_found}", line)
         kind = "bad_path"
-        name = written_name(written, path, line)
+        name = written_name(written, path, line, outside=spec.allow_outside)
         kind = "bad_line"
         captions: list[str] = []
         for column in columns.captions:

@@ -235,11 +235,11 @@ def check_record(
             raise wrong(path, f"no {column!r} in this record; write {none}", line)
 
 
-def written_name(written: str, path: str, line: int) -> str:
+def written_name(written: str, path: str, line: int, *, outside: bool) -> str:
     """A file name of a list: tidy if it has one spelling only, else as it is written.
 
     Raises:
-        DataError: It is empty, a web address, or no name of a file.
+        DataError: It is empty, a web address, no name of a file, or leads out of the folder.
     """
     name = written.strip()
     if not name:
@@ -253,7 +253,10 @@ def written_name(written: str, path: str, line: int) -> str:
             raise wrong(path, "a file name with a NUL character", line)
     except UnicodeEncodeError:
         check_unicode(name, path, line)
-    return os.path.normpath(name) if is_plain(written) else written
+    if not is_plain(written):
+        return written
+    check_inside(tidy := os.path.normpath(name), path, line, outside=outside)
+    return tidy
 
 
 def tidy_path(written: str, path: str, line: int) -> str:
