@@ -17,13 +17,15 @@ from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import split_record
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation import multilabel_metrics
 from vit.evaluation.image_groups import number_groups, share_interval
+from vit.inference.calibrate import calibrate
+from vit.inference.compare import compare
 from vit.inference.evaluate import (
     evaluate,
-    held_out_images,
     held_out_spec,
     with_training_settings,
 )
@@ -121,7 +123,8 @@ def test_held_out_images_of_moved_shards_are_recognised(tiny_run, data, tmp_path
             path.rename(path.with_suffix(".png"))
     shards = tmp_path / "shards"
     assert main(["data", str(data / "val"), "--to", "shards", "--out", str(shards)]) == 0
-    record = {"root": str(tmp_path / "gone" / "shards.tar"), "seed": 0, "val": held_out}
+    images = [str(data / "val" / name) for name in held_out]
+    record = {**split_record(images, data / "val"), "root": str(tmp_path / "gone" / "shards.tar")}
     (run / "split.json").write_text(json.dumps(record))
     assert evaluate(run, str(shards))["count"] == 3
     assert [row["count"] for row in evaluate(run, str(shards))["per_class"]] == [1, 1, 1]
@@ -135,14 +138,83 @@ def test_only_images_that_training_held_out_are_evaluated(tiny_run, data, tmp_pa
     scores = evaluate(run, str(data / "val"))
     assert scores["count"] == 3
     assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
-    moved = Path(shutil.copytree(data / "val", tmp_path / "moved"))
+    moved, notes = shutil.copytree(data / "val", tmp_path / "moved"), []
+    assert (
+        evaluate(run, str(moved), notify=notes.append)["count"] == 27
+    )  # equal names prove nothing
+    assert any("took all 27 images: the run has no digests of its images" in one for one in notes)
+    images = [str(data / "val" / name) for name in held_out]
+    (run / "split.json").write_text(json.dumps(split_record(images, data / "val")))
     assert evaluate(run, str(moved)) == scores
-    (moved / held_out[0]).unlink()
-    assert held_out_images(run, str(moved)) == []
     assert evaluate(run, str(data))["count"] == 27  # a validation folder of its own
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"val": [1], "root": "x"}', '{"val": []}'])
+def images_turned(data: Path) -> None:
+    """Each image of a class has the name of another one."""
+    for folder in data.iterdir():
+        paths = sorted(folder.iterdir())
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, contents[2:] + contents[:2], strict=True):
+            path.write_bytes(content)
+
+
+def half_renamed(data: Path) -> None:
+    for number, path in enumerate(sorted(data.rglob("*.*"))):
+        if number % 2:
+            path.unlink()
+        else:
+            path.rename(path.with_name(f"new{number}{path.suffix}"))
+
+
+def encoded_again(data: Path) -> None:
+    for path in data.rglob("*.*"):
+        with Image.open(path) as image:
+            image.convert("RGB").save(path, compress_level=0, quality=50)
+
+
+CHANGES = {
+    images_turned: "took the 18 images that training held out",
+    half_renamed: "took the 9 images left of the 18 that training held out",
+    encoded_again: "took all 27 images: training held out none of them, but 18 have names of",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_command_measures_the_images_that_it_says(
+    change, tiny_run, data, tmp_path, monkeypatch
+):
+    """tests/data/sources/test_held_out_split.py has more changes of a dataset."""
+    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
+        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 8)
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "ab"]
+    paths = sorted(str(path) for path in (data / "val").rglob("*.*"))
+    for run, own in zip(runs, (paths[:18], paths[9:]), strict=True):
+        (run / "split.json").write_text(json.dumps(split_record(own, data / "val")))
+    held_out = [{Path(path).read_bytes() for path in own} for own in (paths[:18], paths[9:])]
+    moved = Path(shutil.move(data / "val", tmp_path / "moved"))
+    change(moved)
+    contents = [path.read_bytes() for path in moved.rglob("*.*")]
+    counts = [sum(one in own for one in contents) or 27 for own in held_out]
+    both = sum(one in held_out[0] & held_out[1] for one in contents) or 27
+    said: list[str] = []
+    assert evaluate(runs[0], str(moved), notify=said.append, **FP32)["count"] == counts[0]
+    assert CHANGES[change] in said[0]
+    assert compare(*runs, str(moved), notify=said.append, **FP32).to_dict()["count"] == both
+    fitted = calibrate(runs[0], str(moved), notify=said.append, **FP32)
+    assert fitted["calibration"]["images"] == counts[0]
+    assert sum(CHANGES[change] in one for one in said) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"val": [1], "root": "x"}',
+        '{"val": []}',
+        '{"root": "x", "val": ["a"], "val_digests": []}',
+    ],
+)
 def test_a_damaged_split_file_is_an_error(tiny_run, tiny_data, tmp_path, text):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

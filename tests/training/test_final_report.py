@@ -21,7 +21,7 @@ from vit.stop_signals import Interrupted
 from vit.training.checkpoint.run_folder import delete_run, foreign_files
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import distance_samples, report, with_held_out
+from vit.training.final_report import distance_samples, read_events, report, with_held_out
 from vit.training.train import train
 
 
@@ -314,3 +314,38 @@ def test_the_report_of_a_split_measures_what_was_held_out(tiny_config, colour_da
     kept = with_held_out(splits, run)
     assert sorted(relative(one.path, kept.root) for one in kept.val) == sorted(held)
     assert {relative(one.path, kept.root) for one in kept.train}.isdisjoint(held)
+
+
+@pytest.fixture
+def without_val(colour_data, tmp_path):
+    """Training and test images, and none for validation."""
+    shutil.copytree(colour_data / "train", tmp_path / "data/train")
+    shutil.copytree(colour_data / "val", tmp_path / "data/test")
+    return tmp_path / "data"
+
+
+def test_test_images_are_measured_once_with_the_best_weights(
+    without_val, tiny_config, tmp_path, capsys
+):
+    config = tiny_config(data=str(without_val), epochs=2, keep_best=2, soup=True)
+    result = train(config, tmp_path / "run")
+    (event,) = (one for one in read_events(result.folder) if one["event"] == "test")
+    found = evaluate(result.folder, without_val, split="test", precision="fp32")
+    assert event["test_images"] == found["count"]
+    assert event["test_top1"] == result.test_scores["top1"] == found["top1"]
+    assert event["test_loss"] == pytest.approx(found["loss"])
+    line = f"test top-1 {found['top1']:.2%} of {found['count']} images that nothing was chosen by"
+    assert line in capsys.readouterr().err
+    report(result.folder)
+    assert line in (result.folder / "report.html").read_text(encoding="utf-8")
+    held_out = evaluate(result.folder, without_val, precision="fp32")
+    assert held_out["top1"] == result.val_top1
+
+
+def test_a_run_that_validated_on_test_images_has_a_report(without_val, tiny_config, tmp_path):
+    (without_val / "test").rename(without_val / "val")
+    run = train(tiny_config(data=str(without_val), epochs=2), tmp_path / "run").folder
+    (without_val / "val").rename(without_val / "test")  # as older versions used them
+    report(run)
+    assert "test top-1" not in (run / "report.html").read_text(encoding="utf-8")
+    assert evaluate(run, without_val, precision="fp32")["top1"] == events(run)[-1]["val_top1"]

@@ -5,6 +5,7 @@ import argparse
 from vit.commands.command_options import (
     add_json_option,
     add_list_options,
+    add_max_pixels,
     add_setting,
     add_task_option,
     dataset_spec,
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_option(parser, "what a training would learn")
     add_list_options(parser)
     add_setting(parser, all_settings()["group"])
+    add_max_pixels(parser)
     parser.add_argument(
         "--labels",
         metavar="FILE",

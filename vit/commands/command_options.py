@@ -80,10 +80,18 @@ def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = T
         help="values of images of more than 8 bits per channel that become black and white "
         "(default: as in training)",
     )
+    add_max_pixels(group)
     if calibrated:
         group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
     add_patch_options(group)
     return group
+
+
+def add_max_pixels(group: Any) -> None:
+    """Add --max-pixels, which `run_command` sets for the process."""
+    limit = all_settings()["max_pixels"]
+    text = f"{limit.help}{default_text(limit)}"
+    group.add_argument("--max-pixels", type=positive_int, metavar="N", help=text)
 
 
 def add_patch_options(group: Any) -> None:

@@ -239,6 +239,8 @@ def slice_lines(scores: Mapping[str, Any]) -> list[str]:
     head = f"{number} of the images is less accurate than the rest, beyond chance"
     if len(flagged) > 1:
         head = head.replace(" is ", " are ")
+    if untested := sum(row["p_value"] is None for row in rows):
+        head += f"; {untested} of fewer than 5 groups, or beside fewer, cannot be tested"
     return ["", f"{head} (--html FILE or --json FILE has all)", *(f"  {one}" for one in flagged)]
 
 

@@ -103,7 +103,10 @@ def run_command(name: str, words: list[str]) -> int:
     parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
-        code: int = command.run(parser.parse(words))
+        args = parser.parse(words)
+        if getattr(args, "max_pixels", None):
+            importlib.import_module("vit.data.image_io").set_max_pixels(args.max_pixels)
+        code: int = command.run(args)
     except SystemExit as stop:
         return int(stop.code or 0)
     except VitError as error:

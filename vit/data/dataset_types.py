@@ -118,3 +118,5 @@ class Splits:
     """Paths of training images without a label, which a teacher labels."""
     teacher_answers: "Tensor | None" = None
     """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""
+    test: tuple[Sample, ...] = ()
+    """Images of `test` where the validation images are held out: measured after the training."""

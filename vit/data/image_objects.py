@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import NEARLY_BLACK, IntensityRange, deep_to_rgb, upright_rgb
+from vit.data.image_io import NEARLY_BLACK, ROUNDING, IntensityRange, deep_to_rgb, upright_rgb
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
 
@@ -149,12 +149,12 @@ def to_pixels(source: Any, name: str) -> Array:
         raise ConfigError(f"{what}; give one image of {shape} or (height, width)")
     if array.dtype.kind == "f":
         low, high = float(array.min()), float(array.max())
-        if not 0 <= low <= high <= 1:  # also false for NaN
+        if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # also false for NaN
             raise ConfigError(
                 f"{what} from {low:.4g} to {high:.4g}; give floats in [0, 1], before any "
-                "normalisation, or uint8 in [0, 255]"
+                "normalisation (clip what resizing adds), or uint8 in [0, 255]"
             )
-        array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+        array = np.rint(array.astype(np.float32) * 255).clip(0, 255).astype(np.uint8)
     if array.dtype not in (np.uint8, np.uint16):
         raise ConfigError(f"{what}; give uint8 in [0, 255], uint16, or floats in [0, 1]")
     return np.ascontiguousarray(array)

@@ -38,6 +38,7 @@ class RunFacts:
         flops: Of one image, forward; None if they were not counted.
         environment: Lines of environment.jsonl; runs of older versions have none.
         notes: About the data, such as images that are in training and in validation.
+        tested: The scores of the test images, if the training measured them.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class RunFacts:
     flops: int | None = None
     environment: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
+    tested: str = ""
 
     @property
     def fast(self) -> bool:

@@ -29,10 +29,9 @@ import torch
 
 from vit.config import DataConfig
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
-from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.held_out_split import read_split
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
@@ -456,15 +455,11 @@ def load_samples(
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
     spec = evaluated_spec(task, run, spec, classes, notify)
     spec = dataclasses.replace(spec, **(label_settings or {}))
-
-    def held_out(root: Path, known: Collection[str]) -> list[str]:
-        return [] if run is None else held_out_images(run, spec.data, root, known)
-
     samples, notes = open_eval_split(
         spec,
         split=str(spec.split),
         classes=task.label_names(spec, classes),
-        held_out=held_out,
+        held_out=None if run is None else read_split(run),
         unshared_classes=unshared_classes,
     )
     for note in notes:
@@ -498,12 +493,14 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
     if not any(path.startswith(inside) for path in paths - held_out):
         return 0
     try:
-        data = stored_config(run).data
-        index = read_source(DatasetSpec.from_config(data))
+        index = read_source(DatasetSpec.from_config(stored_config(run).data))
     except VitError:
         return 0
-    trained = index.train
-    return len(paths & {os.path.realpath(one.path) for one in trained} - held_out)
+    learned = {one.path for one in index.train}
+    match = record.find(learned, index.root)
+    if record.val and not match.paths:  # other images are there now
+        return 0
+    return len(paths & {os.path.realpath(path) for path in learned - match.paths})
 
 
 def evaluated_spec(
@@ -646,36 +643,6 @@ def is_split_root(run: Path, stored: str, data: str) -> bool:
     if record is None or target.name != Path(stored).name:
         return False
     return record.root == (target if target.is_dir() else target.parent)
-
-
-def held_out_images(
-    run: Path, data: str, root: Path | None = None, known: Collection[str] = ()
-) -> list[str]:
-    """Names of the images that the training of `run` held out from `data` for validation.
-
-    `data` is what it split if the folder is the same, or has all of the names (moved or copied).
-    Else the names are made relative to `data`, where only the same files match.
-
-    Args:
-        run: The run folder.
-        data: As for `evaluate`.
-        root: Folder that the names are relative to; that of `data` by default.
-        known: Names in it, besides its files.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record = read_split(run)
-    if record is None:
-        return []
-    origin, names = record.root, record.val
-    root = resolve_folder(data)[0] if root is None else root
-    names_there = set(known)
-    if root.resolve() == origin or all(n in names_there or (root / n).is_file() for n in names):
-        return names
-    # the same files may be named from another folder, such as that of a list
-    elsewhere = (relative(str(origin / name), root.resolve()) for name in names)
-    return [name for name in elsewhere if not name.startswith("../")]
 
 
 def measure(

@@ -176,7 +176,8 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
     config = stored_config(run)
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
-    record = {**json.loads((run / SPLIT_FILE).read_text("utf-8")), "fold": None, "val": []}
+    record = json.loads((run / SPLIT_FILE).read_text("utf-8"))
+    record |= {"fold": None, "val": [], "val_digests": []}
     beside = out.with_name(f".{out.name}.tmp")
     with explain_write_errors(out.parent):
         shutil.rmtree(beside, ignore_errors=True)

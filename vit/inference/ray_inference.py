@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vit.cpu_cores import usable_cores
+from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
@@ -202,7 +203,8 @@ def predict_with_ray(
     model = os.path.abspath(model) if os.path.exists(model) else model
     with redirect_stdout(sys.stderr), cluster(workers) as ray, ordered_and_quiet():
         size, share = shares(ray.cluster_resources(), settings.get("device"), workers)
-        settings = {"workers": min(share["num_cpus"], MAX_READ_THREADS), **settings}
+        threads = min(share["num_cpus"], MAX_READ_THREADS)
+        settings = {"workers": threads, "max_pixels": max_pixels(), **settings}
         with raise_worker_errors():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
         if about["several"]:
@@ -336,6 +338,8 @@ def _opened(model: str, settings: dict[str, Any]) -> Any:
     """A Predictor, or an exported network."""
     from vit.exported.load_exported import exported_engine, load_exported
 
+    settings = {**settings}
+    set_max_pixels(settings.pop("max_pixels", MAX_PIXELS))
     engine = exported_engine(model)
     if engine is None:
         from vit.inference.predictor import Predictor

@@ -30,7 +30,6 @@ class ModelRegistry:
 
     Args:
         words: `SOURCE` or `NAME=SOURCE` of each model; the first one is the default.
-        max_pixels: Images of more pixels are refused.
         engine: Engine of all models, or None.
         settings: Of the predictors.
         notify: Called with notes.
@@ -49,12 +48,11 @@ class ModelRegistry:
         self,
         words: Sequence[str],
         *,
-        max_pixels: int,
         engine: str | None = None,
         settings: dict[str, Any],
         notify: Notify,
     ) -> None:
-        self.max_pixels, self.engine, self.settings = max_pixels, engine, settings
+        self.engine, self.settings = engine, settings
         self.notify = notify
         self.sources = check_names(words)
         if not self.sources:
@@ -146,7 +144,7 @@ class ModelRegistry:
 
     def _open(self, name: str) -> ServedModel:
         source = self.sources[name]
-        return ServedModel(name, source, self.max_pixels, self.engine, dict(self.settings))
+        return ServedModel(name, source, self.engine, dict(self.settings))
 
     def _measure(self, model: ServedModel) -> None:
         measure_batch_sizes(model, largest_batch(model), self.compute, self.all_cores)

@@ -109,15 +109,13 @@ class TorchAdapter:
 
     Args:
         predictor: The predictor.
-        max_pixels: Images of more pixels are refused.
     """
 
     limits_pixels, keeps_pixels = True, False
 
-    def __init__(self, predictor: "Predictor", max_pixels: int) -> None:
+    def __init__(self, predictor: "Predictor") -> None:
         self.predictor = predictor
         self.compute_threads = predictor.workers if predictor.device.type == "cpu" else 1
-        predictor.read.max_pixels = max_pixels
         if predictor.runner.distance is not None:
             predictor.return_distances()  # same digits with and without
 
@@ -174,7 +172,6 @@ class ExportedAdapter:
 
     Args:
         predictor: The predictor.
-        max_pixels: Images of more pixels are refused.
         prepare: As for `decode_image`.
     """
 
@@ -185,7 +182,6 @@ class ExportedAdapter:
     def __init__(
         self,
         predictor: ExportedClassifier | ExportedCaptioner,
-        max_pixels: int,
         prepare: Callable[[Any], object],
     ) -> None:
         self.preprocessing = predictor.preprocessing
@@ -194,7 +190,6 @@ class ExportedAdapter:
             prepare=prepare,
             intensity_range=self.preprocessing.intensity_range,
             note=DarkImageNote(predictor.notify),
-            max_pixels=max_pixels,
         )
 
     def decode(self, name: str, upload: Upload) -> Any:
@@ -219,8 +214,8 @@ class ExportedClassifierAdapter(ExportedAdapter):
 
     keeps_pixels = True
 
-    def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
-        super().__init__(predictor, max_pixels, np.asarray)
+    def __init__(self, predictor: ExportedClassifier) -> None:
+        super().__init__(predictor, np.asarray)
         self.predictor = predictor
 
     def most_images(self, pixels: Any) -> int | None:
@@ -252,8 +247,8 @@ class ExportedCaptionerAdapter(ExportedAdapter):
 
     keeps_pixels = False
 
-    def __init__(self, predictor: ExportedCaptioner, max_pixels: int) -> None:
-        super().__init__(predictor, max_pixels, predictor.preprocessing.resize_and_crop)
+    def __init__(self, predictor: ExportedCaptioner) -> None:
+        super().__init__(predictor, predictor.preprocessing.resize_and_crop)
         self.predictor = predictor
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
@@ -276,7 +271,6 @@ class ServedModel:
     Args:
         name: Its name in requests.
         source: A run folder, other weights or an exported file.
-        max_pixels: Images of more pixels are refused.
         settings: Of the Predictor, or of `load_exported`.
 
     Attributes:
@@ -292,7 +286,7 @@ class ServedModel:
     """
 
     def __init__(
-        self, name: str, source: str, max_pixels: int, engine: str | None, settings: dict[str, Any]
+        self, name: str, source: str, engine: str | None, settings: dict[str, Any]
     ) -> None:
         self.name, self.source = name, source
         self.engine = select_engine(source, engine)
@@ -311,11 +305,11 @@ class ServedModel:
             )
         self.adapter: ModelAdapter
         if isinstance(predictor, ExportedClassifier):
-            self.adapter = ExportedClassifierAdapter(predictor, max_pixels)
+            self.adapter = ExportedClassifierAdapter(predictor)
         elif isinstance(predictor, ExportedCaptioner):
-            self.adapter = ExportedCaptionerAdapter(predictor, max_pixels)
+            self.adapter = ExportedCaptionerAdapter(predictor)
         else:
-            self.adapter = TorchAdapter(cast("Predictor", predictor), max_pixels)
+            self.adapter = TorchAdapter(cast("Predictor", predictor))
         self.batch_sizes: tuple[int, ...] = (1,)
         self.exact_on_all_cores = False
         self.seconds: dict[int, float] = {}

@@ -55,6 +55,7 @@ def prepare_captions(
         )
     train, on_train = drop_long_captions(splits.train, tokenizer, most)
     val, on_val = drop_long_captions(splits.val, tokenizer, most)
+    test, _ = drop_long_captions(splits.test, tokenizer, most)
     if on_train or on_val:
         notify(
             f"note: left out {plural(on_train, 'training caption')} and {on_val:,} of validation "
@@ -66,7 +67,8 @@ def prepare_captions(
             "longer; use a larger --caption-tokens"
         )
     config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
-    return config, dataclasses.replace(splits, train=train, val=val, tokenizer=tokenizer)
+    splits = dataclasses.replace(splits, train=train, val=val, test=test, tokenizer=tokenizer)
+    return config, splits
 
 
 def report_unknown_words(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) -> None:

@@ -3,7 +3,8 @@
     mean ± t s sqrt(1/k + 1/(k - 1))      s: standard deviation over k folds
 
 Student's t interval, widened since folds share most of their training images: 1/(k - 1) is the
-ratio of validation to training images.
+ratio of validation to training images. That of a share of images is at least Wilson's of all
+held-out images, or of their groups where the folds do not differ; other scores have none there.
 
 Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003.
 """
@@ -31,6 +32,7 @@ from vit.config.parser import (
 )
 from vit.config.stored_config import has_stored_config, stored_config, with_effect
 from vit.errors import ConfigError, RunError
+from vit.evaluation.wilson_interval import checked_interval, wilson_interval
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
     RESUMABLE_CHANGES,
@@ -53,7 +55,12 @@ COUNTS = ("count", "groups")
 """Numbers beside the scores, which have no interval."""
 UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
 """Scores that are not in [0, 1]."""
-HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
+SHARES = ("top1", "top5", "subset_accuracy", "exact")
+"""Scores that are a share of the images."""
+HOW = (
+    "Student's t with the variance of Nadeau and Bengio (2003), since folds share images; of a "
+    "share of images at least Wilson's"
+)
 
 Measure = Callable[[Path], Mapping[str, Any]]
 """Returns the scores of a run folder on its validation images."""
@@ -243,8 +250,14 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     if not rows:
         return {}
     names = [name for name in rows[0] if name not in COUNTS and all(name in row for row in rows)]
+    images, groups = (int(sum(row.get(name, 0) for row in rows)) for name in COUNTS)
     spread = {
-        name: interval([row[name] for row in rows], share=name not in UNBOUNDED) for name in names
+        name: interval(
+            [row[name] for row in rows],
+            share=name not in UNBOUNDED,
+            trials=(images, groups or images) if name in SHARES else None,
+        )
+        for name in names
     }
     return {
         "mean": {name: statistics.fmean(row[name] for row in rows) for name in names},
@@ -254,8 +267,17 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def interval(values: Sequence[float], *, share: bool = False) -> list[float] | None:
-    """Interval of the mean over folds, clipped to [0, 1] for a `share`; None with one fold."""
+def interval(
+    values: Sequence[float], *, share: bool = False, trials: tuple[int, int] | None = None
+) -> list[float] | None:
+    """Interval of the mean over folds; None with one fold, and where the folds do not differ.
+
+    Args:
+        values: One a fold.
+        share: Whether they are in [0, 1], to which the interval is clipped.
+        trials: Of a share of images, their number and that of their groups: it has an interval
+            where the folds do not differ too.
+    """
     count = len(values)
     if count < 2:
         return None
@@ -263,7 +285,12 @@ def interval(values: Sequence[float], *, share: bool = False) -> list[float] | N
     width = t_quantile((1 + LEVEL) / 2, count - 1) * statistics.stdev(values)
     width *= math.sqrt(1 / count + 1 / (count - 1))
     low, high = middle - width, middle + width
-    return [max(low, 0.0), min(high, 1.0)] if share else [low, high]
+    found = checked_interval([max(low, 0.0), min(high, 1.0)] if share else [low, high])
+    if trials is None or not trials[0]:
+        return found
+    number = trials[found is None]
+    ends = wilson_interval(min(middle, 1.0) * number, number)
+    return [*ends] if found is None else [min(found[0], ends[0]), max(found[1], ends[1])]
 
 
 def t_quantile(share: float, freedom: int) -> float:

@@ -12,9 +12,11 @@ from vit.config.parser import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
+from vit.data.image_io import set_max_pixels
 from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import read_split
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError
@@ -60,7 +62,7 @@ def prepare_data(
         ConfigError: A setting does not fit the data.
         BadImage: An image cannot be read and `on_bad_image` is stop.
     """
-    splits = open_data(config, listing)
+    splits = open_data(config, listing, resumed=resumed)
     config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete_for_data(config, splits, given, notify)
     if source is not None:
@@ -109,32 +111,43 @@ def list_data(config: Config) -> Listing:
     return Listing(spec, read_source(spec))
 
 
-def training_spec(config: Config) -> DatasetSpec:
+def training_spec(config: Config, resumed: Path | None = None) -> DatasetSpec:
     """What the training reads: with a teacher, images without a label too."""
     spec = task_of(config).dataset_spec(config)
-    return dataclasses.replace(spec, unlabelled=config.distillation.teacher is not None)
+    # a run that held nothing out and has no validation split is of a version that used `test`
+    older = resumed is not None and read_split(resumed) is None
+    teacher = config.distillation.teacher is not None
+    return dataclasses.replace(spec, unlabelled=teacher, validates_on_test=older)
 
 
-def open_data(config: Config, listing: Listing | None = None, *, compare: bool = True) -> Splits:
+def open_data(
+    config: Config,
+    listing: Listing | None = None,
+    *,
+    compare: bool = True,
+    resumed: Path | None = None,
+) -> Splits:
     """Open the images, with their classes, captions, or both.
 
     Args:
         config: Settings.
         listing: What `list_data` returned; ignored if it has other settings.
         compare: Whether to look for equal files, which reads many files.
+        resumed: Folder of the run to resume, if any.
 
     Raises:
         DataError: The data cannot be trained on.
     """
     data, training = config.data, config.training
     check_channels(config.model.channels)
+    set_max_pixels(data.max_pixels)
     if data.folds is not None and data.fold is None:
         raise ConfigError(
             f"folds={data.folds}: a run trains one fold; set --fold (1..N), or train all of them "
             "with vit.cross_validate"
         )
     return open_splits(
-        training_spec(config),
+        training_spec(config, resumed),
         val_share=data.val_share,
         seed=training.seed,
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),
@@ -209,17 +222,19 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
     Raises:
         BadImage: Some cannot be read and `on_bad_image` is stop.
     """
-    scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val]))
+    scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val, *splits.test]))
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         others = ", ".join(str(image) for image in bad[1:5])
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
+        remedy = "correct the list, " if where else "mend or delete, "
+        if "raise --" in bad[0].reason:  # the file is good
+            remedy = ""
         raise BadImage(
             bad[0].path,
-            f"{bad[0].reason}{line}{more}; {'correct the list' if where else 'mend or delete'}, or "
-            "leave such files out with "
+            f"{bad[0].reason}{line}{more}; {remedy}or leave such files out with "
             "--on-bad-image skip",
         )
     return scan

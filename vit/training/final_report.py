@@ -19,7 +19,6 @@ from torch import Tensor
 from vit.config import Config
 from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
-from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
@@ -40,6 +39,7 @@ from vit.training.checkpoint.run_folder import lock_folder
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
+from vit.training.logging.metrics_logger import test_result
 from vit.training.logging.training_progress import notify
 from vit.training.teacher import with_teacher
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
@@ -102,7 +102,7 @@ class BestWeights:
 
     def facts(self, failed: Mapping[str, str]) -> RunFacts:
         """What every report shows of the run; `failed` could not be read, with the reason."""
-        events = self.events
+        events, task = self.events, self.run.task
         soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
         return RunFacts(
             config=self.config,
@@ -118,6 +118,7 @@ class BestWeights:
             flops=forward_flops(self.loaded.model, self.config.model),
             environment=read_environment(self.folder),
             notes=self.splits.notes,
+            tested="".join(test_result(task, one) for one in events if one["event"] == "test"),
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -363,13 +364,18 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
     split = read_split(folder) if splits.made else None
     if split is None:
         return splits
-    names = set(split.val)
-    held = [one for one in (*splits.train, *splits.val) if relative(one.path, splits.root) in names]
-    if len(held) < len(names):
-        notify(f"note: {len(names) - len(held)} of {len(names)} validation images are not there")
+    every = (*splits.train, *splits.val)
+    match = split.find((one.path for one in every), splits.root)
+    if match.unknown:  # the same seed and names usually make the same split
+        notify(f"note: the validation images are chosen again: {match.unknown}")
+        return splits
+    held = [one for one in every if one.path in match.paths]
     if not held:
         raise DataError(f"none of the images that {printable(folder)} held out is there")
-    train = [one for one in splits.train if relative(one.path, splits.root) not in names]
+    if len(held) < match.recorded:
+        gone = match.recorded - len(held)
+        notify(f"note: {gone} of {match.recorded} validation images are not there")
+    train = [one for one in splits.train if one.path not in match.paths]
     return dataclasses.replace(splits, train=tuple(train), val=tuple(held))
 
 

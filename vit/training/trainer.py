@@ -1,10 +1,11 @@
 """Trainer: runs the epochs of a training, validates, saves checkpoints and stops on signals."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
 from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation, validate
+from vit.weights.saved_model import load_run
 
 # Relative change of the number of steps above which it is logged.
 NOTED_CHANGE = 0.05
@@ -57,6 +59,7 @@ class TrainingResult:
             model.safetensors; 0 is the head of a linear probe, before the first step.
         val_top1: Validation accuracy of model.safetensors in [0, 1]; None without classes.
         scores: Its validation scores: `loss`, and `top1`, or `cider` and others.
+        test_scores: The same of test images, where the data have them but no validation images.
         failed: Images that could not be read and were left out, with the reason.
     """
 
@@ -66,6 +69,7 @@ class TrainingResult:
     val_top1: float | None
     scores: dict[str, float]
     failed: dict[str, str]
+    test_scores: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -216,6 +220,8 @@ class Trainer:
             images=chosen.get("val_images", len(self.splits.val)),
             routers=self.best.first.get("routers", ()),
         )
+        measures = self.splits.test and self.report and not run.config.training.pretrains
+        tested = self.measure_test() if measures else {}
         if run.accelerator.is_main_process and self.report:
             finish_run(run, self.folder, self.splits, epoch=self.best.first["epoch"])
         return TrainingResult(
@@ -224,6 +230,7 @@ class Trainer:
             epoch=self.best.first["epoch"],
             val_top1=chosen.get("val_top1"),
             scores={n.removeprefix("val_"): v for n, v in chosen.items() if n.startswith("val_")},
+            test_scores=tested,
             failed=run.failed,
         )
 
@@ -409,6 +416,18 @@ class Trainer:
         if run.accelerator.is_main_process:
             self.checkpoints.save_model(weights)
         return event if event["better"] else None
+
+    def measure_test(self) -> dict[str, Any]:
+        """Measure the saved weights, once, on the test images, by which nothing was chosen."""
+        network = load_run(self.folder).model.to(self.run.accelerator.device)
+        run = dataclasses.replace(self.run, network=network, model=network)
+        loader = evaluation_loader(run, self.splits.test)
+        with contextlib.closing(loader), self.saving_at_bad_images():
+            measured = validate(run, loader, len(self.splits.test))
+        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
+        assert measured is not None
+        self.logger.test(measured)
+        return {name.removeprefix("val_"): score for name, score in measured.scores.items()}
 
     def save_first(self) -> None:
         """Write a checkpoint if the run has none, so that one is there before its first weights."""

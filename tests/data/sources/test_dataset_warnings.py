@@ -25,7 +25,7 @@ def test_identical_files_in_both_splits_get_a_note(make_tree):
         (root / f"train/a/copy{number}.png").write_bytes(copy)
     splits = open_data(root)
     assert has_note(
-        splits, "2 images in training and in validation (leak): train/a/copy0.png = val"
+        splits, "2 images in training and in validation or test (leak): train/a/copy0.png = val"
     )
     assert len(splits.train) == 26
 
@@ -43,7 +43,9 @@ def test_identical_files_in_two_splits_and_classes_get_both_notes(make_tree):
     (root / "train/b/twin.png").write_bytes((root / "val/a/0.png").read_bytes())
     splits = open_data(root)
     pair = "train/b/twin.png = val/a/0.png"
-    assert has_note(splits, f"1 image in training and in validation (leak): {pair}; the scores")
+    assert has_note(
+        splits, f"1 image in training and in validation or test (leak): {pair}; the scores"
+    )
     assert has_note(splits, f"1 image in more than one class: {pair}; keep the right one")
 
 

@@ -16,6 +16,7 @@ from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.image_list import images_in
 from vit.data.sources.list_columns import cell_group
@@ -418,7 +419,7 @@ def test_the_same_image_on_both_sides(write, images):
     write(table(), "train.csv")
     write(table([ROWS[0], ("b/../x.png", "b")]), "val.csv")
     splits = opened(images)
-    assert noted(splits, "1 image in training and in validation (leak): a/0.png")
+    assert noted(splits, "1 image in training and in validation or test (leak): a/0.png")
 
 
 def test_images_are_found_beside_the_list_or_where_said(make_tree, tmp_path):
@@ -483,9 +484,8 @@ def test_evaluation_takes_what_training_held_out(write):
     path = write(table())
     splits = opened(path)
     held_out = [relative(sample.path, splits.root) for sample in splits.val]
-    samples, notes = open_eval_split(
-        path, split="val", classes=splits.classes, held_out=lambda *_: held_out
-    )
+    split = HeldOutSplit(splits.root.resolve(), held_out)
+    samples, notes = open_eval_split(path, split="val", classes=splits.classes, held_out=split)
     assert samples == splits.val
     assert "took the 4 images that training held out" in notes[0]
     with pytest.raises(DataError, match="classes that the model does not have: b; rename or rem"):

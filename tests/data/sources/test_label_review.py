@@ -10,6 +10,7 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
@@ -222,7 +223,7 @@ def test_images_are_held_out_of_a_label_list_without_validation_images(data, tmp
     splits = open_splits(spec, val_share=0.34, seed=0)
     assert (splits.classes, splits.made, splits.multilabel) == (("x", "y"), True, False)
     assert (len(splits.train), len(splits.val)) == (4, 2)
-    held_out = [relative(one.path, data) for one in splits.val]
+    held_out = HeldOutSplit(data.resolve(), [relative(one.path, data) for one in splits.val])
     measured, _ = open_eval_split(spec, split="val", classes=splits.classes, held_out=held_out)
     assert measured == splits.val
 

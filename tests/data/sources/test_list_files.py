@@ -11,6 +11,7 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.data.sources.train_val_split import Fold
 from vit.errors import ConfigError, DataError
@@ -21,7 +22,7 @@ def opened(data, *, val_share=0.25, seed=0, with_classes=False, fold=None, **set
     return open_splits(spec, val_share=val_share, seed=seed, fold=fold)
 
 
-def open_captioned(data, *, split, classes=(), held_out=(), images=None):
+def open_captioned(data, *, split, classes=(), held_out=None, images=None):
     spec = DatasetSpec(
         data, images, captions=True, labels=bool(classes), multilabel=False, split=split
     )
@@ -253,7 +254,8 @@ def test_an_image_folder_with_its_own_splits(tmp_path):
     (root / "extra").mkdir()
     assert noted(opened(root), "left out folders without a list of captions of a split: extra")
     (root / "validation/metadata.jsonl").unlink()
-    assert noted(opened(root), "validates on test")
+    assert opened(root).made
+    assert names(opened(root).test, root)[0] == "test/cat/test1.png"
 
 
 def test_an_image_folder_with_csv_in_deeper_folders(tmp_path):
@@ -313,16 +315,18 @@ def test_lists_whose_names_say_the_split(tmp_path):
         table(tmp_path / f"my_{split}.csv", [(f"{n}.png", "x") for n in numbers])
     splits = opened(tmp_path)
     assert (len(splits.train), len(splits.val), splits.made) == (6, 4, False)
-    assert noted(splits, "1 image in training and in validation (leak): ")
+    assert noted(splits, "1 image in training and in validation or test (leak): ")
     table(tmp_path / "my_val.csv", [(f"{n}.png", "x") for n in range(5)])
-    with pytest.raises(DataError, match="all 5 validation images are training images too"):
+    with pytest.raises(DataError, match="all 5 validation or test images are training images too"):
         opened(tmp_path)
 
 
 def test_equal_images_on_both_sides_are_told(tmp_path):
     root = image_folder(tmp_path)
     (root / "val/cat/val1.png").write_bytes((root / "train/cat/train1.png").read_bytes())
-    assert noted(opened(root), "1 image in training and in validation (leak): train/cat/train1")
+    assert noted(
+        opened(root), "1 image in training and in validation or test (leak): train/cat/train1"
+    )
 
 
 def test_several_lists_are_refused(flickr):
@@ -424,7 +428,7 @@ def test_evaluation_of_one_split(tmp_path):
 
 def test_evaluation_takes_what_training_held_out(flickr):
     splits = opened(flickr)
-    held_out = names(splits.val, splits.root)
+    held_out = HeldOutSplit(splits.root.resolve(), names(splits.val, splits.root))
     samples, notes = open_captioned(str(flickr), split="val", held_out=held_out)
     assert samples == splits.val
     assert "no validation list: took the 3 images that training held out" in notes

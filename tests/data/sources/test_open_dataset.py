@@ -11,7 +11,9 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import open_eval_split, open_splits, refuse_captions
+from vit.data.sources.train_val_split import Fold
 from vit.errors import DataError
 from vit.paths import did_you_mean
 
@@ -30,7 +32,7 @@ def names(samples, root):
     return [relative(sample.path, root) for sample in samples]
 
 
-@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
+@pytest.mark.parametrize("val", ["val", "valid", "validation"])
 def test_a_validation_folder_is_used(make_tree, val):
     root = make_tree({name.replace("val", val): count for name, count in SPLIT.items()})
     splits = open_data(root)
@@ -41,8 +43,35 @@ def test_a_validation_folder_is_used(make_tree, val):
     ]
     assert [sample.label for sample in splits.val] == [0, 0, 0, 1, 1]
     assert len(splits.train) == 24
-    assert [note for note in splits.notes if "validates on test" not in note] == []
-    assert bool(splits.notes) == (val == "test")
+    assert (splits.notes, splits.test) == ((), ())
+
+
+def test_test_images_choose_nothing(make_tree):
+    """Without other images for validation, some are held out of train, as if there were no test."""
+    root = make_tree({name.replace("val", "test"): count for name, count in SPLIT.items()})
+    splits = open_data(root)
+    assert splits.made
+    assert (len(splits.train), len(splits.val)) == (18, 6)
+    assert {one.split("/")[0] for one in names((*splits.train, *splits.val), root)} == {"train"}
+    assert names(splits.test, root) == [
+        f"test/{n}.png" for n in ("a/0", "a/1", "a/2", "b/0", "b/1")
+    ]
+    assert has_note(splits, "5 test images: nothing is chosen by them")
+    more = open_data(root, val_share=0.5)
+    assert (len(more.train), len(more.val), more.test) == (12, 12, splits.test)
+    older = open_splits(DatasetSpec(str(root), validates_on_test=True), val_share=0.25, seed=0)
+    assert (older.made, older.val, older.test) == (False, splits.test, ())
+    folds = [open_data(root, fold=Fold(n, 2)) for n in (1, 2)]
+    assert sum(len(fold.val) for fold in folds) == 24
+    assert not any(fold.test for fold in folds)
+
+
+def test_copies_and_groups_of_test_images_are_named(make_tree):
+    root = make_tree({"train/a": 12, "train/b": 12, "test/a": 2, "test/b": 2})
+    (root / "test/a/0.png").write_bytes((root / "train/a/0.png").read_bytes())
+    assert has_note(open_data(root), "1 image in training and in validation or test (leak): ")
+    with pytest.raises(DataError, match=r"test: 2 groups .* in training too: 0, 1; move each"):
+        open_splits(DatasetSpec(str(root), group=r"/(\d+)\.png"), val_share=0.25, seed=0)
 
 
 def test_a_folder_of_many_images_is_not_searched_by_patterns(make_tree, monkeypatch):
@@ -161,7 +190,8 @@ def test_circular_links_and_system_folders_beside_folders_are_left_out(make_tree
         (folder / "circle").symlink_to("circle")
         (folder / "__MACOSX" / "a").mkdir(parents=True)
     splits = open_data(root)
-    assert (splits.classes, len(splits.train), len(splits.val)) == (("a", "b"), 12, 2)
+    assert (splits.classes, len(splits.train), len(splits.val)) == (("a", "b"), 8, 4)
+    assert len(splits.test) == 2
 
 
 def test_linked_classes_and_folders_outside_are_read(make_tree, tmp_path):
@@ -229,7 +259,8 @@ def test_folders_with_other_names_for_splits_are_splits(make_tree, names, note):
     tree = {f"{name}/{label}": 12 - at for at, name in enumerate(names) for label in "ab"}
     splits = open_data(root := make_tree(tree))
     assert splits.classes == ("a", "b")
-    assert (len(splits.train), len(splits.val)) == (24, 22)
+    assert len(splits.train) + len(splits.val) + len(splits.test) == 46
+    assert len(splits.test or splits.val) == 22
     assert has_note(splits, note)
     assert any(note in one.detail for one in list_dataset(str(root)).problems)
     assert len(open_eval_split(str(root), split="train", classes=("a", "b"))[0]) == 24
@@ -258,7 +289,8 @@ def test_test_images_without_labels_are_left_out(make_tree, train, test):
     assert len(splits.train) + len(splits.val) == 24
     assert has_note(splits, f"left out {test}: 5 images straight in it, and no class folders")
     held_out = names(splits.val, root)
-    found, _ = open_eval_split(str(root), split="val", classes=("a", "b"), held_out=held_out)
+    split = HeldOutSplit(root.resolve(), held_out)
+    found, _ = open_eval_split(str(root), split="val", classes=("a", "b"), held_out=split)
     assert names(found, root) == held_out
     assert "no_classes" not in {one.kind for one in list_dataset(str(root)).problems}
     with pytest.raises(DataError, match=f"{test} has no class folders"):
@@ -375,7 +407,7 @@ def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
 def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 20, prefix + "b": 20})
     splits = open_data(root)
-    held_out = names(splits.val, root)
+    held_out = HeldOutSplit(root.resolve(), names(splits.val, root))
     samples, notes = open_eval_split(
         str(root), split="val", classes=splits.classes, held_out=held_out
     )

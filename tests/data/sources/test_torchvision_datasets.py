@@ -42,11 +42,12 @@ def write_mnist(folder: Path) -> None:
 def test_datasets_of_arrays_are_stored_losslessly(cache, name):
     write_mnist(cache / name / "raw")
     splits = open_splits(f"torchvision:{name}", val_share=0.2, seed=0)
-    assert not splits.made
-    assert (len(splits.train), len(splits.val)) == (30, 10)
+    assert splits.made
+    assert (len(splits.train) + len(splits.val), len(splits.test)) == (30, 10)
     own = getattr(datasets, name)(str(cache), train=True)
     assert {*splits.classes} == {*own.classes}  # "T-shirt/top" too, which is no folder's name
-    found = sorted((splits.classes[s.label], read_image(s.path).tobytes()) for s in splits.train)
+    trained = [*splits.train, *splits.val]
+    found = sorted((splits.classes[s.label], read_image(s.path).tobytes()) for s in trained)
     assert found == sorted((own.classes[y], x.convert("RGB").tobytes()) for x, y in own)
     again = open_splits(f"torchvision:{name}", val_share=0.2, seed=0)
     assert again.train == splits.train
@@ -80,10 +81,10 @@ def test_datasets_of_files_are_read_in_place(monkeypatch, cache):
     monkeypatch.setattr(datasets, "Drawn", Drawn, raising=False)
     splits = open_splits("torchvision:Drawn", val_share=0.2, seed=0)
     assert splits.classes == ("a", "b b")
-    assert not splits.made
-    names = [Path(sample.path).relative_to(cache / "drawn").as_posix() for sample in splits.train]
-    assert names == [f"trainval/{number}.png" for number in (1, 3, 5, 0, 2, 4)]
-    assert [sample.label for sample in splits.val] == [0, 0, 0, 1, 1, 1]
+    trained = [*splits.train, *splits.val]
+    names = {Path(sample.path).relative_to(cache / "drawn").as_posix() for sample in trained}
+    assert names == {f"trainval/{number}.png" for number in range(6)}
+    assert [sample.label for sample in splits.test] == [0, 0, 0, 1, 1, 1]
     assert not (cache / "png").exists()
     with open_binary(splits.val[0].path) as file:
         assert file.read(4) == b"\x89PNG"

@@ -280,7 +280,7 @@ def test_mlflow_has_no_step_twice_after_a_kill(tmp_path, monkeypatch):
     follow(tmp_path, 0, "mlflow")
     assert json.loads((tmp_path / "tracking/mlflow.json").read_text()) == {"key": "its own"}
     sent = tmp_path / "tracking/mlflow.sent"
-    assert json.loads(sent.read_text()) == {"step": 6, "epoch": 4, "soup": -1}
+    assert json.loads(sent.read_text()) == {"step": 6, "epoch": 4, "soup": -1, "test": -1}
     sent.write_text(json.dumps({"step": 5, "epoch": 4}))
     run.data.metrics = {name: values[-1][1] for name, values in tracker.seen().items()}
     train(tmp_path, 7, 9)

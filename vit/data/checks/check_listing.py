@@ -16,7 +16,6 @@ from vit.data.sources.dataset_spec import (
     LAYOUT,
     SPLIT_NAMES,
     UNSEEN,
-    VAL_NAMES,
     DatasetSpec,
     RowError,
     resolve_folder,
@@ -121,7 +120,7 @@ class DatasetListing:
     @property
     def val_split(self) -> str | None:
         """Name of the split that training validates on, if there is one."""
-        return next((name for name in VAL_NAMES if name in self.splits), None)
+        return DatasetSpec("").validation_split(self.splits)
 
 
 def list_dataset(data: str | DatasetSpec) -> DatasetListing:
@@ -337,8 +336,6 @@ def check_validation(listing: DatasetListing) -> None:
     if name is None:
         listing.report("no_val", "no validation images: training holds out a share of each class")
         return
-    if name == "test":
-        listing.report("test_as_val", "no val folder: training validates on test")
     if not any(one.split == name for one in listing.images):
         listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
 

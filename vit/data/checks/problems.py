@@ -65,7 +65,6 @@ KINDS: dict[str, Severity] = {
     "group_in_test": "warning",
     # worth knowing
     "no_val": "note",
-    "test_as_val": "note",
     "source": "note",
     "repeated_line": "note",
     "ignored_file": "note",

@@ -54,9 +54,9 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
         return splits
     names = join_names(bad, limit=3)
     paths = {image.path for image in bad}
-    train, val = (
+    train, val, test = (
         tuple(sample for sample in part if sample.path not in paths)
-        for part in (splits.train, splits.val)
+        for part in (splits.train, splits.val, splits.test)
     )
     present = {label for sample in train for label in labels_of(sample)}
     missing = [printable(name) for label, name in enumerate(splits.classes) if label not in present]
@@ -65,7 +65,7 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     if not val:
         raise DataError(f"no validation image can be read: {names}")
     notes = (*splits.notes, f"left out {plural(len(bad), 'image')} that cannot be read: {names}")
-    return dataclasses.replace(splits, train=train, val=val, notes=notes)
+    return dataclasses.replace(splits, train=train, val=val, test=test, notes=notes)
 
 
 def _check_chunk(samples: Sequence[Sample]) -> HeaderScan:

@@ -13,10 +13,12 @@ from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, path_argument
 from vit.text import printable
 
-VAL_NAMES = ("val", "valid", "validation", "test")
+VAL_NAMES = ("val", "valid", "validation")
+TEST = "test"
+"""Split that no training learns from or chooses by."""
 UNSEEN = "unseen"
 """Evaluation-only split: combinations that the training split lacks."""
-SPLIT_NAMES = ("train", *VAL_NAMES, UNSEEN)
+SPLIT_NAMES = ("train", *VAL_NAMES, TEST, UNSEEN)
 LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
 HARMLESS = ("repeated_line", "merged_labels", "lone_label")
 """Kinds of row errors that do not stop a training."""
@@ -75,6 +77,8 @@ class DatasetSpec:
     """The only split to read; None: training and validation images."""
     all_splits: bool = False
     """Read every split; `split` is ignored then."""
+    validates_on_test: bool = False
+    """Whether `test` is for validation where no other split is, as in runs of older versions."""
     reads_splits: bool = True
     """Whether the column of splits of a list is read; without it, all its images are in one."""
     captions: bool = False
@@ -127,18 +131,22 @@ class DatasetSpec:
             label_list=data.labels,
         )
 
+    def validation_split(self, available: Collection[str]) -> str | None:
+        """The one of the `available` splits that a training validates on, if it holds out none."""
+        names = (*VAL_NAMES, TEST) if self.validates_on_test else VAL_NAMES
+        return next((name for name in names if name in available), None)
+
     def select_splits(self, available: Collection[str]) -> list[str]:
         """The splits to read, of the `available` ones; the empty name is an undivided dataset."""
         if self.all_splits:
             return [*available]
-        val = [name for name in VAL_NAMES if name in available][:1]
+        val = [name for name in (*VAL_NAMES, TEST) if name in available][:1]
         train = [name for name in ("train", "") if name in available]
         if self.split is None:
             return train + val
         if self.split != "val":
             return [name for name in (self.split,) if name in available]
-        # `test` may be kept for the end: validation images are then those that training held out.
-        return val if val and val != ["test"] else train + val
+        return val if val and val != [TEST] else train + val  # which training held images out of
 
 
 def as_dataset_spec(

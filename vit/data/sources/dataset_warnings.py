@@ -153,8 +153,8 @@ def equal_notes(
     if leaks:
         images = plural(len(leaks), "image")
         notes.append(
-            f"{images} in training and in validation (leak): {join_names(leaks, 3)}; the scores "
-            "are too good: delete one of each pair (vit check lists all)"
+            f"{images} in training and in validation or test (leak): {join_names(leaks, 3)}; the "
+            "scores are too good: delete one of each pair (vit check lists all)"
         )
     if class_conflicts:
         images = plural(len(class_conflicts), "image")

@@ -1,14 +1,49 @@
-"""split.json of a run folder: the images that its training held out for validation."""
+"""split.json of a run folder: the images that its training held out for validation.
+
+An image was held out if its size and digest are recorded, whatever its name and folder are. Names
+are looked up first, so that unchanged data are not read as a whole.
+"""
 
 import json
 import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.errors import RunError
-from vit.text import printable
+from vit.data.archives import MAX_BYTES, content_digest, relative, size_of
+from vit.errors import BadImage, RunError
+from vit.text import plural, printable
 
 SPLIT_FILE = "split.json"
+
+
+class HeldOutMatch(NamedTuple):
+    """The images of a dataset that a training held out."""
+
+    paths: frozenset[str]
+    recorded: int
+    """Number of images that the training held out."""
+    changed: int = 0
+    """Images with the name of a held-out one that is not there, and other content."""
+    unknown: str = ""
+    """Why held-out images cannot be recognised in this dataset; empty if they can."""
+
+    def describe(self, total: int) -> str:
+        """Which of `total` images are measured."""
+        if self.paths:
+            images = plural(len(self.paths), "image")
+            if len(self.paths) < self.recorded:
+                images += f" left of the {self.recorded:,}"
+            more = f"; {self.changed:,} others have other content now" if self.changed else ""
+            return f"took the {images} that training held out{more}"
+        reason = self.unknown or "training held out none of them"
+        if self.changed:
+            reason += (
+                f", but {self.changed:,} have names of images that it held out, and other content: "
+                "if they are its data in another encoding, the numbers are too good"
+            )
+        return f"took all {total:,} images: {reason}"
 
 
 class HeldOutSplit(NamedTuple):
@@ -17,6 +52,72 @@ class HeldOutSplit(NamedTuple):
     root: Path
     """Folder that the names are relative to."""
     val: list[str]
+    digests: list[str | None] | None = None
+    """Of each image, as of `file_digests`; None in a split of an earlier version."""
+
+    def find(self, paths: Iterable[str], root: Path) -> HeldOutMatch:
+        """The held-out images among `paths`, of a dataset in `root`.
+
+        Without digests, names count where they are those of the recorded files.
+        """
+        every = [*paths]
+        named = {relative(path, root): path for path in every}
+        place, count = root.resolve(), len(self.val)
+        own = self.val  # the names of the recorded files, seen from `root`
+        if place != self.root:
+            own = [relative(str(self.root / name), place) for name in self.val]
+        if self.digests is None:
+            found = frozenset(named[name] for name in own if name in named)
+            unknown = (
+                f"the run has no digests of its images, and they were in {printable(self.root)}"
+            )
+            return HeldOutMatch(found, count, unknown="" if found else unknown)
+        first = [named.get(one) or named.get(name) for one, name in zip(own, self.val, strict=True)]
+        seen = file_digests(path for path in first if path)
+        pairs = [(path, it) for path, it in zip(first, self.digests, strict=True) if it]
+        matched = {path: digest for path, digest in pairs if path and digest == seen[path]}
+        missing = {digest for _, digest in pairs} - {*matched.values()}
+        sizes = {digest.partition(":")[0] for digest in missing}
+        others = [path for path in every if path not in matched and _size(path) in sizes]
+        matched |= {
+            path: digest for path, digest in file_digests(others).items() if digest in missing
+        }
+        missing -= {*matched.values()}
+        changed = sum(path is not None and digest in missing for path, digest in pairs)
+        return HeldOutMatch(frozenset(matched), count, changed)
+
+
+def file_digests(paths: Iterable[str]) -> dict[str, str | None]:
+    """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones."""
+
+    def digest(path: str) -> str | None:
+        try:
+            return f"{size}:{content_digest(path).hex()}" if (size := _size(path)) else None
+        except (OSError, BadImage):
+            return None
+
+    every = [*dict.fromkeys(paths)]
+    with ThreadPoolExecutor() as pool:  # a network drive answers many requests at a time
+        return dict(zip(every, pool.map(digest, every), strict=True))
+
+
+def _size(path: str) -> str | None:
+    """Bytes of an image in digits; None if it is not there, or no image has such a size."""
+    try:
+        size = size_of(path)
+    except (OSError, BadImage):
+        return None
+    return str(size) if 0 < size <= MAX_BYTES else None
+
+
+def split_record(paths: Sequence[str], root: Path) -> dict[str, Any]:
+    """The content of split.json that identifies the held-out images `paths` of a dataset."""
+    digests = file_digests(paths)
+    return {
+        "root": str(root.resolve()),
+        "val": [relative(path, root) for path in paths],
+        "val_digests": [digests[path] for path in paths],
+    }
 
 
 def read_split(run: Path) -> HeldOutSplit | None:
@@ -30,6 +131,9 @@ def read_split(run: Path) -> HeldOutSplit | None:
         return None
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return HeldOutSplit(Path(record["root"]), [os.fspath(name) for name in record["val"]])
+        names, digests = [os.fspath(name) for name in record["val"]], record.get("val_digests")
+        if digests is not None and len(digests) != len(names):
+            raise ValueError(f"{len(digests)} digests of {plural(len(names), 'image')}")
+        return HeldOutSplit(Path(record["root"]), names, digests)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None

@@ -146,10 +146,10 @@ def renamed_splits(folders: dict[str, Path]) -> list[str]:
 def without_classes(folders: dict[str, Path]) -> str:
     """A note on a `test` folder of images without labels; empty if there is none.
 
-    It cannot be validated on, and training goes on without it, as it does beside a `val`.
+    It cannot be measured, and training goes on without it, as it does beside a `val`.
     """
     test = folders.get("test")
-    own_validation = any(name in folders for name in VAL_NAMES if name != "test")
+    own_validation = any(name in folders for name in VAL_NAMES)
     if "train" not in folders or test is None or own_validation or _class_folders(test):
         return ""
     images = FolderWalker(str(test)).loose_images(str(test))

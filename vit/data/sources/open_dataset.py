@@ -24,7 +24,7 @@ from vit.data.dataset_types import (
     Splits,
 )
 from vit.data.sources import huggingface_datasets, torchvision_datasets
-from vit.data.sources.dataset_spec import LAYOUT, VAL_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources.dataset_spec import LAYOUT, TEST, VAL_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.dataset_warnings import (
     copies_of,
     count_notes,
@@ -32,6 +32,7 @@ from vit.data.sources.dataset_warnings import (
     name_notes,
     search_identical,
 )
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
 from vit.data.sources.label_review import apply_review
@@ -50,8 +51,6 @@ from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
-HeldOut = Callable[[Path, Collection[str]], Collection[str]]
-"""Returns the names that training held out, given the root of a dataset and the names in it."""
 
 
 def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
@@ -264,12 +263,12 @@ def open_splits(
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
     notes = [*index.notes]
-    own = next((name for name in VAL_NAMES if name in index.splits), None)
+    own = spec.validation_split(index.splits)
     held_out = own is None or fold is not None
+    others = index.splits.get(own or TEST, []) if fold is None else []
     identical = None
     if compare:
-        every = images if held_out else [*images, *index.splits[own or ""]]
-        identical = search_identical(dict.fromkeys(record.path for record in every))
+        identical = search_identical(dict.fromkeys(record.path for record in [*images, *others]))
     train, val, more = split_train_val(
         index,
         spec,
@@ -279,14 +278,13 @@ def open_splits(
         copies=name_copies(identical or (), index.root),
     )
     notes += more
-    if not held_out:
-        name = own or ""
-        val, more = _relabel(val, classes, index, index.locations[name], owner="train")
-        notes += [*more, *_leakage_notes(train, val, index.root)]
-        if name == "test":
-            notes.append(
-                f"no val {index.split_kind}: validates on test, so keep other images for the end"
-            )
+    if others:
+        where = index.locations[own or TEST]
+        others, more = _relabel(others, classes, index, where, owner="train")
+        notes += [*more, *_leakage_notes(images, others, index.root)]
+    val, test = (val, others) if held_out else (others, [])
+    if test:
+        notes.append(f"{plural(len(test), 'test image')}: nothing is chosen by them")
     if not val:
         reason = ": each class has one image, or copies of it" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
@@ -294,16 +292,18 @@ def open_splits(
     if classes:
         notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
     if compare:
-        notes += equal_notes(_by_labels(train), _by_labels(val), str(index.root), identical)
-    others = _unlike_validation(index, spec, train, val, compare=compare)
-    if others:
-        notes.append(f"{plural(len(others), 'image')} without a label: the teacher labels them")
-    if left_out := len(index.unlabelled) - len(others):
+        seen, measured = (images, test) if test else (train, val)
+        parts = _by_labels(seen), _by_labels(measured)
+        notes += equal_notes(*parts, str(index.root), identical)
+    unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
+    if unlike:
+        notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
+    if left_out := len(index.unlabelled) - len(unlike):
         notes.append(
             f"{plural(left_out, 'image')} without a label left out: copies of validation images, "
             "or of their groups"
         )
-    unlabelled = _samples(others, classes, index, spec)
+    unlabelled = _samples(unlike, classes, index, spec)
     return Splits(
         classes=classes,
         train=(*_samples(train, classes, index, spec), *unlabelled),
@@ -313,6 +313,7 @@ def open_splits(
         root=index.root,
         multilabel=index.multilabel,
         unlabelled=frozenset(sample.path for sample in unlabelled),
+        test=_samples(test, classes, index, spec),
     )
 
 
@@ -344,7 +345,7 @@ def open_eval_split(
     *,
     split: str,
     classes: Sequence[str],
-    held_out: Collection[str] | HeldOut = (),
+    held_out: HeldOutSplit | None = None,
     unshared_classes: Collection[str] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split for evaluation; labels are indices into `classes`.
@@ -353,9 +354,8 @@ def open_eval_split(
         data: As in `open_splits`.
         split: `train`, `test`..., or `val` for the first validation split there is.
         classes: Class names of the model.
-        held_out: Images that training held out, as `relative` names, or a function that returns
-            them. Used if the dataset has no validation split other than `test`, and contains any
-            of them.
+        held_out: Images that training held out. Used if the dataset has no validation split other
+            than `test`, and contains any of them.
         unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
             are left out, with a note.
 
@@ -367,13 +367,14 @@ def open_eval_split(
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))
-    candidates: tuple[str, ...] = VAL_NAMES if split == "val" else (split,)
+    candidates: tuple[str, ...] = (*VAL_NAMES, TEST) if split == "val" else (split,)
     if spec.captions and split == "train":
         candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)
-    held_out_names = _present_held_out(index, held_out)
-    if split == "val" and name == "test" and held_out_names:
-        name = None
+    match = None
+    if held_out is not None and split == "val" and name in (None, TEST):
+        match = held_out.find([record.path for record in index.train], index.root)
+        name = None if match.paths else name
     use_held_out = name is None
     available = index.locations.keys() - {""}
     if name is None and (split != "val" or available - {"train", "test"}):
@@ -391,8 +392,11 @@ def open_eval_split(
     notes = [*index.notes]
     records: Sequence[ImageRecord] = index.splits[name]
     if use_held_out:
-        records, note = _select_held_out(records, held_out_names, index)
-        notes = [note, *notes]
+        taken = f"took all {len(records):,} images"
+        if match is not None:
+            taken = match.describe(len(records))
+            records = [one for one in records if one.path in match.paths] or records
+        notes = [f"no validation {index.split_kind}: {taken}", *notes]
     elif name != split:
         notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
     location = index.locations[name]
@@ -511,29 +515,6 @@ def _relabel(
     return [*records], notes + _missing_class_notes(_by_class(records, classes), location)
 
 
-def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
-    """The names that training held out, if the dataset contains any of them."""
-    records = index.train
-    present = {relative(record.path, index.root) for record in records}
-    names = held_out(index.root, present) if callable(held_out) else held_out
-    return names if present & set(names) else ()
-
-
-def _select_held_out(
-    records: Sequence[ImageRecord], held_out: Collection[str], index: DatasetIndex
-) -> tuple[Sequence[ImageRecord], str]:
-    """The records that training held out, or all if it held out none of them, and a note."""
-    names = set(held_out)
-    selected = [record for record in records if relative(record.path, index.root) in names]
-    reason = f"no validation {index.split_kind}"
-    if selected:
-        images = plural(len(selected), "image")
-        if len(selected) < len(names):
-            images = f"{images} left of the {len(names):,}"
-        return selected, f"{reason}: took the {images} that training held out"
-    return records, f"{reason}: took all {len(records):,} images"
-
-
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
     """Require two classes, or one for multi-label classification."""
     names = join_names(classes)
@@ -550,12 +531,12 @@ def _leakage_notes(
     shared = [record.path for record in val if record.path in train_paths]
     if shared and len(shared) == len(val):
         raise DataError(
-            f"all {plural(len(shared), 'validation image')} are training images too; give "
+            f"all {plural(len(shared), 'validation or test image')} are training images too; give "
             "others, or leave them out and we hold some out"
         )
     names = join_names([relative(path, root) for path in shared], 3)
     images = plural(len(shared), "image")
-    return [f"{images} in training and in validation (leak): {names}"] if shared else []
+    return [f"{images} in training and in validation or test (leak): {names}"] if shared else []
 
 
 def _by_class(records: Iterable[ImageRecord], classes: Sequence[str]) -> ImagesByClass:

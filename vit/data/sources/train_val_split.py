@@ -21,7 +21,7 @@ from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.random_seed import random_seed
-from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import TEST, DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
@@ -76,29 +76,30 @@ def split_train_val(
         copies: Images that are identical, which are not separated.
 
     Raises:
-        DataError: A group is in both splits, or a class has no training images.
+        DataError: A group is in training and in another split, or a class has no training images.
         ConfigError: A fold is requested of a dataset with validation images, or `group` is neither
             a column nor a regular expression.
     """
     train = index.train
-    own = next((name for name in VAL_NAMES if name in index.splits), None)
-    if fold is not None and own not in (None, "test"):
+    own = spec.validation_split(index.splits)
+    if fold is not None and own is not None:
         raise ConfigError(
             f"folds={fold.total}: the data have validation images "
-            f"({index.locations[own or '']}), so there is nothing to divide; give the training "
+            f"({index.locations[own]}), so there is nothing to divide; give the training "
             "images alone as DATA"
         )
     if fold is not None:
         return _split_units(train, index, spec, copies, val_share=val_share, seed=seed, fold=fold)
+    other = own or TEST
+    val, notes = index.splits.get(other, []), []
+    if val and spec.group is not None:
+        groups = groups_of_records([*train, *val], index, spec.group)
+        train_groups, val_groups = groups[: len(train)], groups[len(train) :]
+        check_group_leakage(train_groups, val_groups, spec.group, index.locations[other])
+        notes = group_notes(groups, spec.group, column=index.has_groups)
     if own is None:
         return _split_share(train, index, spec, copies, val_share=val_share, seed=seed)
-    val = index.splits[own]
-    if spec.group is None:
-        return train, val, []
-    groups = groups_of_records([*train, *val], index, spec.group)
-    train_groups, val_groups = groups[: len(train)], groups[len(train) :]
-    check_group_leakage(train_groups, val_groups, spec.group, index.locations[own])
-    return train, val, group_notes(groups, spec.group, column=index.has_groups)
+    return train, val, notes
 
 
 def hold_out(
@@ -386,7 +387,7 @@ def _split_units(
     else:
         notes = [f"fold {fold.number} of {fold.total}: validates on {images}"]
         absent_note = "this fold has no validation images of class {}"
-        if any(name in index.splits for name in VAL_NAMES):
+        if TEST in index.splits:
             notes.append("left out test: no fold sees it; measure on it at the end")
     if groups is not None:
         notes += group_notes(groups, spec.group or "", column=index.has_groups)

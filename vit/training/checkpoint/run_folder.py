@@ -12,9 +12,8 @@ from vit.config import Config
 from vit.config.parser import flatten, make_config, with_settings, write_settings
 from vit.config.stored_config import HEADER, has_stored_config, stored_config
 from vit.config.training_config import TIME_DECIDES
-from vit.data.archives import relative
 from vit.data.dataset_types import Splits
-from vit.data.sources.held_out_split import SPLIT_FILE
+from vit.data.sources.held_out_split import SPLIT_FILE, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.file_lock import lock_file
@@ -245,12 +244,11 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
     if splits.made:
         record = {
-            "root": str(Path(splits.root).resolve()),
             "seed": config.training.seed,
             "val_share": config.data.val_share,
             "group": config.data.group,
             "folds": config.data.folds,
             "fold": config.data.fold,
-            "val": [relative(sample.path, splits.root) for sample in splits.val],
+            **split_record([sample.path for sample in splits.val], splits.root),
         }
         write_text(folder / SPLIT_FILE, json.dumps(record, indent=1) + "\n")

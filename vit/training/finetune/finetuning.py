@@ -22,10 +22,9 @@ from vit.config.stored_config import (
     stored_config,
     with_effect,
 )
-from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.held_out_split import read_split
+from vit.data.sources.held_out_split import HeldOutSplit, read_split
 from vit.errors import ConfigError
 from vit.evaluation.class_increment import ClassChange
 from vit.model.vision_transformer import VisionTransformer
@@ -213,25 +212,20 @@ def seen_images_note(
 ) -> str | None:
     """A note where the run `weights` may have learned labels of validation images of `splits`.
 
-    Its training images are all labelled ones of the same folder, or of one with all the names that
-    it held out (a copy), but those, and those of classes that are not among the `known` ones.
+    Its training images are all labelled ones of the same folder, or of data with images that it
+    held out, but those, and those of classes that are not among the `known` ones.
     """
     found = run_of(weights) if splits.made else None
     if found is None or found[1].training.pretrains:
         return None
-    split = read_split(found[0])
-    if split is None:
+    path = Path(found[1].data.data).resolve()
+    # without split.json it learned from all training images
+    split = read_split(found[0]) or HeldOutSplit(path if path.is_dir() else path.parent, [])
+    held_out = split.find((one.path for one in (*splits.train, *splits.val)), splits.root).paths
+    if not held_out and split.root != splits.root.resolve():
         return None
-    held_out, root = {*split.val}, splits.root
-    if split.root != root.resolve():
-        names = {relative(one.path, root) for one in (*splits.train, *splits.val)}
-        if not held_out or not held_out <= names:
-            return None
     new = {n for n, name in enumerate(splits.classes) if known is not None and name not in known}
-    other = sum(
-        relative(one.path, splits.root) not in held_out and one.label not in new
-        for one in splits.val
-    )
+    other = sum(one.path not in held_out and one.label not in new for one in splits.val)
     if not other:
         return None
     return (

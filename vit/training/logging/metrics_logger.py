@@ -11,7 +11,8 @@ from typing import Any
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
-from vit.text import printable, quoted
+from vit.tasks.task import Task
+from vit.text import plural, printable, quoted
 from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
 from vit.training.logging.training_progress import Progress, notify
@@ -175,6 +176,14 @@ class MetricsLogger:
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
         self.notify(f"soup of epochs {members}: {self.run.task.format_result(event)}{worse}")
 
+    def test(self, measured: Validation) -> None:
+        """Write and log the scores of the test images."""
+        kept = {name: x for name, x in measured.scores.items() if name.startswith("val_")}
+        scores = {name.replace("val_", "test_", 1): x for name, x in kept.items()}
+        event = {"event": "test", "step": self.run.step, "test_images": measured.count, **scores}
+        self._write(event)
+        self.notify(test_result(self.run.task, event))
+
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
     ) -> None:
@@ -218,6 +227,13 @@ def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
         # a step whose gradient is not finite is left out, and JSON has no infinity
         "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
     }
+
+
+def test_result(task: Task, event: Mapping[str, Any]) -> str:
+    """The scores of an event of test images in words."""
+    scores = {name.replace("test_", "val_", 1): score for name, score in event.items()}
+    result = task.format_result(scores).replace("validation", "test", 1)
+    return f"{result} of {plural(event['test_images'], 'image')} that nothing was chosen by"
 
 
 def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:

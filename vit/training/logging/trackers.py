@@ -52,6 +52,7 @@ NAMES = {
         "images_per_second": "train/images_per_second",
     },
     "soup": {f"val_{score}": f"soup/{score}" for score in SCORES},
+    "test": {f"test_{score}": f"test/{score}" for score in SCORES},
 }
 # telemetry that is switched off unless the user has set the variable
 TELEMETRY_OFF = {
