@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.input_hints import is_image
+from vit.data.sources.input_hints import has_json_key, is_image
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
@@ -194,7 +194,7 @@ def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
         return False
     first = start.lstrip().split("\n", 1)[0]
     if kind == "COCO":
-        return bool(re.search(r'"(images|annotations)"\s*:', start))
+        return has_json_key(path, "caption")
     if kind in ("token file", "pairs"):
         return True
     if kind == "JSON lines":
