@@ -8,7 +8,6 @@ percentages.
 """
 
 import csv
-import io
 import json
 import re
 import unicodedata
@@ -46,6 +45,8 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
+MAX_CELL = 2**24
+"""Characters of a cell of CSV that is read."""
 
 
 @dataclass(frozen=True)
@@ -403,9 +404,17 @@ def unended_note(unended: int, captions: int) -> str:
 
 
 def csv_row(cells: Sequence[str], separator: str = ",") -> str:
-    row = io.StringIO()
-    csv.writer(row, delimiter=separator).writerow(cells)
-    return row.getvalue()
+    """A row of RFC 4180; white space at an end of a cell, which readers may drop, is in quotes."""
+    special = {separator, '"', "\r", "\n"}
+    return (
+        separator.join(
+            '"' + cell.replace('"', '""') + '"'
+            if special & {*cell} or cell != cell.strip()
+            else cell
+            for cell in cells
+        )
+        + "\r\n"
+    )
 
 
 def table_lines(layout: Layout) -> tuple[str, Line]:
@@ -527,6 +536,7 @@ def _read_json(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool
 def _read_csv(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
     header = next(file)
     separator = header.removeprefix("image")[0]
+    csv.field_size_limit(MAX_CELL)
     for row, image in zip(csv.reader(file, delimiter=separator), images, strict=True):
         yield row[0] == csv_text(image), bool(row[-1])
 
