@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from vit.config.parser import make_config, read_settings
-from vit.data.image_io import read_image
+from vit.data.image_io import MAX_PIXELS, read_image, set_max_pixels
+from vit.errors import BadImage, DataError
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -131,3 +132,42 @@ def test_a_run_of_8_bit_images_stores_no_range_and_notes_the_first_dark_image(
     predictor = Predictor(tiny_run, device="cpu", precision="fp32", notify=notes.append)
     predictor([dark, dark])
     assert len([note for note in notes if "nearly black" in note]) == 1
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """Writes a folder with images of noise for each class; names of files are not UTF-8."""
+    random = np.random.default_rng(0)
+
+    def write(*classes: str) -> Path:
+        for name in classes:
+            (tmp_path / "data" / name).mkdir(parents=True)
+            for number in range(6):
+                pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / name / f"\udcff{number}.png")
+        return tmp_path / "data"
+
+    return write
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused_before_training(noise, tmp_path):
+    data = noise("caf\udce9", "dog")
+    with pytest.raises(DataError, match=r"1 class .* not UTF-8, .* \(caf\\udce9\); rename the fol"):
+        train(make_config({**SETTINGS, "data": str(data)}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (data / "caf\udce9").rename(data / "café")
+    settings = make_config({**SETTINGS, "data": str(data), "batch_size": 4})
+    result = train(settings, tmp_path / "run")
+    assert result.classes == ("café", "dog")
+
+
+def test_good_images_above_the_limit_are_refused_with_the_setting(noise, tmp_path):
+    settings = make_config({**SETTINGS, "data": str(noise("a", "b")), "max_pixels": 255})
+    try:
+        with pytest.raises(
+            BadImage, match="16 x 16 is more than 255 pixels; raise --max-"
+        ) as refused:
+            train(settings, tmp_path / "run")
+    finally:
+        set_max_pixels(MAX_PIXELS)
+    assert "mend" not in str(refused.value)
