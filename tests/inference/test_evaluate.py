@@ -34,7 +34,17 @@ from vit.weights.saved_model import load_run
 pytestmark = pytest.mark.auto_precision
 
 KEYS = {
-    *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
+    *(
+        "confusion",
+        "count",
+        "top1",
+        "top5",
+        "top1_interval",
+        "loss",
+        "macro_f1",
+        "balanced_accuracy",
+        "ece",
+    ),
     *(
         "nll",
         "brier",
@@ -68,6 +78,9 @@ def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precis
     assert 0 < scores["top1"] < 1
     assert scores["failed"] == []
     assert scores["loss"] > 0
+    answers = Counter((Path(p.image).parent.name, p.predictions[0][0]) for p in found)
+    counts = {(a, b): n for a, row in scores["confusion"].items() for b, n in row.items()}
+    assert counts == answers
 
 
 def test_scores_with_keep_aspect_equal_those_counted_from_predictions(tiny_run, tiny_data):
@@ -370,8 +383,11 @@ def test_slices_are_those_counted_from_predictions(tiny_run, photo_list, monkeyp
         return read_source(spec)
 
     monkeypatch.setattr("vit.inference.evaluate.read_source", counted)
-    rows = evaluate(tiny_run, str(listed), slice=["camera", "hour"], **FP32)["slices"]
+    notes: list[str] = []
+    words = {"slice": ["camera", "hour"], "notify": notes.append}
+    rows = evaluate(tiny_run, str(listed), **words, **FP32)["slices"]
     assert read == [("camera", "hour")]
+    assert not any("not used" in note for note in notes)
     found = Predictor(tiny_run, **FP32)(paths)
     right = [p.predictions[0][0] == Path(p.image).parent.name for p in found]
     groups = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
 from vit.config.data_config import RANDAUGMENT
-from vit.config.parser import flatten, make_config, read_settings
+from vit.config.parser import flatten, make_config, read_stored_settings
 from vit.config.pretraining_config import SETTINGS_OF
 from vit.errors import RunError
 from vit.text import Notify, printable
@@ -68,7 +68,7 @@ def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> di
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    return located(settings_of_task(read_settings(path)), Path(path).parent, notify)
+    return located(settings_of_task(read_stored_settings(path)), Path(path).parent, notify)
 
 
 def write_paths(folder: Path, config: Config) -> None:

@@ -32,6 +32,7 @@ from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.held_out_split import read_split
+from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
@@ -143,6 +144,7 @@ def evaluate(
         allow_outside=allow_outside,
         group=group,
     )
+    spec = dataclasses.replace(spec, columns=(*spec.columns, *slice))
     predictor = open_evaluated(
         model,
         device=device,
@@ -201,6 +203,7 @@ def evaluate(
             top_k,
             all_scores=all_scores,
             csv=csv,
+            cells=list_rows(full_spec) if is_list(full_spec.data) else {},
         )
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
@@ -331,6 +334,7 @@ class EvaluationRows:
         top_k: As for `evaluate`.
         all_scores: As for `evaluate`.
         csv: From `csv_settings`.
+        cells: Rows of the lists of the images.
     """
 
     def __init__(
@@ -343,6 +347,7 @@ class EvaluationRows:
         *,
         all_scores: bool = False,
         csv: Mapping[str, Any],
+        cells: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None
@@ -364,6 +369,7 @@ class EvaluationRows:
             predictor.n_best,
             multilabel,
             self.truth,
+            cells=cells,
             **csv,
         )
         self.header, self.format_row = FORMATS[style](layout)
