@@ -350,7 +350,7 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     assert "exclude" not in first  # of lists that name other images
     assert first.endswith("give it again")
     assert "trained with exclude=bad.csv on " in second
-    assert "not applied: the files are gone" in second
+    assert "not applied: the files are not found; start in the folder in" in second
 
 
 @pytest.mark.parametrize("text", ["{", "[]x", "3"])
