@@ -123,6 +123,40 @@ def test_sets_with_nearly_equal_classes_are_refused(make_tree, names):
         open_splits(str(make_tree(tree | {f"{names[0]}/fox": 3})), val_share=0.2, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("tree", "notes"),
+    [
+        (
+            {"train/train/cat": 9, "train/train/dog": 9, "test/test": 3},
+            ["left out test/test, which has no class folders", "read train/train as train"],
+        ),
+        (
+            {"cat": 9, "dog": 9, "Test": 3, "VAL": 3},
+            [
+                f"left out {name}, which has no class folders; if it is a class, move all classes "
+                "to DATA/train"
+                for name in ("VAL", "Test")
+            ],
+        ),
+    ],
+)
+def test_unsorted_images_are_left_out_and_named(make_tree, tree, notes):
+    index = read_source(DatasetSpec(str(make_tree(tree))))
+    assert sorted(index.notes) == sorted(notes)
+    assert len(index.train) == 18
+
+
+def test_one_class_in_val_is_no_folder_around_others(make_tree):
+    root = make_tree({"train/cat": 9, "train/dog": 9, "val/cat": 2, "val/cat/day": 1})
+    splits = open_splits(str(root), val_share=0.2, seed=0)
+    assert (splits.classes, len(splits.val)) == (("cat", "dog"), 3)
+
+
+def test_the_way_to_have_sets_as_classes_works_in_a_wrapper(make_tree):
+    root = make_tree({f"archive/train/{name}": count for name, count in SETS.items()})
+    assert open_splits(str(root), val_share=0.2, seed=0).classes == ("fold1", "fold2", "fold3")
+
+
 def test_several_datasets_are_refused(make_tree):
     tree = [f"{name}/{split}/{label}" for name in "xy" for split in SPLITS for label in "ab"]
     with pytest.raises(DataError, match=r"of several datasets, give one, such as .*data/x$"):

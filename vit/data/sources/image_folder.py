@@ -23,7 +23,7 @@ from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
 UNLABELLED = (
-    "; if a list has the labels of these images, vit train --labels LIST; without labels, vit "
+    "; if a list has the labels of these images, add --labels LIST; without labels, vit "
     "pretrain learns from them, and vit suggest names those to label first"
 )
 
