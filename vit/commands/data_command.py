@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from vit.commands.command_options import (
-    add_list_options,
+    add_data_options,
     add_max_pixels,
     add_task_option,
     dataset_spec,
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of hf:NAME to shards: do not keep the source on this disk",
     )
     add_task_option(parser, "what is written with the images")
-    add_list_options(parser)
+    add_data_options(parser, without=("group",))
     add_max_pixels(parser)
 
 

@@ -46,7 +46,7 @@ class DataConfig(Section):
     labels: str | None = None
     """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
-    """Column of a list, or regular expression over paths; equal values share a split."""
+    """Column of a list, or regex over paths; equal values share a split, and count as one."""
     folds: int | None = None
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None

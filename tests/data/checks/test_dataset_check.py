@@ -126,6 +126,7 @@ def test_a_table_that_hides_warnings_names_the_flags_that_show_them(folder):
         ({"train/a": 3, "val/a": 1}, "one_class"),
         ({"val/a": 3, "test/a": 3}, "no_train"),
         ({"train/a": 0, "train/b": 0}, "no_pictures"),
+        ({"train/a": 3, "train/b\udce9": 3}, "broken_class"),
         ({"train/a": 3, "train/b": 3, "val/a": 0, "val/b": 0}, "no_val_pictures"),
     ],
 )

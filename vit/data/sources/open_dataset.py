@@ -31,11 +31,12 @@ from vit.data.sources.dataset_warnings import (
     equal_notes,
     name_notes,
     search_identical,
+    undecodable_error,
 )
 from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
-from vit.data.sources.label_review import apply_labels, apply_review
+from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.remote_shards import is_remote, read_remote
@@ -136,7 +137,17 @@ def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
 
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of any source.
+    """Index the images of any source, with what lists beside it leave out and label.
+
+    Raises:
+        DataError: There is no such source, or it or a list cannot be read.
+        ConfigError: A setting does not apply to this kind of source.
+    """
+    return apply_review(*read_whole_source(spec))
+
+
+def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
+    """Index all images of any source; and the specification for `apply_review`.
 
     Raises:
         DataError: There is no such source, or it cannot be read.
@@ -153,7 +164,12 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             "learn them with --task caption"
         )
     if spec.label_list is not None:
-        index = _with_label_list(read, spec)
+        if spec.captions:
+            raise ConfigError(
+                f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
+                "here; leave it out"
+            )
+        index = read(_unlabelled_source(spec))
     else:
         index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
     if index.multilabel and spec.multilabel is False:
@@ -162,20 +178,9 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             "--task multilabel learns them"
         )
     index = dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
-    reviewed = spec.exclude is not None or spec.corrections is not None
-    return apply_review(index, spec) if reviewed else index
-
-
-def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
-    """The labelled images of `spec.label_list`; their split is that of the source."""
-    if spec.captions:
-        raise ConfigError(
-            f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
-            "here; leave it out"
-        )
-    own_column = has_image_column(spec.data)
-    listed = dataclasses.replace(spec, image_column=None) if own_column else spec
-    return apply_labels(read(_unlabelled_source(spec)), listed)
+    # the column of images is that of a table of images, else of the list of labels
+    own_column = spec.label_list is not None and has_image_column(spec.data)
+    return index, dataclasses.replace(spec, image_column=None) if own_column else spec
 
 
 def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
@@ -514,11 +519,13 @@ def _relabel(
 
 
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
-    """Require two classes, or one for multi-label classification."""
+    """Require two classes, or one for multi-label classification, whose names are text."""
     names = join_names(classes)
     if len(classes) < 1 + (not index.multilabel):
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+    if error := undecodable_error(classes):
+        raise DataError(f"{printable(index.root)}: {error}")
 
 
 def _leakage_notes(
