@@ -15,7 +15,7 @@ from vit.errors import DataError
 DOCS = Path(__file__).parents[3] / "docs/data.md"
 GROUP = "^[^/]+"
 SPLITS = ("train", "test")
-SAID = ("source", "layout", "beside_train", "unclear_layout")
+SAID = ("source", "layout", "beside_train", "loose_picture", "unclear_layout")
 SETS = {f"fold{n}/{label}": 6 for n in (1, 2, 3) for label in ("cat", "dog")}
 
 
@@ -171,6 +171,18 @@ def test_unsorted_images_are_evaluated_as_no_split(make_tree):
         open_eval_split(str(root), split="test", classes=("cat", "dog"))
     unlabelled = read_source(DatasetSpec(str(root), labels=False))
     assert len(unlabelled.train) == 22
+
+
+def test_without_labels_split_folders_need_no_classes(make_tree):
+    root = make_tree({"train": 9, "more": 2, "test": 4})
+    for optional in (False, True):
+        spec = DatasetSpec(str(root), labels=optional, optional_labels=optional, all_splits=True)
+        index = read_source(spec)
+        assert {name: len(records) for name, records in index.splits.items()} == {
+            "train": 9,
+            "test": 4,
+        }
+        assert index.notes == ["left out folders beside train: more"]
 
 
 def test_a_folder_around_itself_ends(tmp_path):

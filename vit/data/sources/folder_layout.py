@@ -26,8 +26,10 @@ SPLIT_ALIASES = {name: name for name in SPLIT_NAMES} | {
 """Words for splits in lower case -> ours."""
 UNSORTED = ("test", "val", "validation")
 """Folders of these names, in any case, are no classes if they hold images beside class folders."""
-NOTES = ("source", "layout", "beside_train")
+NOTES = ("source", "layout", "beside_train", "loose_picture")
 """Kinds of findings that do not refuse a layout."""
+OF_CLASSES = ("layout", "loose_picture", "no_classes")
+"""Kinds of findings that only matter if folders are classes."""
 
 
 class SplitFolders(NamedTuple):
@@ -125,7 +127,7 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
         if loose.get(split):
             layout.splits[split] = layout.splits[split]._replace(is_unsorted=True)
             hint = "" if "train" in paths else "; if it is a class, move all classes to DATA/train"
-            layout.say("source", f"left out {name}, which has no class folders{hint}")
+            layout.say("loose_picture", f"left out {name}, which has no class folders{hint}")
         elif name != split:
             renamed.append(f"{name} as {split}")
     if renamed:
