@@ -229,7 +229,7 @@ def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make
     [
         ({"": 0}, "has no class folders"),
         ({"train": 3, "val/a": 1}, r"train has no class folders \(3 images straight in it\)"),
-        ({"": 3}, "vit train --labels LIST; without labels, vit pretrain .*, and vit suggest"),
+        ({"": 3}, "add --labels LIST; without labels, vit pretrain .*, and vit suggest"),
         ({"train/a": 20, "val/a": 3}, r"only one class \(a\)"),
         ({"a": 20}, r"only one class \(a\)"),
         ({"val/a": 3}, "has val but no train"),
