@@ -72,11 +72,7 @@ def has_caption_lists(folder: str) -> bool:
 
 
 def find_lists(spec: DatasetSpec) -> ListFiles:
-    """Find the lists of classes or captions in `spec.data`, a list, a folder or a built-in dataset.
-
-    Raises:
-        DataError: There is none, or it is ambiguous which one.
-    """
+    """Find the lists of classes or captions in DATA, a list, a folder or a built-in dataset."""
     if spec.images is not None and not os.path.isdir(spec.images):
         hint = did_you_mean(spec.images)
         raise DataError(f"{printable(spec.images)}: no such folder of images{hint}")
@@ -253,9 +249,6 @@ def images_folder(
         images: The folder that the user gave, if any.
         notes: Receives the folder, unless it is the given one or that of the list.
         is_table: Whether the names are cells of a table.
-
-    Raises:
-        DataError: Several sibling folders have such images.
     """
     relative_names = [name for name in names if not os.path.isabs(name)]
     sample = relative_names[:: max(len(relative_names) // SAMPLE, 1)]
