@@ -13,7 +13,7 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from vit.data.archives import relative
+from vit.data.archives import index_of, relative, split_address
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.errors import DataError
@@ -106,10 +106,15 @@ class ImageNames:
 def folder_names(base: str) -> ImageNames:
     """The files in a folder, which are listed as they are needed, and those of absolute paths."""
 
-    def names_in(folder: str) -> list[str]:
+    def names_in(folder: str) -> Iterable[str]:
+        place = os.path.join(base, folder) or os.curdir
         try:
-            return os.listdir(os.path.join(base, folder) or os.curdir)
-        except OSError:  # its reader reports it
+            if (address := split_address(f"{place}/")) is None:
+                return os.listdir(place)
+            shard, inside = address
+            below = (name[len(inside) :] for name in index_of(shard) if name.startswith(inside))
+            return {name.partition("/")[0] for name in below}
+        except (OSError, DataError):  # its reader reports it
             return []
 
     return ImageNames(names_in)
@@ -144,6 +149,7 @@ def index_finder(index: DatasetIndex) -> Find:
         return {os.path.realpath(path): path for path in paths}
 
     names = ImageNames(lambda folder: tree().get(folder, ()))
+    disks = [(base, folder_names(base)) for base in (os.curdir, str(index.root))]
 
     def find(written: str, is_cell: bool) -> str | None:
         name = names.find(written, is_cell) or written
@@ -155,7 +161,8 @@ def index_finder(index: DatasetIndex) -> Find:
             )
         if found:
             return found[0]
-        places = (os.path.realpath(place) for place in (name, index.root / name))
+        files = ((base, disk.find(written, is_cell) or written) for base, disk in disks)
+        places = (os.path.realpath(os.path.join(base, file)) for base, file in files)
         return next((real()[place] for place in places if place in real()), None)
 
     return find

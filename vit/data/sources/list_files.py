@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from vit.data.archives import is_inside
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_names import folder_names
@@ -284,8 +285,8 @@ def images_folder(
 def _has_any(folder: str, names: Sequence[str], is_table: bool) -> bool:
     """Whether any of these files exists in `folder`."""
     files = folder_names(folder)
-    found = (files.find(name, is_table) for name in names)
-    return any(name is not None and os.path.lexists(os.path.join(folder, name)) for name in found)
+    found = (os.path.join(folder, files.find(name, is_table) or name) for name in names)
+    return any(os.path.lexists(path) or is_inside(path) for path in found)
 
 
 def common_folders(base: str, names: Iterable[str]) -> list[str]:
