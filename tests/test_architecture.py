@@ -14,9 +14,15 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.file_lock", "vit.memory_allocator"),
-    *("vit.paths", "vit.quick_imports", "vit.score_calibration", "vit.stop_signals"),
-    *("vit.supported_versions", "vit.text", "vit.version"),
+    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.event_log", "vit.file_lock"),
+    *(
+        "vit.memory_allocator",
+        "vit.paths",
+        "vit.quick_imports",
+        "vit.score_calibration",
+        "vit.stop_signals",
+    ),
+    *("vit.stop_signals", "vit.supported_versions", "vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -39,6 +45,7 @@ NUMERIC = {"torch", "numpy"}
 ALLOWED = {
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
+    "vit.event_log": {"vit.text"},
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
@@ -94,7 +101,7 @@ ALLOWED = {
         *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
     },
     "vit.training.autotune": {
-        *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        *NUMERIC, "accelerate", "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
         *("vit.training.distributed", "vit.training.logging"),
         *("vit.training.batch_norm_statistics", "vit.training.compilation"),
         *("vit.training.lr_schedule", "vit.training.setup", "vit.training.training_loaders"),

@@ -34,6 +34,9 @@ def error_text(error: BaseException, limit: int = 200) -> str:
 class ConfigError(VitError, ValueError):
     """A setting is unknown, has the wrong type, or contradicts another one."""
 
+    setting = ""
+    """The setting that is refused, if it is known."""
+
 
 class DataError(VitError, ValueError):
     """A dataset cannot be used as it is."""

@@ -241,3 +241,13 @@ def test_evaluate_refuses_generation_flags_for_a_classifier(vit, tiny_run, tiny_
         code, out, err = vit("evaluate", tiny_run, tiny_data, *flags)
         assert (code, out, len(err)) == (2, [], 1)
         assert reason in err[0]
+
+
+def test_a_network_without_embeddings_is_refused_without_a_flag_that_nobody_gave(
+    vit, run, tiny_data, tmp_path
+):
+    data, weights, out = tiny_data / "val", ("--weights", run), ("--out", tmp_path / "list.csv")
+    for words in (("suggest", data, *weights, "-n", 2, *out), ("check", data, *weights)):
+        code, _, err = vit(*words)
+        assert code == 2
+        assert err[-1].startswith(f"vit {words[0]}: this network has no embeddings: ")

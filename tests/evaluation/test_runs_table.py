@@ -14,7 +14,8 @@ from vit.commands.main import main
 from vit.config.parser import make_config, read_settings, read_stored_settings, write_settings
 from vit.config.training_config import TASKS
 from vit.errors import ConfigError, RunError, WeightsError
-from vit.evaluation.runs_table import best_epoch, ranking_metric, runs
+from vit.evaluation.runs_table import runs
+from vit.event_log import best_epoch, ranking_metric
 from vit.model.build import build_classifier
 from vit.tasks.task import get_task
 from vit.weights.saved_model import (
@@ -108,7 +109,7 @@ def test_parameters_are_those_of_the_network(add_run, found, settings, tiny_run)
     assert found()["one"].parameters == sum(each.numel() for each in model.parameters())
 
 
-def test_states(add_run, found):
+def test_states(add_run, found, tmp_path):
     add_run("all epochs", [epoch(1), epoch(2)])
     add_run("stopped early", [epoch(n, 0.9 - n / 10) for n in (1, 2, 3)], epochs=9, patience=2)
     probe = add_run("probe", [epoch(0)])
@@ -120,19 +121,34 @@ def test_states(add_run, found):
         file.write('{"event": "epoch", "epoch": 2, "val_')
     no_weights = add_run("no weights", [epoch(1)])
     (no_weights / "model.safetensors").unlink()
+    trial = add_run("trial", [epoch(1), epoch(2)])
+    for name in ("model.safetensors", "config.json"):  # as the search that made it
+        (trial / name).unlink()
     cut = add_run("cut", [epoch(1), epoch(2)]) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     (add_run("yaml", [epoch(1), epoch(2)]) / "config.yaml").write_text("lr: [1")
+    (add_run("no settings", [epoch(1), epoch(2)]) / "config.yaml").write_text("")
+    (add_run("half a name", [epoch(1), epoch(2)]) / "config.yaml").write_text("lr: 0.1\npatch_dro")
     (add_run("no yaml", [epoch(1), epoch(2)]) / "config.yaml").unlink()
     (add_run("line", [epoch(1)]) / "metrics.jsonl").write_text('{"event": "epoch", "epo\n')
     (add_run("zeros", [epoch(1)]) / "metrics.jsonl").write_bytes(bytes(99))
+    for name in ("empty", "missing", "end"):
+        (add_run(name, [epoch(1), epoch(2)]) / "report.html").write_text("")
+    (tmp_path / "runs/empty/metrics.jsonl").write_text("")
+    (tmp_path / "runs/missing/metrics.jsonl").unlink()
+    with (tmp_path / "runs/end/metrics.jsonl").open("r+b") as file:
+        file.truncate(file.seek(-9, os.SEEK_END))
     records = found()
     states = {name: run.state for name, run in records.items()}
     assert states == {
-        **dict.fromkeys(["all epochs", "stopped early", "probe"], "finished"),
+        **dict.fromkeys(["all epochs", "stopped early", "probe", "trial"], "finished"),
         **dict.fromkeys(["half", "no epoch", "killed"], "unfinished"),
         **dict.fromkeys(["no weights", "cut", "yaml", "no yaml", "line", "zeros"], "broken"),
+        **dict.fromkeys(["empty", "missing", "end", "no settings", "half a name"], "broken"),
     }
+    assert records["line"].reason == "line 1 of metrics.jsonl cannot be read"
+    assert records["empty"].reason == records["missing"].reason == "metrics.jsonl has no epoch"
+    assert (records["end"].epochs, records["end"].score) == (1, 0.5)
     assert records["killed"].epochs == 1
     assert "model.safetensors is missing" in records["no weights"].reason
     assert "cut" in records["cut"].reason

@@ -40,11 +40,11 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
     assert asyncio.run(main()) == [
         "huge in with 500",
         "huge out",
-        "a in with 100",  # b has entered too
+        "a in with 60",
         "b in with 100",
         "a out",
+        "c in with 41",
         "b out",
-        "c in with 1",
         "c out",
     ]
 

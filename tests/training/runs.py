@@ -17,10 +17,15 @@ from vit.training.trainer import Trainer
 from vit.weights.safetensors_io import read_tensors
 
 
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of metrics.jsonl."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [*map(json.loads, lines)]
+
+
 def events(folder: Path, kind: str = "epoch") -> list[dict[str, Any]]:
     """The events of one kind in metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [event for event in read_events(folder) if event["event"] == kind]
 
 
 def last_weights(folder: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, command
+from tests.training.runs import read_events
 from vit.config import ModelConfig
 from vit.config.parser import write_settings
 from vit.errors import BadImage
@@ -19,7 +20,6 @@ from vit.training.batch_norm_statistics import (
 )
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.ema import ExponentialMovingAverage, swapped_weights
-from vit.training.final_report import read_events
 from vit.training.train import train
 
 STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}

@@ -27,7 +27,7 @@ from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
-from vit.evaluation.runs_table import ranking_metric
+from vit.event_log import ranking_metric
 from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner
@@ -504,6 +504,8 @@ def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
     assert warning(seeing, config) is None
     assert warning({**blind, "epoch": 2}, config) is None
     assert warning({**blind, "val_images": 1}, config) is None
+    assert warning({**blind, "val_exact": 1.0}, config) is None
+    assert warning({**blind, "val_exact": 0.9}, config) is not None
     note = warning(blind, config)
     assert "ignores the images" in note
     assert note.endswith(

@@ -62,6 +62,24 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     ).read_bytes()
 
 
+@pytest.mark.auto_precision
+def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkeypatch):
+    shutil.copytree(colour_data / "train", tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    Path("fixed.csv").write_text("image,label\nred/1.png,blue\n")
+    settings = {**SETTINGS, "folds": 2, "data": "photos", "corrections": "fixed.csv"}
+    train_folds(tiny_config(**settings), "out", measure=measured)
+    weights = tmp_path / "out/fold-2/model.safetensors"
+    before = weights.read_bytes()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "fixed.csv").write_text("image,label\nred/2.png,blue\n")
+    for _ in range(2):  # the second time with the settings that the first one wrote
+        shutil.rmtree(weights.parent)
+        assert main(["train", "../photos", "--resume", "--out", str(tmp_path / "out")]) == 0
+        assert weights.read_bytes() == before
+
+
 def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
     random = np.random.default_rng(0)
     for name, level in (("dark", 900), ("light", 3000)):

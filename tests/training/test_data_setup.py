@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -131,3 +132,13 @@ def test_a_run_of_8_bit_images_stores_no_range_and_notes_the_first_dark_image(
     predictor = Predictor(tiny_run, device="cpu", precision="fp32", notify=notes.append)
     predictor([dark, dark])
     assert len([note for note in notes if "nearly black" in note]) == 1
+
+
+def test_a_share_without_effect_is_named(low_byte, tmp_path, capsys):
+    """Of data with their own validation images none are held out."""
+    for split in ("train", "val"):
+        shutil.copytree(low_byte, tmp_path / "data" / split)
+    settings = {**SETTINGS, "data": str(tmp_path / "data"), "epochs": 2, "val_share": 0.3}
+    train(make_config(settings), tmp_path / "run")
+    told = "note: val_share=0.3 is not used: the data have their own validation images"
+    assert told in capsys.readouterr().err

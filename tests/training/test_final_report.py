@@ -15,14 +15,16 @@ from vit.commands.main import main
 from vit.data.archives import relative
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError
+from vit.evaluation.temperature_scaling import Scaling
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.checkpoint.run_folder import delete_run, foreign_files
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import distance_samples, read_events, report, with_held_out
+from vit.training.final_report import distance_samples, report, with_held_out
 from vit.training.train import train
+from vit.weights.saved_model import load_run
 
 
 @pytest.fixture
@@ -79,6 +81,19 @@ def test_the_report_has_the_slices_of_evaluate(run, colour_data, monkeypatch):
         cells = [f"{row['count']:,}", f"{row['accuracy']:.1%}"]
         assert f"<bdi>{row['slice']}</bdi>" in page
         assert re.search(r"\s*".join(f'<td class="n">{cell}</td>' for cell in cells), page)
+
+
+def test_raw_scores_that_are_kept_are_not_called_calibrated(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 10)
+    monkeypatch.setattr("vit.training.final_report.MIN_IMAGES", 10)
+    worse = "vit.evaluation.temperature_scaling.best_scaling"
+    monkeypatch.setattr(worse, lambda *_: Scaling(50.0))
+    run = train(tiny_config(epochs=2), tmp_path / "run").folder
+    assert not load_run(run).calibration.scales
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<td>raw</td>" in page
+    assert "calibrated, temperature" not in page
+    assert "by a calibration that was fitted without it" not in page
 
 
 def test_the_end_of_a_training_calibrates_the_scores(
@@ -329,7 +344,7 @@ def test_test_images_are_measured_once_with_the_best_weights(
 ):
     config = tiny_config(data=str(without_val), epochs=2, keep_best=2, soup=True)
     result = train(config, tmp_path / "run")
-    (event,) = (one for one in read_events(result.folder) if one["event"] == "test")
+    (event,) = (one for one in events(result.folder, "test"))
     found = evaluate(result.folder, without_val, split="test", precision="fp32")
     assert event["test_images"] == found["count"]
     assert event["test_top1"] == result.test_scores["top1"] == found["top1"]
@@ -349,3 +364,19 @@ def test_a_run_that_validated_on_test_images_has_a_report(without_val, tiny_conf
     report(run)
     assert "test top-1" not in (run / "report.html").read_text(encoding="utf-8")
     assert evaluate(run, without_val, precision="fp32")["top1"] == events(run)[-1]["val_top1"]
+
+
+def test_a_damaged_metrics_file_costs_its_lines_and_not_the_report(run, capsys):
+    path = run / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])  # of the second epoch
+    assert main(["report", str(run)]) == 0
+    damage = f"line {content.count(10)} of metrics.jsonl cannot be read"
+    assert f"note: {damage}; the report has what is left" in capsys.readouterr().err
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert damage in page
+    assert "for 1 epoch" in page
+    path.write_bytes(b'{"event')
+    assert main(["report", str(run)]) == 2
+    error = f"{run} has no finished epoch: line 1 of metrics.jsonl cannot be read\n"
+    assert capsys.readouterr().err.endswith(error)

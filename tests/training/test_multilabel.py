@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import vit
 from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
+from tests.training.runs import read_events
 from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -27,7 +28,6 @@ from vit.score_calibration import COVERAGES
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.multilabel import MultiLabel
 from vit.tasks.task import ValidationLogits, calibrated_activation
-from vit.training.final_report import read_events
 from vit.training.train import train
 from vit.training.tune import tune
 from vit.weights import saved_model

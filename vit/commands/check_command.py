@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         )
     outputs = {"--json": args.json, "--html": args.html, "--write-list": args.write_list}
     inputs = (*data_files(args), args.weights, args.rows)
-    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--write-list",))
+    check_outputs(outputs, inputs, overwrite=args.overwrite)
     if args.write_list is not None and is_workbook(args.write_list):
         check_size(0, 3, what="--write-list")
 

@@ -46,10 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; "
-        "with several labels an image, its true labels and those above their thresholds; an older "
-        "file is replaced",
+        help="a row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its "
+        "score, predictions; with several labels an image, its true labels and those above their "
+        "thresholds",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an older file of --out")
     parser.add_argument(
         "--top-k",
         type=positive_int,
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
-    check_outputs(outputs, (args.model, *data_files(args)))
+    check_outputs(outputs, (args.model, *data_files(args)), overwrite=args.overwrite)
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
     if args.all_scores and args.out is None:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from_args(args)
     outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
     inputs = (args.data, args.weights, args.labels, settings.get("exclude"))
-    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--out",))
+    check_outputs(outputs, inputs, overwrite=args.overwrite)
     if args.out is not None and is_workbook(args.out):
         check_size(args.n, 3, what="--out")
 

@@ -16,7 +16,9 @@ class Section:
 
     def refuse(self, name: str, why: str) -> None:
         """Raise a ConfigError that names the setting and its value."""
-        raise ConfigError(f"{name}={getattr(self, name)!r}: {why}")
+        error = ConfigError(f"{name}={getattr(self, name)!r}: {why}")
+        error.setting = name
+        raise error
 
     def check_at_least(self, least: float, *names: str) -> None:
         for name in names:

@@ -390,15 +390,20 @@ def read_stored_settings(path: str | Path) -> dict[str, Any]:
     """Flat values of a file that `write_settings` wrote: as `read_settings`, faster for many files.
 
     A value is parsed once for all files that have it. What is not plain lines of `name: value` is
-    left to `read_settings`, which raises its errors.
+    left to `read_settings`, which raises its errors. A file that was emptied is one.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         rows = [line.partition(": ") for line in lines if line and line[0] != "#"]
-        values = {name: _parse_value(text) for name, _, text in rows if name.isidentifier()}
+        pairs = ((name, text) for name, colon, text in rows if colon and name.isidentifier())
+        values = {name: _parse_value(text) for name, text in pairs}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return read_settings(path)
-    return values if len(values) == len(rows) else read_settings(path)
+        values = {}
+    if not values or len(values) != len(rows):
+        values = read_settings(path)
+    if not values:
+        raise ConfigError(f"{printable(path)}: has no settings; restore it")
+    return values
 
 
 @lru_cache(maxsize=10_000)

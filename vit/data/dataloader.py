@@ -148,11 +148,7 @@ class MicroBatchLoader:
             self.batches = iter(self.loader)
 
     def next_batch(self) -> Batch:
-        """Return the next micro-batch.
-
-        Raises:
-            DataError: A loader process died.
-        """
+        """Return the next micro-batch."""
         try:
             batch = next(self.batches)
         except RuntimeError as error:

@@ -155,9 +155,6 @@ def read_pixels(
         min_size: A JPEG is decoded at half, a quarter or an eighth of its size where that is not
             smaller than this, which is faster. Not called for other formats.
         intensity_range: As in `read_image`.
-
-    Raises:
-        BadImage: As in `read_image`.
     """
     with _open_image(path) as image:
         pixels = _decode_intact_jpeg(image, min_size)
@@ -177,11 +174,7 @@ def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
 
 
 def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read the values of a deep image as stored, (height, width) or (height, width, 3).
-
-    Raises:
-        BadImage: It cannot be read, is not deep, or has values that are not finite.
-    """
+    """Read the values of a deep image as stored, (height, width) or (height, width, 3)."""
     with _open_image(path) as image:
         if not is_deep(image):
             raise UnusableFile("has 8 bits per channel")
@@ -204,9 +197,6 @@ def check_header(path: PathLike | EncodedImage) -> bool:
 
     Returns:
         Whether the image is deep, and `intensity_range` applies to it.
-
-    Raises:
-        BadImage: As in `read_image`, which may still refuse an image that passes.
     """
     with _open_image(path) as image:
         deep = is_deep(image)
@@ -372,12 +362,7 @@ def _orientation(image: Image.Image) -> object:
 
 
 def open_regular_file(name: str) -> BinaryIO:
-    """Open a file, or an image inside an archive, unless reading it may block or never end.
-
-    Raises:
-        UnusableFile: It is missing, not a regular file, empty or too large.
-        BadImage: It is inside an archive, and cannot be read.
-    """
+    """Open a file, or an image inside an archive, unless reading it may block or never end."""
     try:
         # checked before opening too: opening a device can have side effects
         _check_status(os.stat(name))
@@ -503,11 +488,7 @@ PROGRESSIVE_FRAME = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
 def _decode_intact_jpeg(image: ImageFile.ImageFile, min_size: MinSize | None) -> Pixels | None:
-    """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow.
-
-    Raises:
-        UnusableFile: It has so many scans that decoding might never end.
-    """
+    """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow."""
     if image.format not in JPEG_FORMATS or image.fp is None:
         return None
     data = read_all(image.fp)
@@ -717,11 +698,7 @@ def to_rgb(
 def scale_to_8_bit(
     values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
 ) -> Pixels:
-    """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`.
-
-    Raises:
-        UnusableFile: They are not finite, or without a range not those of a known scale.
-    """
+    """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`."""
     if intensity_range is None:
         return _scale_by_type(values)
     if values.dtype.kind == "f" and not np.isfinite(values).all():

@@ -161,6 +161,7 @@ def _slices_of(
         if count < MIN_IMAGES or rest < MIN_IMAGES:
             continue
         (worth, worth_right), (beside, beside_right) = (worth_images(*side) for side in sides)
+        p_value = lower_tail(worth_right, worth + beside, worth_right + beside_right, worth)
         row = AccuracySlice(
             feature=feature.key,
             title=feature.title,
@@ -170,9 +171,7 @@ def _slices_of(
             rest=rest,
             rest_right=rest_right,
             interval=share_interval(*sides[0]),
-            p_value=lower_tail(worth_right, worth + beside, worth_right + beside_right, worth)
-            if worth and beside
-            else None,
+            p_value=p_value if worth and beside else None,
         )
         found.append(row)
     return found

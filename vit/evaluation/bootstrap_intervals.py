@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import LEAST, Outcomes
-from vit.evaluation.image_groups import count_groups, share_interval
-from vit.evaluation.wilson_interval import Z95, checked_interval
+from vit.evaluation.image_groups import ROUNDING, count_groups, share_interval
+from vit.evaluation.wilson_interval import Z95
 
 RESAMPLES, FEWEST_RESAMPLES = 1000, 200
 MAX_DRAWN = 2 * 10**7
@@ -113,7 +113,7 @@ def _collect(statistics: Statistics, parts: Iterator[Tensor]) -> dict[str, Tenso
 
 def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
     """The interval of one metric: of draws, of all images (1,), and without each group."""
-    if not bool(draws.isfinite().all()):
+    if not bool(draws.isfinite().all()) or float(draws.max() - draws.min()) < ROUNDING:
         return None
     normal, ends = NormalDist(), 1 / len(draws)
     below = float(((draws < whole).double() + (draws <= whole).double()).mean()) / 2
@@ -124,7 +124,8 @@ def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
     shares = [
         normal.cdf(bias + (bias + z) / max(1 - skewness * (bias + z), ends)) for z in (-Z95, Z95)
     ]
-    return checked_interval(draws.quantile(torch.tensor(shares, dtype=torch.float64)).tolist())
+    limits: list[float] = draws.quantile(torch.tensor(shares, dtype=torch.float64)).tolist()
+    return limits
 
 
 def few_groups(groups: Tensor | None) -> bool:

@@ -27,6 +27,7 @@ from vit.evaluation.bootstrap_intervals import Interval, jackknife_weights
 from vit.evaluation.image_groups import (
     FEWEST_DEGREES,
     MIN_GROUPS,
+    ROUNDING,
     count_groups,
     student_quantile,
 )
@@ -37,7 +38,6 @@ from vit.evaluation.multilabel_metrics import (
     map_interval,
 )
 from vit.evaluation.paired_comparison import LEVEL, POWER, PairedComparison
-from vit.evaluation.wilson_interval import ROUNDING
 
 STEPS = 4000
 """Intervals of the integral of Student's density."""

@@ -73,9 +73,6 @@ def write_run_report(
         facts: Facts about the run.
         epochs: Its epochs, at least one.
         values: What the template needs besides.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
     page = render_page(

@@ -30,19 +30,24 @@ from vit.config.presets import PRESETS
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.evaluation.wilson_interval import wilson_interval
+from vit.event_log import (
+    METRICS_FILE,
+    Event,
+    best_epoch,
+    ranking_metric,
+    read_event_log,
+    saved_event,
+)
 from vit.file_lock import lock_file
 from vit.paths import did_you_mean, path_argument
 from vit.score_calibration import ScoreCalibration
 from vit.text import align_columns, format_duration, format_parameters, percent, printable
 
-METRICS = "metrics.jsonl"
 SETTINGS = "config.yaml"
 WEIGHTS = "model.safetensors"
 OWN_FOLDERS = {"checkpoints", "best", "tracking"}
 """Folders inside a run folder, which are no runs."""
 FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
-MIN_CIDER_IMAGES = 100
-"""Captioned validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
 SCORE_NAMES = {
     "val_top1": "top-1",
     "val_balanced_accuracy": "balanced accuracy",
@@ -62,9 +67,6 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angle
 COMMON_FOLDERS = {"train", "training", "images", "data"}
 """Last parts of paths that need the one before."""
 MAX_HEADER_BYTES = 100_000_000
-
-Event = Mapping[str, Any]
-"""A line of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +369,7 @@ def find_runs(root: Path) -> Iterator[Path]:
     """
     for place, folders, files in os.walk(root):
         inside = {*folders, *files}
-        is_run = METRICS in inside or (
+        is_run = METRICS_FILE in inside or (
             SETTINGS in inside and bool(inside & {".lock", WEIGHTS, "checkpoints"})
         )
         if is_run:
@@ -385,30 +387,34 @@ def read_run(folder: Path, root: Path) -> RunRecord:
     """Read a run folder; what cannot be read makes it broken, and raises nothing."""
     reasons: list[str] = []
     settings: dict[str, Any] = {}
-    epochs: list[Event] = []
-    soups: list[Event] = []
+    facts: dict[str, Any] = {}
     parameters = error = None
+    has_report, has_weights = ((folder / name).is_file() for name in ("report.html", WEIGHTS))
     try:
         settings = read_stored_settings(folder / SETTINGS)
     except ConfigError as problem:
         reasons.append(str(problem).replace(f"{printable(folder)}{os.sep}", ""))
+    log = read_event_log(folder / METRICS_FILE, "epoch", "soup")
+    epochs = [one for one in log.events if one["event"] == "epoch"]
+    soup_of_folds = settings.get("folds") is not None and settings.get("fold") is None
+    if log.damage and (has_report or not log.cut):  # a cut line of a killed run is trained again
+        reasons.append(log.damage)
+    elif not epochs and (has_report or has_weights) and not soup_of_folds:
+        reasons.append(f"{METRICS_FILE} has no epoch")
     try:
-        epochs, soups = (read_events(folder / METRICS, kind) for kind in ("epoch", "soup"))
-        chosen = next((one for one in soups if one["better"]), None) or best_epoch(epochs)
+        chosen = saved_event(log.events)
         grouped = settings.get("group") is not None
         facts = {} if chosen is None else score_facts(chosen, epochs, grouped=grouped)
-    except (OSError, ValueError, KeyError, TypeError):
-        reasons.append(f"{METRICS} is damaged")
-        facts = {}
-    if (folder / WEIGHTS).exists():
+    except (ValueError, KeyError, TypeError):
+        reasons.append(f"{METRICS_FILE} has scores that are none")
+    if has_weights:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)
             error = read_calibration_error(folder / "config.json")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             reasons.append(f"{WEIGHTS} or config.json is damaged: {printable(problem)}")
-    elif facts:
+    elif facts and (folder / "config.json").exists():  # a search drops both of its trials
         reasons.append(f"{WEIGHTS} is missing")
-    has_report = (folder / "report.html").is_file()
     relative = os.path.relpath(folder, root)
     return RunRecord(
         name=folder.resolve().name if relative == "." else relative,
@@ -433,7 +439,7 @@ def state_of(
     if broken:
         return BROKEN
     over = bool(epochs) and (
-        epochs[-1]["epoch"] >= int(settings.get("epochs", math.inf))
+        epochs[-1]["epoch"] >= float(settings.get("epochs", math.inf))
         or stopped_early(settings, epochs)
     )
     return FINISHED if over or report else UNFINISHED
@@ -452,54 +458,6 @@ def is_locked(path: Path) -> bool:
             return not lock_file(file, shared=True, inherited=False)
     except OSError:  # no lock file, or a file system without locks
         return False
-
-
-def read_events(path: Path, kind: str) -> list[Event]:
-    """The events of one kind in a metrics.jsonl, without parsing the others; [] without a file.
-
-    A last line without an end, of a run that was killed, does not count.
-
-    Raises:
-        ValueError: A line of this kind, or the beginning of the file, is damaged.
-    """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    if content and not content.startswith(b'{"event"'):
-        raise ValueError("no event")
-    prefix, found = b'{"event": "%s"' % kind.encode(), []
-    at = content.find(prefix)
-    while at >= 0 and (end := content.find(b"\n", at)) >= 0:
-        found.append(json.loads(content[at:end]))
-        at = content.find(prefix, end)
-    return found
-
-
-def ranking_metric(event: Event) -> str:
-    """The score that ranks epochs, by the scores that an event has; see `Task.rank`."""
-    if "chosen_by" in event:
-        return str(event["chosen_by"])
-    if "val_cider" in event:
-        images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
-        few = images < MIN_CIDER_IMAGES
-        return "val_loss" if few or "val_top1" in event else "val_cider"
-    return "val_top1" if "val_top1" in event else "val_loss"
-
-
-def best_epoch(epochs: Sequence[Event]) -> Event | None:
-    """The epoch that the run ranks first: the best score, then the least loss, then the first.
-
-    Pretraining without labels keeps its last epoch.
-    """
-
-    def rank(event: Event) -> tuple[float, float]:
-        if "val_rankme" in event:
-            return float(event["epoch"]), 0.0
-        metric, loss = ranking_metric(event), float(event["val_loss"])
-        return (-loss, 0.0) if metric == "val_loss" else (float(event[metric]), -loss)
-
-    return max(epochs, key=rank, default=None)
 
 
 def score_facts(chosen: Event, epochs: Sequence[Event], *, grouped: bool) -> dict[str, Any]:
@@ -565,7 +523,7 @@ def read_calibration_error(path: Path) -> float | None:
 
 def last_change(folder: Path) -> float:
     """When the metrics of a run, else its settings, else the folder were changed, seconds."""
-    for path in (folder / METRICS, folder / SETTINGS, folder):
+    for path in (folder / METRICS_FILE, folder / SETTINGS, folder):
         with contextlib.suppress(OSError):
             return path.stat().st_mtime
     return 0.0

@@ -7,11 +7,8 @@ the American Statistical Association 22, 1927.
 """
 
 import math
-from collections.abc import Sequence
 
 Z95 = 1.959963984540054  # the standard normal's 97.5 % point
-ROUNDING = 1e-12
-"""Width of an interval that is a point."""
 
 
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
@@ -21,10 +18,3 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     half = Z95 / (1 + spread) * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
     low = 0.0 if successes == 0 else centre - half
     return low, 1.0 if successes == trials else centre + half
-
-
-def checked_interval(limits: Sequence[float]) -> list[float] | None:
-    """`limits` that come from how much a score varies; None where it does not vary, such as among
-    answers that are all right: that says nothing about other images."""
-    low, high = limits
-    return [low, high] if high - low > ROUNDING else None

@@ -32,11 +32,7 @@ PIXEL_LIMIT = 2**25
 
 
 def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tuple[int, int]:
-    """Return both with their defaults filled in.
-
-    Raises:
-        ConfigError: One is less than 1.
-    """
+    """Return both with their defaults filled in."""
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")

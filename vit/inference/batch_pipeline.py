@@ -99,9 +99,6 @@ class ImageReader:
         Args:
             image: A path, an image in memory, or a file in memory.
             name: Name of an image in memory, in errors.
-
-        Raises:
-            ConfigError: An array or tensor that is no image.
         """
         held: list[int] = []
 

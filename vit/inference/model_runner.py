@@ -225,7 +225,8 @@ def check_settings(runner: ModelRunner) -> None:
         raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
     if runner.embeddings and isinstance(model.attn_pool, NoPooling):
         raise ConfigError(
-            "embeddings: this network pools its tokens to no vector (pooling=none); leave it out"
+            "this network has no embeddings: it pools its tokens to no vector (pooling=none); "
+            "give a classifier, or a run of vit pretrain"
         )
     if runner.embeddings and captions and runner.keep_aspect:
         raise ConfigError(

@@ -39,9 +39,6 @@ class ModelRegistry:
         compute: Threads that compute, of all models.
         compute_threads: Their number.
         all_cores: A thread that computes with the cores of all of them; None where they are one.
-
-    Raises:
-        VitError: A model or a setting cannot be used.
     """
 
     def __init__(
@@ -81,11 +78,7 @@ class ModelRegistry:
         return next(iter(self.models))
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of a request.
-
-        Raises:
-            UnknownModel: There is none of this name.
-        """
+        """The model of a request."""
         model = self.models.get(self.default if name is None else name)
         if model is None:
             raise UnknownModel(

@@ -73,11 +73,7 @@ class ModelAdapter(Protocol):
     """Whether images are resized by the network, and until then in memory as they are."""
 
     def decode(self, name: str, upload: Upload) -> Any:
-        """Pixels as `run` takes them.
-
-        Raises:
-            BadImage: It is no image, or too large.
-        """
+        """Pixels as `run` takes them."""
 
     def group(self, pixels: Any) -> Hashable:
         """Images of one group may share a batch."""
@@ -280,9 +276,6 @@ class ServedModel:
         exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
         sha256: Digest of its files, which tells versions apart.
-
-    Raises:
-        VitError: The model or a setting cannot be used.
     """
 
     def __init__(
@@ -335,8 +328,9 @@ class ServedModel:
 
     @property
     def calibrated(self) -> bool:
-        """Whether scores are calibrated."""
-        return getattr(self.predictor, "calibration", None) is not None
+        """Whether scores are calibrated, and not kept as they are."""
+        calibration = getattr(self.predictor, "calibration", None)
+        return calibration is not None and calibration.scales
 
     def allows(self, options: RowOptions) -> bool:
         """Whether this network can fulfil the options."""
@@ -369,7 +363,7 @@ class ServedModel:
     def summary(self) -> str:
         """The properties in one line, for the log."""
         classes = plural(len(self.predictor.classes), "class", "classes")
-        raw = "" if self.calibrated or self.captions else ", scores not calibrated"
+        raw = "" if self.calibrated or self.captions else ", raw scores"
         return (
             f"{'captions' if self.captions else classes}, {self.engine} in "
             f"{self.predictor.precision} on {self.predictor.device}, up to "
@@ -377,11 +371,7 @@ class ServedModel:
         )
 
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
-        """Refuse options that this network cannot fulfil.
-
-        Raises:
-            ConfigError: The message names the option.
-        """
+        """Refuse options that this network cannot fulfil."""
         check_top_k(options.top_k)
         flags = {"threshold": options.threshold, "reject": options.reject, "sets": options.sets}
         classes_per_row(self.predictor, options.top_k, **flags)
@@ -477,11 +467,7 @@ def count_pixels(upload: Upload) -> int:
 
 
 def split_name(word: str) -> tuple[str, str]:
-    """Name and source of an argument `NAME=SOURCE`, or `SOURCE` alone, whose stem is the name.
-
-    Raises:
-        ConfigError: The name has characters that a URL would escape.
-    """
+    """Name and source of an argument `NAME=SOURCE`, or `SOURCE` alone, whose stem is the name."""
     name, separator, source = word.partition("=")
     if not separator or os.path.exists(word):
         source = word
@@ -497,11 +483,7 @@ def split_name(word: str) -> tuple[str, str]:
 
 
 def check_names(words: Sequence[str]) -> dict[str, str]:
-    """Sources by name.
-
-    Raises:
-        VitError: Two have one name.
-    """
+    """Sources by name."""
     sources: dict[str, str] = {}
     for word in words:
         name, source = split_name(word)

@@ -35,10 +35,6 @@ def prepare_captions(
         resumed: Folder of the run to resume, whose tokenizer is kept.
         pretrained: Tokenizer of a pretrained decoder.
         notify: Called with a note about what is left out.
-
-    Raises:
-        ConfigError: `vocab_size` or `caption_tokens` does not fit.
-        DataError: The tokenizer cannot be read, or no caption is short enough.
     """
     tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
@@ -88,12 +84,7 @@ def make_tokenizer(
     resumed: Path | None,
     pretrained: Tokenizer | None,
 ) -> Tokenizer:
-    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`.
-
-    Raises:
-        DataError: It cannot be read.
-        ConfigError: `vocab_size` is too small.
-    """
+    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`."""
 
     def make() -> str:
         if resumed is not None:

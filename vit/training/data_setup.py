@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from vit.config import Config, ModelConfig
+from vit.config import Config, DataConfig, ModelConfig
 from vit.config.parser import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
@@ -56,11 +56,6 @@ def prepare_data(
 
     Returns:
         Settings, the images, and the unreadable images with the reason.
-
-    Raises:
-        DataError: The data cannot be trained on.
-        ConfigError: A setting does not fit the data.
-        BadImage: An image cannot be read and `on_bad_image` is stop.
     """
     splits = open_data(config, listing, resumed=resumed)
     config, splits = task_of(config).check_data(config, splits, given, notify)
@@ -69,13 +64,16 @@ def prepare_data(
         config = complete_for_added_classes(
             config, source, splits.classes, len(splits.train), given, notify
         )
+    if "val_share" in given and not splits.made and config.data.val_share != DataConfig.val_share:
+        unused = f"val_share={config.data.val_share} is not used"
+        notify(f"note: {unused}: the data have their own validation images")
     scan = scan_images(splits, config, accelerator)
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
         notify(f"note: {note}")
     if source is not None and (weights := config.finetune.weights):
         seen = seen_images_note(weights, splits, source.classes)
-        for told in (dropped_lists_note(weights, config), seen):
+        for told in (dropped_lists_note(config), seen):
             if told is not None:
                 notify(told)
     if resumed is None:  # the run began with its own range, or without one
@@ -101,12 +99,7 @@ def task_of(config: Config) -> Task:
 
 
 def list_data(config: Config) -> Listing:
-    """List the files of a classification dataset, for `open_data`.
-
-    Raises:
-        DataError: The dataset does not exist or cannot be read.
-        ConfigError: A setting does not apply to this kind of dataset.
-    """
+    """List the files of a classification dataset, for `open_data`."""
     spec = training_spec(config)
     return Listing(spec, read_source(spec))
 
@@ -134,9 +127,6 @@ def open_data(
         listing: What `list_data` returned; ignored if it has other settings.
         compare: Whether to look for equal files, which reads many files.
         resumed: Folder of the run to resume, if any.
-
-    Raises:
-        DataError: The data cannot be trained on.
     """
     data, training = config.data, config.training
     check_channels(config.model.channels)
@@ -157,11 +147,7 @@ def open_data(
 
 
 def check_channels(channels: int) -> None:
-    """Refuse a network whose input is not RGB.
-
-    Raises:
-        ConfigError: The number of channels is not three.
-    """
+    """Refuse a network whose input is not RGB."""
     if channels != 3:
         raise ConfigError(
             f"channels={channels}: every image is read as RGB, so a network that is "
@@ -179,9 +165,6 @@ def complete_for_data(
         splits: The data.
         given: Names of the settings that the user chose.
         notify: Receives log lines.
-
-    Raises:
-        ConfigError: A chosen `num_classes`, `pooling` or `final_norm` does not fit the data.
     """
     task = task_of(config)
     found = len(task.output_names(splits))
@@ -217,11 +200,7 @@ def complete_intensity_range(
 
 
 def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
-    """Read the headers of all images in the main process, to find unreadable and deep ones.
-
-    Raises:
-        BadImage: Some cannot be read and `on_bad_image` is stop.
-    """
+    """Read the headers of all images in the main process, to find unreadable and deep ones."""
     scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val, *splits.test]))
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
@@ -241,11 +220,7 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
 
 
 def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
-    """Set `epochs` from `steps`, if that is given.
-
-    Raises:
-        ConfigError: The user chose another number of epochs.
-    """
+    """Set `epochs` from `steps`, if that is given."""
     training = config.training
     if training.steps is None:
         return config
@@ -260,12 +235,7 @@ def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
 
 
 def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) -> Config:
-    """Reduce `batch_size` to at most the number of training images.
-
-    Raises:
-        DataError: There are fewer images than micro-batches in a step.
-        ConfigError: MixUp and CutMix mix pairs, and a micro-batch has an odd size.
-    """
+    """Reduce `batch_size` to at most the number of training images."""
     data, parts = config.data, processes * config.data.micro_batches
     unit = 2 * parts if parts > 1 and config.augment.mixes else parts
     # a reduced batch is a multiple of the micro-batches and of repeated augmentation

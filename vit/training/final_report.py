@@ -6,7 +6,6 @@ captions. The run is complete before: an error in the report is logged, and does
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
@@ -29,6 +28,7 @@ from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES
+from vit.event_log import METRICS_FILE, read_event_log
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.paths import did_you_mean, path_argument
 from vit.precision import autocast
@@ -98,11 +98,12 @@ class BestWeights:
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events of metrics.jsonl."""
-        return read_events(self.folder)
+        return read_event_log(self.folder / METRICS_FILE).events
 
     def facts(self, failed: Mapping[str, str]) -> RunFacts:
         """What every report shows of the run; `failed` could not be read, with the reason."""
-        events, task = self.events, self.run.task
+        log, task = read_event_log(self.folder / METRICS_FILE), self.run.task
+        events = log.events
         soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
         return RunFacts(
             config=self.config,
@@ -117,7 +118,7 @@ class BestWeights:
             unreadable={**self.run.failed, **failed},
             flops=forward_flops(self.loaded.model, self.config.model),
             environment=read_environment(self.folder),
-            notes=self.splits.notes,
+            notes=(*self.splits.notes, *filter(None, [log.damage])),
             tested="".join(test_result(task, one) for one in events if one["event"] == "test"),
         )
 
@@ -205,10 +206,6 @@ class BestWeights:
             samples: The images.
             failed: Receives the files that cannot be read, with the reason.
             network: The network whose preprocessing applies; the best weights if omitted.
-
-        Raises:
-            DataError: No image can be read.
-            Interrupted: A signal was received.
         """
         run, preprocessing = self.run, (network or self.loaded).preprocessing
         loader = EvaluationLoader(
@@ -248,10 +245,6 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         folder: The run folder.
         splits: The data.
         epoch: The best epoch, from 1.
-
-    Raises:
-        VitError: The task cannot complete the folder.
-        Interrupted: A signal was received; the run itself is complete.
     """
     best = BestWeights(run, folder, splits, best_epoch=epoch, calibrating=True)
     run.task.finish(best)
@@ -295,7 +288,9 @@ def report(
     chosen = {"report": "full", "data": path, "device": device, "workers": workers}
     config = with_settings(config, **{n: v for n, v in chosen.items() if v is not None})
     accelerator = make_accelerator(config.run)
-    events = read_events(folder)
+    log = read_event_log(folder / METRICS_FILE, "epoch")
+    if log.damage:
+        notify(f"note: {log.damage}; the report has what is left")
     loaded = load_run(folder)
     with lock_folder(folder), Interruption() as signals:
         try:
@@ -326,8 +321,7 @@ def report(
             failed=failed,
             interruption=signals,
         )
-        epochs = [one for one in events if one["event"] == "epoch"]
-        best = max(epochs, key=task.rank)["epoch"]
+        best = max(log.events, key=task.rank)["epoch"]
         task.write_report(
             BestWeights(state, folder, splits, best_epoch=best, robustness=robustness)
         )
@@ -335,12 +329,8 @@ def report(
 
 
 def finished_config(folder: Path) -> Config:
-    """The settings of a run that has finished an epoch.
-
-    Raises:
-        RunError: It is no run folder, or has none.
-    """
-    needed = ("config.yaml", "metrics.jsonl", "model.safetensors")
+    """The settings of a run that has finished an epoch."""
+    needed = ("config.yaml", METRICS_FILE, "model.safetensors")
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         hint = did_you_mean(folder) if not folder.exists() else ""
@@ -348,8 +338,10 @@ def finished_config(folder: Path) -> Config:
             f"{printable(folder)} is no run folder with a finished epoch: it has no "
             f"{missing[0]}{hint}"
         )
-    if not any(one["event"] == "epoch" for one in read_events(folder)):
-        raise RunError(f"{printable(folder)} has no finished epoch: nothing to report")
+    log = read_event_log(folder / METRICS_FILE, "epoch")
+    if not log.events:
+        why = log.damage or "nothing to report"
+        raise RunError(f"{printable(folder)} has no finished epoch: {why}")
     return stored_config(folder)
 
 
@@ -357,29 +349,18 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
     """`splits` with the validation images that the run in `folder` held out.
 
     Images that were added to the data since may have changed the split.
-
-    Raises:
-        DataError: None of them is there.
     """
     split = read_split(folder) if splits.made else None
     if split is None:
         return splits
     every = (*splits.train, *splits.val)
     match = split.find((one.path for one in every), splits.root)
-    if match.unknown:  # the same seed and names usually make the same split
-        notify(f"note: the validation images are chosen again: {match.unknown}")
+    if len(match.paths) < match.recorded:
+        notify(f"note: {match.describe(len(splits.val))}")
+    if not match.known:  # the same seed and names usually make the same split
         return splits
     held = [one for one in every if one.path in match.paths]
     if not held:
         raise DataError(f"none of the images that {printable(folder)} held out is there")
-    if len(held) < match.recorded:
-        gone = match.recorded - len(held)
-        notify(f"note: {gone} of {match.recorded} validation images are not there")
     train = [one for one in splits.train if one.path not in match.paths]
     return dataclasses.replace(splits, train=tuple(train), val=tuple(held))
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Read the events of metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]

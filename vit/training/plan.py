@@ -38,6 +38,7 @@ from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
+from vit.training.finetune.finetuning import run_of
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -49,6 +50,7 @@ from vit.training.plan_rules import (
     TimedNetwork,
     affordable_passes,
     counted_passes,
+    decide_cache,
     flops_with_captions,
     ladder_for,
     make_plan,
@@ -128,11 +130,7 @@ def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
 
 
 def check_plannable(chosen: Mapping[str, Any]) -> None:
-    """Refuse settings that leave nothing to plan.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Refuse settings that leave nothing to plan."""
     if not (is_planned(chosen) or chooses_weights(chosen) or continues_pretraining(chosen)):
         raise ConfigError(
             "a plan chooses the network: leave out --model and --method, and --weights or give "
@@ -154,11 +152,6 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
-
-    Raises:
-        DataError: The data cannot be trained on.
-        ConfigError: A setting is wrong, or contradicts another one; or there are no weights to
-            choose from.
     """
     values = without_unset(checked(chosen))
     pretrained = chooses_weights(values)
@@ -211,11 +204,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
-    """Refuse settings that leave `--weights auto` nothing to choose.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Refuse settings that leave `--weights auto` nothing to choose."""
     if not has_plan(values) or get_task(values.get("task", "classify")).writes_captions:
         raise ConfigError(
             f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
@@ -243,9 +232,6 @@ def with_chosen_weights(
 
     Returns:
         The settings, the names of those that are to be kept, and the data as listed for the plan.
-
-    Raises:
-        VitError: As `plan_training`; or the run that is resumed began without pretrained weights.
     """
     flat, names = flatten(config), {*given, "data", "weights"}
     chosen = without_unset({name: flat[name] for name in flat if name in names})
@@ -278,11 +264,18 @@ def facts_of(
         accelerator: The devices.
         given: Settings that somebody chose, or that weights have.
     """
+    with timing_networks(accelerator):
+        facts = data_facts(config, splits, accelerator)
+        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+
+
+def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
+    """Those of `facts_of` that are not measured by training steps."""
     task = get_task(config.training.task)
     side, grey, aspect = look_at_images(splits.train)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
-    facts = Facts(
+    return Facts(
         images=len(splits.train),
         taught=len(splits.unlabelled),
         classes=len(splits.classes),
@@ -303,8 +296,18 @@ def facts_of(
         passes_factor=factor,
         captions=caption_stats(splits.train, config) if config.training.captions else None,
     )
-    with timing_networks(accelerator):
-        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+
+
+def with_planned_cache(config: Config, splits: Splits, accelerator: Accelerator) -> Config:
+    """`config` with the cache that the plan chooses, if the run of its weights had one."""
+    before = run_of(str(config.finetune.weights))
+    if before is None or before[1].data.cache == "none" or config.finetune.method == "probe":
+        return config
+    settings = {**vars(config.model), **vars(config.data), **vars(config.augment)}
+    del settings["cache"]
+    plan = Plan(data_facts(config, splits, accelerator), settings)
+    decide_cache(plan)
+    return with_settings(config, **plan.settings)
 
 
 def free_shared_memory(accelerator: Accelerator) -> int:
@@ -328,11 +331,7 @@ def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Fac
 
 
 def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
-    """The same on GPUs: small batches and networks leave them waiting, and memory is limited.
-
-    Raises:
-        RunError: Not one image fits into the memory, also of a chosen network.
-    """
+    """The same on GPUs: small batches and networks leave them waiting, and memory is limited."""
     batch = given.get("batch_size") or usual_batch(facts)
     views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
     share = max(batch // facts.processes // (given.get("accumulate") or 1), 1)

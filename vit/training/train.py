@@ -28,7 +28,7 @@ from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task, settings_to_plan
 from vit.text import Notify, printable
-from vit.training.autotune.auto_batch_size import fit_memory
+from vit.training.autotune.auto_batch_size import fit_memory, note_many_tokens
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
 from vit.training.autotune.time_lower_bound import check_time
 from vit.training.checkpoint.run_folder import (
@@ -53,6 +53,7 @@ from vit.training.plan import (
     plan_training,
     summary_lines,
     with_chosen_weights,
+    with_planned_cache,
 )
 from vit.training.plan_rules import Plan
 from vit.training.setup import make_network, make_training
@@ -131,7 +132,10 @@ def train(
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     resuming = config if resumed is not None else None
-    with translate_errors(resuming), Interruption(echo_seconds()) as signals, ExitStack() as stack:
+    stops = Interruption(
+        echo_seconds(), lambda: notify("stopping after this step; a second signal ends at once")
+    )
+    with translate_errors(resuming), stops as signals, ExitStack() as stack:
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
@@ -248,9 +252,6 @@ def resolve(
         resumed: Folder of the run to resume, whose stored settings apply.
         began: Start of the time of `config.training.time`, by `time.monotonic`.
         listing: The data as listed for a plan, if they were.
-
-    Raises:
-        VitError: A setting contradicts the data, the weights, the devices or the resumed run.
     """
     notify = notifier(accelerator)
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
@@ -263,18 +264,21 @@ def resolve(
         config = with_stored_settings(config, resumed, given)
     elif config.finetune.weights is not None:
         source = load_source(config, given, accelerator, notify)
-        config = complete_for_weights(config, source, given)
+        config = complete_for_weights(config, source, given, notify)
     tokenizer = pretrained_tokenizer(config, source, given)
     config, splits, failed = prepare_data(
         config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
     if resumed is not None:
-        require_same_settings(config, resumed)
+        require_same_settings(config, resumed, splits)
     if (limit := config.training.time) is not None and "epochs" in given:
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")
+    note_many_tokens(config, accelerator, notify)
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
+    if source is not None and "cache" not in given:
+        config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
@@ -288,12 +292,7 @@ def resolve(
 def load_source(
     config: Config, given: Sequence[str], accelerator: Accelerator, notify: Notify
 ) -> Pretrained:
-    """Load the pretrained weights.
-
-    Raises:
-        DataError: The data do not exist.
-        WeightsError: The weights cannot be found or read.
-    """
+    """Load the pretrained weights."""
     where = config.finetune.weights
     assert where is not None
     if not config.training.captions:
@@ -342,9 +341,6 @@ def claim_run_folder(
     """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
 
     `claimed` is called before they are written.
-
-    Raises:
-        RunError: Another process has locked it, or began a run there since `check` was called.
     """
     stack.enter_context(lock_folder(folder))
     if check() == new:

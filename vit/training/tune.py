@@ -42,6 +42,7 @@ from vit.evaluation.tune_report import (
     tune_page,
     verdict,
 )
+from vit.event_log import METRICS_FILE, read_event_log
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.text import format_duration, percent, plural, printable, quoted
@@ -59,7 +60,6 @@ from vit.training.checkpoint.run_folder import (
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import read_events
 from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.search_space import SPACE, make_trials
@@ -211,12 +211,7 @@ def tune(
 def resumed_settings(
     values: dict[str, Any], out: str | Path | None, trials: int | None, *, resume: bool
 ) -> tuple[dict[str, Any], int | None, Path]:
-    """Settings and number of trials, completed by the search to resume, and its folder.
-
-    Raises:
-        ConfigError: `values` have no data, and there is no search to resume.
-        RunError: The record of the search is damaged.
-    """
+    """Settings and number of trials, completed by the search to resume, and its folder."""
     if not (values.get("data") or (resume and out)):
         raise ConfigError("data is missing: name a folder of images, a list or a known set")
     folder = Path(out or f"{default_run_folder(values['data'])}-tune")
@@ -232,11 +227,7 @@ def resumed_settings(
 
 
 def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
-    """The time in seconds of a search with these settings.
-
-    Raises:
-        ConfigError: They leave nothing to search, or need another command.
-    """
+    """The time in seconds of a search with these settings."""
     if not is_planned(values):
         raise ConfigError(
             "tuning begins with a plan, which chooses the network of a classifier: leave out "
@@ -292,12 +283,7 @@ def claim_tuning(
     resume: bool,
     overwrite: bool,
 ) -> dict[str, Any] | None:
-    """Lock `folder` until `stack` closes; returns the record of the search to resume, if any.
-
-    Raises:
-        RunError: The folder is not empty, or in use.
-        ConfigError: The search there has other settings.
-    """
+    """Lock `folder` until `stack` closes; returns the record of the search to resume, if any."""
     where, path = printable(folder), folder / TUNE_FILE
     if resume and overwrite:
         raise RunError("resume and overwrite exclude each other: choose one")
@@ -328,11 +314,7 @@ def claim_tuning(
 
 
 def change_settings(record: Record, values: Mapping[str, Any]) -> None:
-    """Apply those of `values` that may change on resume to a search and all of its trials.
-
-    Raises:
-        ConfigError: A trial cannot be trained with them.
-    """
+    """Apply those of `values` that may change on resume to a search and all of its trials."""
     changes = {name: values[name] for name in values if name in RESUMABLE_CHANGES}
     for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
         settings.update(changes)
@@ -347,11 +329,7 @@ def search_runs(folder: Path) -> list[Path]:
 
 
 def delete_search(folder: Path) -> None:
-    """Delete what a search wrote in `folder`, and nothing else.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Delete what a search wrote in `folder`, and nothing else."""
     with explain_write_errors(folder):
         for run in search_runs(folder):
             delete_run(run)
@@ -365,11 +343,7 @@ def delete_search(folder: Path) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """Read tune.json.
-
-    Raises:
-        RunError: It is damaged.
-    """
+    """Read tune.json."""
     try:
         record: Record = json.loads(path.read_text(encoding="utf-8"))
         needed = {"settings", "asked", "trials", "rungs", "results", "seconds", "validation"}
@@ -386,11 +360,7 @@ def read_record(path: Path) -> Record:
 def require_same(
     values: Mapping[str, Any], trials: int | None, record: Mapping[str, Any], path: Path
 ) -> None:
-    """Refuse to resume a search with other settings.
-
-    Raises:
-        ConfigError: The message has the first setting that differs.
-    """
+    """Refuse to resume a search with other settings."""
     now, before = (
         json.loads(json.dumps(every))  # tuples are lists there
         for every in (
@@ -510,11 +480,7 @@ def run_trial(
     given: Sequence[str],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Train or resume one trial of a rung; returns its result for tune.json, without seconds.
-
-    Raises:
-        VitError: The plan itself cannot be trained, or the error has another cause than settings.
-    """
+    """Train or resume one trial of a rung; returns its result for tune.json, without seconds."""
     steps = record["rungs"][rung - 1]["steps"][trial]
     config = with_steps(make_config(record["trials"][trial]["settings"]), steps)
     result: dict[str, Any] = {"rung": rung, "trial": trial, "steps": steps}
@@ -536,8 +502,7 @@ def run_trial(
         if trial == 0 or on_one_process:
             raise
         return {**result, "error": printable(error)}
-    events = on_main(accelerator, lambda: read_events(where))
-    epochs = [event for event in events if event["event"] == "epoch"]
+    epochs = on_main(accelerator, lambda: read_event_log(where / METRICS_FILE, "epoch").events)
     measure = str(epochs[-1].get("chosen_by", "val_top1")).removeprefix("val_")
     return {
         **result,

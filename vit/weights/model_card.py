@@ -1,6 +1,5 @@
 """Model card (README.md) of a converted model: architecture, source, usage, scores, classes."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import yaml
 
 from vit.config.stored_config import run_folder_of
+from vit.event_log import METRICS_FILE, Event, ranking_metric, read_event_log, saved_event
 from vit.text import printable
 from vit.version import __version__
 from vit.weights.formats.pretrained import Pretrained
@@ -93,31 +93,17 @@ def license_metadata(license_: str) -> dict[str, str]:
     return {"license": "other", "license_name": license_}
 
 
-def best_event(run: Path) -> dict[str, Any] | None:
-    """The event in metrics.jsonl of the weights in model.safetensors; None if unreadable."""
-    try:
-        lines = (run_folder_of(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        events = [json.loads(line) for line in lines]
-        soups = [event for event in events if event["event"] == "soup" and event["better"]]
-        epochs = [event for event in events if event["event"] == "epoch"]
-        best: dict[str, Any] = (
-            soups or [max(epochs, key=lambda event: (best_score(event), -event["val_loss"]))]
-        )[-1]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return best
+def best_event(run: Path) -> Event | None:
+    """The event in metrics.jsonl of the weights in model.safetensors; None without one."""
+    log = read_event_log(run_folder_of(run) / METRICS_FILE, "epoch", "soup")
+    best = None if log.damage else saved_event(log.events)
+    return best if best and {"val_top1", "chosen_by"} & best.keys() else None
 
 
-def best_score(event: dict[str, Any]) -> float:
-    """Score by which the best epoch was chosen, higher is better: top-1, or that of the event."""
-    metric = event.get("chosen_by", "val_top1")
-    return -float(event[metric]) if metric == "val_loss" else float(event[metric])
-
-
-def describe_score(event: dict[str, Any]) -> str:
+def describe_score(event: Event) -> str:
     """The score as text."""
-    if event.get("chosen_by") == "val_loss":
+    metric = ranking_metric(event)
+    if metric == "val_loss":
         return f"Loss on its validation images: {event['val_loss']:.4f}"
     names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
-    name = names.get(event.get("chosen_by", ""), "Top-1")
-    return f"{name} on its validation images: {best_score(event):.2%}"
+    return f"{names.get(metric, 'Top-1')} on its validation images: {event[metric]:.2%}"

@@ -65,10 +65,15 @@ def test_a_spreadsheet_may_be_a_folder(make_tree):
         (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
         (["a", "b"], "b is one argument too many: DATA is a already"),
         (["0.tar", "1.tar"], "quote the pattern"),
+        (["old", "x"], 'a name with spaces needs quotes: "old x"'),
+        (["old", "x", "y", "--seed", "1"], 'a name with spaces needs quotes: "old x y"'),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
     ],
 )
-def test_extra_arguments_are_explained(capsys, command, words, message):
+def test_extra_arguments_are_explained(tmp_path, monkeypatch, capsys, command, words, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("old x", "old x y"):
+        (tmp_path / name).mkdir(exist_ok=True)
     others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
     assert main([command, *others, *words]) == 2
     line = capsys.readouterr().err

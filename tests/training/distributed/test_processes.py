@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, command, complete
+from tests.training.runs import read_events
 from vit.commands.launcher import requested_processes
 from vit.config.parser import write_settings
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.final_report import read_events
 from vit.training.train import train
 
 CPU = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}

@@ -14,10 +14,12 @@ from tests.training.children import complete
 from tests.training.runs import cut_and_continued, events, last_weights
 from vit.config.parser import make_config, read_settings
 from vit.data.dataloader import TrainingLoader
+from vit.data.sources.held_out_split import read_split
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
+from vit.training import plan
 from vit.training.finetune import finetuning
 from vit.training.train import train
 from vit.training.trainer import Trainer
@@ -216,6 +218,24 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     assert table[2] == ["1", "new", "class", "7", "-", blue]
     assert table[-2][0] == "blue" or ["blue", "7", "-", blue] in table
     assert "Old and new classes" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_a_training_goes_on_with_the_share_and_the_cache_of_the_run(
+    colour_data, tmp_path, monkeypatch, memory
+):
+    """The cache where the plan finds room for one, since the data may have grown."""
+    monkeypatch.setattr(plan, "free_shared_memory", lambda _accelerator: memory)
+    few = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 1, "num_heads": 2, "epochs": 1}
+    few |= {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 6}
+    data = {"data": str(colour_data / "train"), "feature_cache": str(tmp_path / "features")}
+    old = train({**few, **data, "cache": "ram", "val_share": 0.4}, tmp_path / "old").folder
+    chosen = {name: few[name] for name in ("device", "workers", "precision", "batch_size")}
+    chosen |= {"weights": str(old), "epochs": 1}
+    new = train({**chosen, **data}, tmp_path / "new").folder
+    mine = read_settings(new / "config.yaml")
+    assert (mine["cache"], mine["val_share"]) == ("ram" if memory else "none", 0.4)
+    assert read_split(new).val == read_split(old).val
 
 
 def test_a_flag_switches_off_what_depends_on_it_in_the_recipe_of_the_old_run(monkeypatch):

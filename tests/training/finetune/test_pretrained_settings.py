@@ -119,6 +119,21 @@ def test_assumed_colours_are_printed(mark, given, mean, said, colour_data, tmp_p
     assert [said in line for line in about] == ([True] if said else [])
 
 
+@pytest.mark.parametrize("given", [{}, {"drop_path": 0.0}, {"drop_path": 0.1}])
+def test_a_default_that_does_not_suit_the_weights_is_left_out(given):
+    """Stochastic depth, a default of fine-tuning, needs two blocks; a given one is refused."""
+    chosen = {"data": "photos", "weights": "r", **given}
+    weights, notes = source(**{**SMALL, "depth": 1}), []
+    if given.get("drop_path"):
+        with pytest.raises(ConfigError, match=r"drop_path=0\.1: .* no other"):
+            complete_for_weights(make_config(chosen), weights, [*chosen], notes.append)
+        return
+    found = complete_for_weights(make_config(chosen), weights, [*chosen], notes.append)
+    assert (found.model.drop_path, found.training.layer_decay) == (0.0, 0.75)
+    assert len(notes) == (not given)
+    assert all("without the default drop_path=0.1: " in note for note in notes)
+
+
 def test_without_weights_settings_are_checked_at_once():
     message = "capacity_factor=2.0: feedforward=mlp does not read it"
     with pytest.raises(ConfigError, match=message):

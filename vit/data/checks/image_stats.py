@@ -248,11 +248,7 @@ class StatsWorker:
             self.pipe.send([self.paths[index] for index in indices])
 
     def results(self, ready: bool) -> Iterator[tuple[int, StatsOrReason]]:
-        """Receive the results that are available; `ready` if the pipe has data, or is closed.
-
-        Raises:
-            DataError: The process cannot be started.
-        """
+        """Receive the results that are available; `ready` if the pipe has data, or is closed."""
         try:
             while self.assigned and (ready or self.pipe.poll()):
                 result = self.pipe.recv()

@@ -45,11 +45,7 @@ def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderSca
 
 
 def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
-    """`splits` without the images in `bad`, which a note names.
-
-    Raises:
-        DataError: A class has no other training image, or the validation split no other image.
-    """
+    """`splits` without the images in `bad`, which a note names."""
     if not bad:
         return splits
     names = join_names(bad, limit=3)

@@ -4,6 +4,7 @@ An image was held out if its size and digest are recorded, whatever its name and
 are looked up first, so that unchanged data are not read as a whole.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -26,18 +27,18 @@ class HeldOutMatch(NamedTuple):
     """Number of images that the training held out."""
     changed: int = 0
     """Images with the name of a held-out one that is not there, and other content."""
-    unknown: str = ""
-    """Why held-out images cannot be recognised in this dataset; empty if they can."""
+    known: bool = True
+    """Whether held-out images can be recognised in this dataset."""
 
     def describe(self, total: int) -> str:
         """Which of `total` images are measured."""
         if self.paths:
-            images = plural(len(self.paths), "image")
-            if len(self.paths) < self.recorded:
-                images += f" left of the {self.recorded:,}"
+            less = f" left of the {self.recorded:,}" if len(self.paths) < self.recorded else ""
             more = f"; {self.changed:,} others have other content now" if self.changed else ""
-            return f"took the {images} that training held out{more}"
-        reason = self.unknown or "training held out none of them"
+            return f"took the {plural(len(self.paths), 'image')}{less} that training held out{more}"
+        reason = "training held out none of them"
+        if not self.known:
+            reason = "the run knows its images by name only, and they were in another folder"
         if self.changed:
             reason += (
                 f", but {self.changed:,} have names of images that it held out, and other content: "
@@ -55,46 +56,44 @@ class HeldOutSplit(NamedTuple):
     digests: list[str | None] | None = None
     """Of each image, as of `file_digests`; None in a split of an earlier version."""
 
+    def lies_in(self, folder: Path) -> bool:
+        """Whether `folder`, or a shard, has images of the split by their names."""
+        return any(self.find([str(folder / name)], folder).paths for name in self.val[:9])
+
     def find(self, paths: Iterable[str], root: Path) -> HeldOutMatch:
         """The held-out images among `paths`, of a dataset in `root`.
 
         Without digests, names count where they are those of the recorded files.
         """
-        every = [*paths]
+        every, place = [*paths], root.resolve()
         named = {relative(path, root): path for path in every}
-        place, count = root.resolve(), len(self.val)
-        own = self.val  # the names of the recorded files, seen from `root`
-        if place != self.root:
-            own = [relative(str(self.root / name), place) for name in self.val]
         if self.digests is None:
+            own = self.val
+            if place != self.root:
+                own = [relative(str(self.root / name), place) for name in self.val]
             found = frozenset(named[name] for name in own if name in named)
-            unknown = (
-                f"the run has no digests of its images, and they were in {printable(self.root)}"
-            )
-            return HeldOutMatch(found, count, unknown="" if found else unknown)
-        first = [named.get(one) or named.get(name) for one, name in zip(own, self.val, strict=True)]
-        seen = file_digests(path for path in first if path)
-        pairs = [(path, it) for path, it in zip(first, self.digests, strict=True) if it]
-        matched = {path: digest for path, digest in pairs if path and digest == seen[path]}
-        missing = {digest for _, digest in pairs} - {*matched.values()}
-        sizes = {digest.partition(":")[0] for digest in missing}
-        others = [path for path in every if path not in matched and _size(path) in sizes]
-        matched |= {
-            path: digest for path, digest in file_digests(others).items() if digest in missing
-        }
-        missing -= {*matched.values()}
-        changed = sum(path is not None and digest in missing for path, digest in pairs)
-        return HeldOutMatch(frozenset(matched), count, changed)
+            return HeldOutMatch(found, len(self.val), known=place == self.root or bool(found))
+        wanted = {*self.digests} - {None}
+        first = [(named.get(name), it) for name, it in zip(self.val, self.digests, strict=True)]
+        seen = file_digests(path for path, _ in first if path)
+        matched = {path: it for path, it in first if path and it in wanted and it == seen[path]}
+        if missing := wanted - {*matched.values()}:
+            sizes = {digest.partition(":")[0] for digest in missing if digest}
+            others = file_digests(path for path in every if _size(path) in sizes)
+            matched |= {path: digest for path, digest in others.items() if digest in missing}
+        lost = wanted - {*matched.values()}
+        changed = sum(path is not None and digest in lost for path, digest in first)
+        return HeldOutMatch(frozenset(matched), len(self.val), changed)
 
 
 def file_digests(paths: Iterable[str]) -> dict[str, str | None]:
     """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones."""
 
     def digest(path: str) -> str | None:
-        try:
-            return f"{size}:{content_digest(path).hex()}" if (size := _size(path)) else None
-        except (OSError, BadImage):
-            return None
+        with contextlib.suppress(OSError, BadImage):
+            if size := _size(path):
+                return f"{size}:{content_digest(path).hex()}"
+        return None
 
     every = [*dict.fromkeys(paths)]
     with ThreadPoolExecutor() as pool:  # a network drive answers many requests at a time
@@ -103,11 +102,9 @@ def file_digests(paths: Iterable[str]) -> dict[str, str | None]:
 
 def _size(path: str) -> str | None:
     """Bytes of an image in digits; None if it is not there, or no image has such a size."""
-    try:
-        size = size_of(path)
-    except (OSError, BadImage):
-        return None
-    return str(size) if 0 < size <= MAX_BYTES else None
+    with contextlib.suppress(OSError, BadImage):
+        return str(size) if 0 < (size := size_of(path)) <= MAX_BYTES else None
+    return None
 
 
 def split_record(paths: Sequence[str], root: Path) -> dict[str, Any]:
@@ -121,11 +118,7 @@ def split_record(paths: Sequence[str], root: Path) -> dict[str, Any]:
 
 
 def read_split(run: Path) -> HeldOutSplit | None:
-    """Read split.json of a run; None if its data had a validation split, or there is no such run.
-
-    Raises:
-        RunError: The file is damaged.
-    """
+    """The split that the training of `run` made; None if its data had one, or there is no run."""
     path = run / SPLIT_FILE
     if not path.is_file():
         return None

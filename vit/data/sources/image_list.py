@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
@@ -504,6 +504,15 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     collected = [] if notes is None else notes
     contents = read_list(path, spec, collected)
     return [*_placed("", contents, spec, collected).entries]
+
+
+def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
+    """Image path -> the cells of the first line that names it, by column, as the list has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in _read_files(find_lists(spec), spec, []):
+        rows = {row.line: row.values for row in read_rows(one.contents.path, spec, [])}
+        found |= {path: rows[entry.line] for path, entry in one.entries.items() if entry.line}
+    return found
 
 
 def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:

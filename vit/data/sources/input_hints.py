@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, is_run_folder
 from vit.errors import DataError
 from vit.paths import did_you_mean, names_in
 from vit.text import printable
@@ -36,8 +36,6 @@ PART = re.compile(r"-\d+-of-\d+$")
 """Behind the suffix of a file that is a part of several."""
 EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
 WILDCARDS = re.compile(r"[*?]")
-RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""In every run folder."""
 
 
 def refuse_mistaken(data: str) -> None:
@@ -55,7 +53,7 @@ def refuse_mistaken(data: str) -> None:
         for suffixes, kind in KINDS.items():
             if suffix in suffixes.split():
                 raise DataError(f"{printable(data)} {'has' if stored else 'is'} {kind}")
-    if all(os.path.isfile(os.path.join(data, file)) for file in RUN_FILES):
+    if is_run_folder(data):
         raise DataError(
             f"{printable(data)} is a run folder, a trained network: give a folder or list of images"
         )
@@ -104,9 +102,15 @@ def refuse_single_images(data: str) -> None:
         raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
 
 
-def extra_arguments_message(data: str, extra: Sequence[str]) -> str:
-    """The error for arguments after DATA, which are mostly a glob that the shell has expanded."""
+def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
+    """The error for arguments after DATA: an expanded glob, or a name with spaces.
+
+    `before` is the word before the first extra one.
+    """
     first = printable(data)
+    for end in range(len(extra), 0, -1):
+        if os.path.lexists(name := " ".join([before, *extra[:end]])):
+            return f'a name with spaces needs quotes: "{printable(name)}"'
     if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
         return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
     if is_image(data):

@@ -21,7 +21,7 @@ from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.data.workbook import is_workbook
 from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import is_unicode, join_names, plural, printable
 
 IMAGE_COLUMNS = (
     *("file_name", "filename", "image", "image_name", "image_path", "image_file"),
@@ -267,7 +267,7 @@ def check_inside(name: str, path: str, line: int, *, outside: bool) -> None:
 
 def check_unicode(text: str, path: str, line: int) -> None:
     """Refuse lone surrogates, which neither file names nor text can have."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_unicode(text):
         raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
 
 

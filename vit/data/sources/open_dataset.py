@@ -31,6 +31,7 @@ from vit.data.sources.dataset_warnings import (
     equal_notes,
     name_notes,
     search_identical,
+    undecodable_error,
 )
 from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
@@ -257,8 +258,10 @@ def open_splits(
     index = listing.index if listing is not None and reusable else read_source(spec)
     images = index.train
     if not images:
-        available = join_names(index.locations) or "nothing"
-        raise DataError(f"{printable(spec.data)} has {available} but no images for train")
+        lists = join_names(filter(None, (spec.label_list, spec.exclude)))
+        named = join_names(filter(None, index.locations))
+        end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
+        raise DataError(f"{printable(spec.data)} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
@@ -516,11 +519,13 @@ def _relabel(
 
 
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
-    """Require two classes, or one for multi-label classification."""
+    """Require two classes, or one for multi-label classification, whose names are text."""
     names = join_names(classes)
     if len(classes) < 1 + (not index.multilabel):
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+    if error := undecodable_error(classes):
+        raise DataError(f"{printable(index.root)}: {error}")
 
 
 def _leakage_notes(

@@ -9,7 +9,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
 from vit.config.stored_config import (
+    EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
@@ -53,8 +54,6 @@ ADDED_CLASS_EPOCHS, ADDED_CLASS_STEPS = 2, 250
 """Epochs, and steps, after the probe where classes are added, at least (measured:
 docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
-REVIEW_LISTS = ("labels", "corrections", "exclude")
-"""Settings of the data that name a list of a review."""
 RECIPE = (
     *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
@@ -80,17 +79,16 @@ UNUSED_SETTINGS = {
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
-def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str]) -> Config:
+def complete_for_weights(
+    config: Config, source: Pretrained, given: Sequence[str], notify: Notify = lambda _line: None
+) -> Config:
     """Complete the settings with those of the pretrained weights and the method.
 
     Args:
         config: Settings of the user, with `finetune.weights`.
         source: Those weights.
         given: Names of the settings that the user gave; they are kept.
-
-    Raises:
-        ConfigError: Given settings contradict the weights or the method.
-        WeightsError: The weights cannot be converted to the given feedforward.
+        notify: Called with notes on defaults that do not suit the weights.
     """
     if "feedforward" in given:
         check_feedforward(source, config.model.feedforward)
@@ -117,13 +115,27 @@ def complete_for_weights(config: Config, source: Pretrained, given: Sequence[str
     given = [name for name in given if (name, chosen[name]) != ("license", None)]
     kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
     found |= implied_settings(source.config, {**found, **kept})
-    completed = make_config({**chosen, **found, **kept}, complete=True)
+    if (before := run_on_same_data(config)) is not None:  # whose validation images stay unseen
+        found["val_share"] = before[1].data.val_share
+    completed = with_defaults({**chosen, **found, **kept}, {*usual} - {*kept}, notify)
     if method != "full" and is_upcycled(source.config, completed.model):
         raise ConfigError(
             f"method={method}: experts do not learn by it, and those made of an mlp would stay "
             "equal; use --method full, or leave --feedforward out"
         )
     return completed
+
+
+def with_defaults(settings: Mapping[str, Any], defaults: Collection[str], notify: Notify) -> Config:
+    """Settings, without those `defaults` of a method that do not suit the others."""
+    try:
+        return make_config(settings, complete=True)
+    except ConfigError as error:
+        if error.setting not in defaults:
+            raise
+        notify(f"note: without the default {error}")
+        left = {name: value for name, value in settings.items() if name != error.setting}
+        return with_defaults(left, {*defaults} - {error.setting}, notify)
 
 
 def complete_for_added_classes(
@@ -186,15 +198,21 @@ def run_of(weights: str) -> tuple[Path, Config] | None:
     return (run, stored_config(run)) if has_stored_config(run) else None
 
 
-def dropped_lists_note(weights: str, config: Config) -> str | None:
-    """A note where the run `weights` read the same data with lists that `config` does not name."""
-    found = run_of(weights)
+def run_on_same_data(config: Config) -> tuple[Path, Config] | None:
+    """As `run_of`, if the run had the DATA of `config`."""
+    found = run_of(str(config.finetune.weights))
+    if found is None or os.path.realpath(found[1].data.data) != os.path.realpath(config.data.data):
+        return None
+    return found
+
+
+def dropped_lists_note(config: Config) -> str | None:
+    """A note where the run of the weights read the same data with lists that are not named."""
+    found = run_on_same_data(config)
     if found is None:
         return None
     run, before = found
-    if os.path.realpath(before.data.data) != os.path.realpath(config.data.data):
-        return None
-    lists = {name: getattr(before.data, name) for name in REVIEW_LISTS}
+    lists = {name: getattr(before.data, name) for name in (*EDITED_LISTS, "group")}
     dropped = {
         name: path for name, path in lists.items() if path and not getattr(config.data, name)
     }
@@ -291,9 +309,6 @@ def check_unused_settings(
         chosen: Every setting, tuples as lists.
         given: Names of the settings that the user gave.
         usual: Their defaults.
-
-    Raises:
-        ConfigError: A given setting has no effect.
     """
     for name in UNUSED_SETTINGS.get(method, ()):
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
@@ -318,11 +333,7 @@ def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> 
 
 
 def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
-    """Image and patch size of a given --model, to which the weights are adapted.
-
-    Raises:
-        ConfigError: The preset and the weights differ in another size.
-    """
+    """Image and patch size of a given --model, to which the weights are adapted."""
     if "model" not in given:
         return {}
     name, sizes = config.training.model, preset(config.training.model)
@@ -337,11 +348,7 @@ def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> di
 
 
 def apply_finetune_method(network: VisionTransformer, config: Config) -> str | None:
-    """Freeze parameters or add LoRA layers, by the method; returns a line for the log.
-
-    Raises:
-        ConfigError: A LoRA target is not a layer of the blocks.
-    """
+    """Freeze parameters or add LoRA layers, by the method; returns a line for the log."""
     settings = config.finetune
     if settings.method == "lora":
         rank, alpha = settings.lora_rank, settings.lora_alpha

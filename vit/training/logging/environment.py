@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vit.cpu_cores import usable_cores
+from vit.event_log import read_event_log
 from vit.text import printable
 from vit.version import __version__
 from vit.weights.safetensors_io import explain_write_errors
@@ -34,9 +35,6 @@ def record_environment(folder: Path, data: str) -> None:
     Args:
         folder: The run folder.
         data: The setting `data`.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     path = folder / ENVIRONMENT_FILE
     found = describe_environment(data)
@@ -53,19 +51,7 @@ def read_environment(folder: Path) -> list[dict[str, Any]]:
 
     A line that a killed process cut is left out.
     """
-    try:
-        lines = (folder / ENVIRONMENT_FILE).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-    return found
+    return read_event_log(folder / ENVIRONMENT_FILE, key="command").events
 
 
 def describe_environment(data: str) -> dict[str, Any]:

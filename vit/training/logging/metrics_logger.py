@@ -38,11 +38,7 @@ class MetricsFile:
             self.file = path.open("ab")
 
     def truncate(self, size: int) -> None:
-        """Truncate the file to `size` bytes, its size at a checkpoint.
-
-        Raises:
-            RunError: The file is shorter.
-        """
+        """Truncate the file to `size` bytes, its size at a checkpoint."""
         if self.file.seek(0, os.SEEK_END) < size:
             name = printable(self.file.name)
             raise RunError(
@@ -97,9 +93,6 @@ class MetricsLogger:
 
         Args:
             metrics_bytes: Size of metrics.jsonl at the checkpoint; 0 for a new run.
-
-        Raises:
-            ConfigError: The tracker of a new run cannot start.
         """
         config, step = self.run.config, self.run.step
 
