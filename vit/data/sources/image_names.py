@@ -25,7 +25,7 @@ Find = Callable[[str, bool], str | None]
 
 def is_plain(name: str) -> bool:
     """Whether a name has one spelling only: no escapes, apostrophes, drives, outer spaces."""
-    return not ({*name} & {"\\", "'", ":"}) and name == name.strip()
+    return not ("\\" in name or "'" in name or ":" in name) and name == name.strip()
 
 
 def _is_image(name: str) -> bool:
@@ -50,6 +50,8 @@ class ImageNames:
         Raises:
             DataError: The name means several files.
         """
+        if is_plain(written) and _is_image(written):
+            return posixpath.normpath(written)
         tidy = written.strip()
         spellings = dict.fromkeys((written, tidy))
         if not tidy.startswith("\\"):  # a place on another computer
