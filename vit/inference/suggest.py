@@ -207,7 +207,7 @@ def suggest(
     )
     predictor.caption_generator = None  # features need no captions
     source = _source_of_classes(predictor, order, known, str(weights))
-    paths = [record.path for record in records]
+    paths = [*dict.fromkeys(record.path for record in records)]
     table = _extract(predictor, paths, margins=source == "network", progress=progress)
     every = {record.path for record in chain(*whole.splits.values())}
     names = review_names(every, index.root)

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import random
+import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,37 @@ def test_every_list_that_is_written_is_read(tree, tmp_path, monkeypatch, writer,
         path = tmp_path / "list.csv"
     WRITERS[writer](names, path)
     read(path, root, names)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "xlsx"])
+def test_whole_paths_are_names_too(tree, tmp_path, monkeypatch, suffix):
+    root, names = tree
+    monkeypatch.chdir(root.parent)
+    paths = [f"{root}/{name}" for name in names]
+    predictions(suffix, paths, path := tmp_path / f"list.{suffix}")
+    assert images_in(str(path)) == paths
+    as_exclude(path, Path(root.name), names)
+    predictions(suffix, [f"{root.name}/{name}" for name in names], path)
+    assert images_in(str(path)) == [f"{root.name}/{name}" for name in names]
+    as_exclude(path, root, names)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "xlsx"])
+def test_addresses_in_shards_are_names_too(tree, tmp_path, monkeypatch, suffix):
+    root, names = tree
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("shards")
+    with tarfile.open("shards/train-000000.tar", "w") as shard:
+        for name in ["rest/x.png", *names]:
+            if not re.search(r"[\x00-\x1f\x7f-\x9f]", name):  # refused in shards
+                shard.add(root / name, arcname=name)
+    records = read_source(DatasetSpec("shards", labels=False)).train
+    addresses = [one.path for one in records if not one.path.endswith("rest/x.png")]
+    assert len(addresses) == len(records) - 1 > 30
+    predictions(suffix, addresses, path := Path(f"list.{suffix}"))
+    assert images_in(str(path)) == addresses
+    (left,) = read_source(DatasetSpec("shards", labels=False, exclude=str(path))).train
+    assert left.path.endswith("rest/x.png")
 
 
 @pytest.mark.parametrize("pair", [("a\x1b.png", "a\\x1b.png"), ("=a.png", "'=a.png")])

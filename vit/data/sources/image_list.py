@@ -106,11 +106,7 @@ class ImageList:
     """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add a row; an image may occur again if the rows do not contradict each other.
-
-        Raises:
-            DataError: Its rows have two splits or two groups.
-        """
+        """Add a row; an image may occur again if the rows do not contradict each other."""
         earlier = self.entries.setdefault(name, entry)
         if earlier is entry:
             return
@@ -142,9 +138,6 @@ class ImageList:
         """Require one class an image; in a list of captions, at most one.
 
         If errors are collected, other images are removed, and of two classes the first one stays.
-
-        Raises:
-            DataError: An image has several classes or none, and errors are not collected.
         """
         if self.multilabel and self.errors is None:
             raise self._several_labels(self.multilabel)
@@ -167,11 +160,7 @@ class ImageList:
                 del self.entries[name]
 
     def placed(self, find: Callable[[str, Entry], str | None]) -> tuple["ImageList", list[str]]:
-        """The list by the images that its names mean, and the names that mean none.
-
-        Raises:
-            DataError: Lines of one image contradict each other, or a name means several images.
-        """
+        """The list by the images that its names mean, and the names that mean none."""
         found: dict[str, str | None] = {}
         moved = dataclasses.replace(self, entries={}, relabelled=[])
         bad = BadLines()
@@ -247,11 +236,7 @@ class ImageList:
 
 
 def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
-    """The contents of one list; names of images are not yet looked up in a folder.
-
-    Raises:
-        DataError: It is damaged or contradicts itself.
-    """
+    """The contents of one list; names of images are not yet looked up in a folder."""
     errors: RowErrors = None if spec.row_errors is None else []
     contents = ImageList(path, has_captions=spec.captions, errors=errors)
     columns: dict[tuple[str, ...], Columns] = {}
@@ -369,11 +354,7 @@ class PlacedList(NamedTuple):
 
 
 def read_lists(spec: DatasetSpec) -> DatasetIndex:
-    """The images of a list, or of the lists in a folder.
-
-    Raises:
-        DataError: A list is damaged, contradicts itself, or names an image outside of its folder.
-    """
+    """The images of a list, or of the lists in a folder."""
     found = find_lists(spec)
     notes = [*found.notes]
     placed = _read_files(found, spec, notes)
@@ -518,9 +499,6 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     Args:
         path: The list.
         notes: Receives what was left out.
-
-    Raises:
-        DataError: It is damaged, or no list of images.
     """
     spec = DatasetSpec(path, allow_outside=True, labels=False, reads_splits=False)
     collected = [] if notes is None else notes

@@ -13,7 +13,7 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from vit.data.archives import relative
+from vit.data.archives import index_of, relative, split_address
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.errors import DataError
@@ -25,7 +25,7 @@ Find = Callable[[str, bool], str | None]
 
 def is_plain(name: str) -> bool:
     """Whether a name has one spelling only: no escapes, apostrophes, drives, outer spaces."""
-    return not ({*name} & {"\\", "'", ":"}) and name == name.strip()
+    return not ("\\" in name or "'" in name or ":" in name) and name == name.strip()
 
 
 def _is_image(name: str) -> bool:
@@ -50,6 +50,8 @@ class ImageNames:
         Raises:
             DataError: The name means several files.
         """
+        if is_plain(written) and _is_image(written):
+            return posixpath.normpath(written)
         tidy = written.strip()
         spellings = dict.fromkeys((written, tidy))
         if not tidy.startswith("\\"):  # a place on another computer
@@ -106,10 +108,15 @@ class ImageNames:
 def folder_names(base: str) -> ImageNames:
     """The files in a folder, which are listed as they are needed, and those of absolute paths."""
 
-    def names_in(folder: str) -> list[str]:
+    def names_in(folder: str) -> Iterable[str]:
+        place = os.path.join(base, folder) or os.curdir
         try:
-            return os.listdir(os.path.join(base, folder) or os.curdir)
-        except OSError:  # its reader reports it
+            if (address := split_address(f"{place}/")) is None:
+                return os.listdir(place)
+            shard, inside = address
+            below = (name[len(inside) :] for name in index_of(shard) if name.startswith(inside))
+            return {name.partition("/")[0] for name in below}
+        except (OSError, DataError):  # its reader reports it
             return []
 
     return ImageNames(names_in)
@@ -144,6 +151,7 @@ def index_finder(index: DatasetIndex) -> Find:
         return {os.path.realpath(path): path for path in paths}
 
     names, root = ImageNames(lambda folder: tree().get(folder, ())), index.root.resolve()
+    disks = [(base, folder_names(base)) for base in (os.curdir, str(index.root))]
 
     def find(written: str, is_cell: bool) -> str | None:
         name = names.find(written, is_cell) or written
@@ -159,7 +167,8 @@ def index_finder(index: DatasetIndex) -> Find:
         above, _, rest = f"/{name}".partition(f"/{root.name}/")
         if len(named.get(rest, [])) == 1 and str(root.parent).endswith(above.replace("/..", "")):
             return named[rest][0]
-        places = (os.path.realpath(place) for place in (name, index.root / name))
+        files = ((base, disk.find(written, is_cell) or written) for base, disk in disks)
+        places = (os.path.realpath(os.path.join(base, file)) for base, file in files)
         return next((real()[place] for place in places if place in real()), None)
 
     return find

@@ -32,11 +32,6 @@ def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     """`index` with the labels of the lists of `spec`, and without the images that one excludes.
 
     Each list may name any image of the source, also those that the others leave out.
-
-    Raises:
-        DataError: A list cannot be read, contradicts itself, names no image of the data, or
-            corrects to a class that is not in the data.
-        ConfigError: Labels are corrected where none are read.
     """
     if (spec.label_list, spec.exclude, spec.corrections) == (None, None, None):
         return index
@@ -213,9 +208,6 @@ def _checked_labels(
     """The corrections of images by path, with names of classes as the data have them.
 
     One split may lack a class of the others: its corrections are those that a training checked.
-
-    Raises:
-        DataError: A correction has a class that is not in the data, none, or several.
     """
     records = (record for records in index.splits.values() for record in records)
     known = sorted({label for record in records for label in record.labels})

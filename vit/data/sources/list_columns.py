@@ -107,9 +107,6 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         path: The list.
         line: Of the header or record.
         spec: Columns that the user named; whether captions and classes are read.
-
-    Raises:
-        DataError: A column that is needed, or that the user named, is missing.
     """
     has = join_names([name.strip() for name in names], 8) or "none"
 
@@ -178,9 +175,6 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
     """Refuse a table without a header, whose first line is an image already.
 
     Which column is the class, the split or the group would be a guess.
-
-    Raises:
-        DataError: The first line holds a file name of an image.
     """
     names = [name.strip() for name in table.names]
     if match_name(names, ((spec.image_column or "").strip().lower(),)):
@@ -212,9 +206,6 @@ def check_record(
         spec: Columns that the user named.
         path: The list.
         line: Of the record.
-
-    Raises:
-        DataError: A key would be ignored, or its lack taken for an empty value.
     """
     others = [name for name in names if name != columns.image]
     expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
@@ -236,11 +227,7 @@ def check_record(
 
 
 def written_name(written: str, path: str, line: int, *, outside: bool) -> str:
-    """A file name of a list: tidy if it has one spelling only, else as it is written.
-
-    Raises:
-        DataError: It is empty, a web address, no name of a file, or leads out of the folder.
-    """
+    """A file name of a list: tidy if it has one spelling only, else as it is written."""
     name = written.strip()
     if not name:
         raise wrong(path, "no file name; give one, or delete the line", line)
@@ -260,11 +247,7 @@ def written_name(written: str, path: str, line: int, *, outside: bool) -> str:
 
 
 def tidy_path(written: str, path: str, line: int) -> str:
-    """The name of a missing file with forward slashes, as Windows may have written it.
-
-    Raises:
-        DataError: It is on another computer.
-    """
+    """The name of a missing file with forward slashes, as Windows may have written it."""
     name = written.strip()
     if os.path.isabs(name) or ESCAPE.match(name):
         return os.path.normpath(name)
@@ -292,9 +275,6 @@ def cell_captions(value: Any, column: str, path: str, line: int, *, is_table: bo
     """The captions in a cell of a table, or in a value of JSON; some may be empty.
 
     A caption is in normalised Unicode (NFC), with single spaces and none at its ends.
-
-    Raises:
-        DataError: It is no text or list of texts.
     """
     if is_table and value.startswith(('["', "['")) and value.rstrip().endswith("]"):
         advice = "give each caption its own column or row, or use JSON lines"
@@ -317,9 +297,6 @@ def drop_uncaptioned(
     Args:
         splits: Images by split, with captions that may be empty or repeated.
         notes: Receives how many captions and images were left out.
-
-    Raises:
-        DataError: No image of a split has a caption.
     """
     kept: dict[str, list[ImageRecord]] = {}
     empty, repeats = 0, 0
@@ -357,11 +334,7 @@ def _clean_caption(text: str, path: str, line: int) -> str:
 
 
 def cell_split(value: object, path: str, line: int) -> str:
-    """The split that a cell of a table, or a value of JSON, names.
-
-    Raises:
-        DataError: It is not the name of a split.
-    """
+    """The split that a cell of a table, or a value of JSON, names."""
     name = str("" if value is None else value).strip().lower()
     if name not in SPLIT_NAMES:
         hint = nearest(name, SPLIT_NAMES)
@@ -372,11 +345,7 @@ def cell_split(value: object, path: str, line: int) -> str:
 
 
 def cell_group(value: Any, path: str, line: int) -> str:
-    """The group that a cell of a table, or a value of JSON, names; empty if it is empty.
-
-    Raises:
-        DataError: It is no name or number.
-    """
+    """The group that a cell of a table, or a value of JSON, names; empty if it is empty."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column with gaps is written so by pandas
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
@@ -393,9 +362,6 @@ def cell_labels(
 
     A cell `a|b` or `a;b` names two, and `[]` or a separator none of the classes. In JSON a list
     does, and a text is one class as it stands.
-
-    Raises:
-        DataError: It is no name, number or list of them, or a Python list in a table.
     """
     if is_table and LIST_IN_CELL.fullmatch(value.strip()):
         raise wrong(path, f"a list in a cell: {value[:40]!r}; write cat|dog, or JSON lines", line)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from vit.data.archives import is_inside
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
 from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_names import folder_names
@@ -72,11 +73,7 @@ def has_caption_lists(folder: str) -> bool:
 
 
 def find_lists(spec: DatasetSpec) -> ListFiles:
-    """Find the lists of classes or captions in `spec.data`, a list, a folder or a built-in dataset.
-
-    Raises:
-        DataError: There is none, or it is ambiguous which one.
-    """
+    """Find the lists of classes or captions in DATA, a list, a folder or a built-in dataset."""
     if spec.images is not None and not os.path.isdir(spec.images):
         hint = did_you_mean(spec.images)
         raise DataError(f"{printable(spec.images)}: no such folder of images{hint}")
@@ -253,9 +250,6 @@ def images_folder(
         images: The folder that the user gave, if any.
         notes: Receives the folder, unless it is the given one or that of the list.
         is_table: Whether the names are cells of a table.
-
-    Raises:
-        DataError: Several sibling folders have such images.
     """
     relative_names = [name for name in names if not os.path.isabs(name)]
     sample = relative_names[:: max(len(relative_names) // SAMPLE, 1)]
@@ -291,8 +285,8 @@ def images_folder(
 def _has_any(folder: str, names: Sequence[str], is_table: bool) -> bool:
     """Whether any of these files exists in `folder`."""
     files = folder_names(folder)
-    found = (files.find(name, is_table) for name in names)
-    return any(name is not None and os.path.lexists(os.path.join(folder, name)) for name in found)
+    found = (os.path.join(folder, files.find(name, is_table) or name) for name in names)
+    return any(os.path.lexists(path) or is_inside(path) for path in found)
 
 
 def common_folders(base: str, names: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ Lists of captions have four more formats:
 The content decides the format; the file extension only where the content is damaged.
 """
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -91,9 +92,6 @@ def read_rows(
         spec: Which columns are read, and whether it is a list of captions.
         notes: Receives, at the end, what was left out.
         on_error: Called with the error of a line that cannot be read.
-
-    Raises:
-        DataError: It is no list, or damaged.
     """
     return READERS[list_format(path, spec)](path, spec, notes, on_error)
 
@@ -104,9 +102,6 @@ def list_format(path: str, spec: DatasetSpec) -> str:
     Args:
         path: The list.
         spec: Whether it is a list of captions, which has more formats, and columns by name.
-
-    Raises:
-        DataError: It starts like none of them.
     """
     if spec.captions:
         return _caption_format(path, spec)
@@ -171,43 +166,34 @@ def find_delimiter(header: str, *, captions: bool = False) -> str:
 
 def has_classes(path: str) -> bool:
     """Whether the file starts like a list of images and classes."""
-    spec = DatasetSpec(path)
-    try:
-        if list_format(path, spec) == "JSON lines":
-            _, record = next(json_records(path))
-            names = [*record]
-        else:
-            names = read_table(path, find_delimiter).names
-        choose_columns(names, path, 1, spec)
-    except (DataError, StopIteration):
-        return False
-    return True
+    return _has_columns(path, DatasetSpec(path))
 
 
 def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
     """Whether the file starts like a list of captions, with the columns that `spec` names."""
-    spec = DatasetSpec(path) if spec is None else spec
+    spec = dataclasses.replace(spec or DatasetSpec(path), captions=True, label_column=None)
     try:
-        kind = _caption_format(path, spec)
-        separator, start = below_separator(beginning(path).lstrip())
+        kind = list_format(path, spec)
     except DataError:
         return False
-    first = start.lstrip().split("\n", 1)[0]
     if kind == "COCO":
         return has_json_key(path, "caption")
-    if kind in ("token file", "pairs"):
-        return True
-    if kind == "JSON lines":
-        headers = [_keys(first)]
-    else:
-        headers = [fields(first, mark) for mark in separator or DELIMITERS]
-    return any(_image_among(names, spec) and _captions_among(names, spec) for names in headers)
+    return kind in ("token file", "pairs") or _has_columns(path, spec)
 
 
-def _image_among(names: Sequence[str], spec: DatasetSpec) -> str:
-    """The image column, that of `spec` if it names one; empty if there is none."""
-    column = spec.image_column
-    return match_name(names, (column.strip().lower(),)) if column else image_column(names)
+def _has_columns(path: str, spec: DatasetSpec) -> bool:
+    """Whether the first record, or the header of a table, has the columns that are read."""
+    try:
+        if list_format(path, spec) == "JSON lines":
+            names = [*next(json_records(path))[1]]
+        else:
+            names = read_table(
+                path, lambda line: find_delimiter(line, captions=spec.captions)
+            ).names
+        choose_columns(names, path, 1, spec)
+    except (DataError, StopIteration):
+        return False
+    return True
 
 
 def _captions_among(names: Sequence[str], spec: DatasetSpec) -> tuple[str, ...]:
@@ -217,15 +203,6 @@ def _captions_among(names: Sequence[str], spec: DatasetSpec) -> tuple[str, ...]:
         return caption_columns(names)
     found = match_name(names, (column.strip().lower(),))
     return (found,) if found else ()
-
-
-def _keys(line: str) -> list[str]:
-    """The keys of a JSON object; empty where it is damaged."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return []
-    return list(record) if isinstance(record, dict) else []
 
 
 def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:

@@ -70,11 +70,7 @@ class BadLines:
         self.count = 0
 
     def add(self, error: DataError) -> None:
-        """Add an error; only the first ones are kept.
-
-        Raises:
-            DataError: It is an error of the whole file.
-        """
+        """Add an error of a line, of which the first are kept; raise one of the whole file."""
         if not isinstance(error, LineError) or not error.line:
             raise error
         self.count += 1
@@ -82,11 +78,7 @@ class BadLines:
             self.first.append(error)
 
     def raise_all(self) -> None:
-        """Raise one error with the first lines, by reason, and the number of all; or none.
-
-        Raises:
-            DataError: An error was added.
-        """
+        """Raise one error with the first lines, by reason, and the number of all; or none."""
         if self.count == 1:
             raise self.first[0]
         if not self.first:
@@ -105,11 +97,7 @@ class BadLines:
 
 
 def text_lines(path: str) -> Iterator[str]:
-    """The lines of a file with their ends, without a byte order mark.
-
-    Raises:
-        DataError: It is not a text file, or too long.
-    """
+    """The lines of a file with their ends, without a byte order mark."""
     if is_workbook(path):
         yield from _sheet_lines(path)
         return
@@ -175,11 +163,7 @@ def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
 
 
 def check_file(path: str, most: int) -> None:
-    """Require a regular file of 1 to `most` bytes.
-
-    Raises:
-        DataError: It is another one.
-    """
+    """Require a regular file of 1 to `most` bytes."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -194,11 +178,7 @@ def check_file(path: str, most: int) -> None:
 
 
 def beginning(path: str) -> str:
-    """The first characters of a file of text, `BEGINNING` bytes of them.
-
-    Raises:
-        DataError: As in `text_lines`.
-    """
+    """The first characters of a file of text, `BEGINNING` bytes of them."""
     if is_workbook(path):
         return "".join(islice(_sheet_lines(path), BEGINNING_ROWS))
     raw = _bytes(path, MAX_BYTES, BEGINNING)
@@ -206,11 +186,7 @@ def beginning(path: str) -> str:
 
 
 def whole_text(path: str) -> str:
-    """All of a file of text that is short enough to be read as a whole.
-
-    Raises:
-        DataError: As in `text_lines`.
-    """
+    """All of a file of text that is short enough to be read as a whole."""
     return _decoded(_bytes(path, MAX_JSON_BYTES, -1), path, 1)
 
 
@@ -271,9 +247,6 @@ def read_table(
         on_error: Called with the error of a row that is no CSV or has another number of cells.
         is_text_last: Whether columns of these names end with free text, which may have delimiters
             and needs no quotes; called for two columns only.
-
-    Raises:
-        DataError: It is not text, or has no header.
     """
     lines = text_lines(path)
     declared: str | None = None
@@ -297,11 +270,7 @@ def read_table(
 
 
 def read_pairs(path: str, names: Sequence[str], delimiter: str, on_error: OnError = stop) -> Table:
-    """Open a table of two columns without a header, as `read_table`; the second one is free text.
-
-    Raises:
-        DataError: It is not text.
-    """
+    """Open a table of two columns without a header; the second one is free text."""
     blank: list[int] = []
     lines = quote_text(text_lines(path), delimiter)
     return Table(
@@ -415,9 +384,6 @@ def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dic
     Args:
         path: The file.
         on_error: Called with the error of a line that is no object.
-
-    Raises:
-        DataError: It is not text.
     """
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
@@ -438,11 +404,7 @@ def _record(text: str, path: str, line: int) -> dict[str, Any]:
 
 
 def parse_json(text: str, path: str, line: int = 0) -> Any:
-    """The value of a text from `path`, of one line or of all of it.
-
-    Raises:
-        DataError: It is not JSON.
-    """
+    """The value of a text from `path`, of one line or of all of it."""
     try:
         return json.loads(text, parse_constant=JSON_CONSTANTS.get)
     except json.JSONDecodeError as error:
