@@ -101,7 +101,7 @@ ALLOWED = {
         *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
     },
     "vit.training.autotune": {
-        *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
+        *NUMERIC, "accelerate", "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
         *("vit.training.distributed", "vit.training.logging"),
         *("vit.training.batch_norm_statistics", "vit.training.compilation"),
         *("vit.training.lr_schedule", "vit.training.setup", "vit.training.training_loaders"),

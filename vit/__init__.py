@@ -29,9 +29,10 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
 compare, runs, check, suggest, verify, report, serve, summary; export_model, export_data,
 convert_model and list_models are `vit export`, `data`, `convert` and `models`; cross_validate is
-`vit train --folds`. Classes: Predictor, Search (of captions), Config (by make_config),
-VisionTransformer, Captioner. Errors that you can fix are raised as vit.errors.VitError, in one line
-with the remedy. `help(vit.train)` explains one; docs/README.md has a page per question.
+`vit train --folds`; set_max_pixels is their flag --max-pixels. Classes: Predictor, Search (of
+captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix are raised
+as vit.errors.VitError, in one line with the remedy. `help(vit.train)` explains one; docs/README.md
+has a page per question.
 """
 
 import importlib
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from vit.commands.train_command import cross_validate
     from vit.config import Config
     from vit.config.parser import make_config
+    from vit.data.image_io import set_max_pixels
     from vit.data.sources.dataset_export import export_data
     from vit.evaluation.runs_table import runs
     from vit.export.export_formats import export_model
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         "report",
         "runs",
         "serve",
+        "set_max_pixels",
         "suggest",
         "summary",
         "train",
@@ -138,6 +141,7 @@ _HOMES = {
     "report": "vit.training.final_report",
     "runs": "vit.evaluation.runs_table",
     "serve": "vit.commands.serve_command",
+    "set_max_pixels": "vit.data.image_io",
     "suggest": "vit.inference.suggest",
     "summary": "vit.commands.summary_command",
     "train": "vit.training.train",

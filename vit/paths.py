@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from vit.errors import ConfigError, RunError
 from vit.text import printable
@@ -44,7 +45,14 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
     Only its folder, or the nearest parent that exists, is searched, ignoring case. Up to three
     equally similar names are suggested.
     """
-    folder, name = os.path.split(os.path.normpath(os.fspath(path)))
+    text = os.fspath(path)
+    # as a shell, a browser, a text or Windows has it
+    spellings = [os.path.expandvars(os.path.expanduser(text)), text.strip(" '\"")]
+    spellings += [unquote(text.removeprefix("file:").removeprefix("//")), text.replace("\\", "/")]
+    for spelling in spellings:
+        if spelling != text and os.path.exists(spelling):
+            return f"; did you mean {printable(spelling)}?"
+    folder, name = os.path.split(os.path.normpath(text))
     rest = ""
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         rest = os.path.join(name, rest) if rest else name

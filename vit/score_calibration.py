@@ -74,6 +74,11 @@ class ScoreCalibration:
     groups: int | None = None
 
     @property
+    def scales(self) -> bool:
+        """Whether it changes scores: where no temperature is better, raw ones are kept."""
+        return (self.temperature, self.exponent) != (1.0, 1.0)
+
+    @property
     def rejects(self) -> bool:
         """Whether answers of any class are proven to keep the target precision."""
         thresholds = (self.threshold, *self.class_thresholds.values())

@@ -1,13 +1,19 @@
 """SIGINT or SIGTERM stops the work after its current step, a second signal at once."""
 
-import math
 import os
+import select
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 from vit.errors import VitError
+
+PATIENCE = 1.0
+"""Seconds of work after the first signal until it is announced."""
 
 
 class Interrupted(VitError):
@@ -26,35 +32,57 @@ class Interrupted(VitError):
 class Interruption:
     """Context manager that records the first signal in `number` instead of stopping.
 
+    A second signal ends the process at once, also while a long operation of a library runs: Python
+    calls no handler before that returns, so a thread waits for signals too.
+
     Args:
         echo_seconds: Time in which a second signal is ignored: a launcher forwards its signal to
             processes that the terminal or the scheduler has signalled already.
+        announce: Called in the thread, if the work goes on for a second after the first signal.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)  # in order of precedence
 
-    def __init__(self, echo_seconds: float = 0.0) -> None:
+    def __init__(
+        self, echo_seconds: float = 0.0, announce: Callable[[], object] = lambda: None
+    ) -> None:
         self.number = 0
-        self.echo_seconds = echo_seconds
-        self._noted = -math.inf
-        self._before: dict[int, object] = {}
+        self.echo_seconds, self.announce = echo_seconds, announce
+        self._undo = ExitStack()
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            ours, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            self._undo.enter_context(theirs)
+            self._undo.callback(theirs.shutdown, socket.SHUT_RDWR)  # which ends the thread
+            before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, before)
+            for number in self.SIGNALS:
+                self._undo.callback(signal.signal, number, signal.signal(number, self._note))
+            threading.Thread(target=self._watch, args=(ours,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._undo.close()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.number:
-            self.number, self._noted = number, time.monotonic()
-        elif time.monotonic() - self._noted > self.echo_seconds:
-            self._restore()
-            os.kill(os.getpid(), number)
+        self.number = self.number or number
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+    def _watch(self, received: socket.socket) -> None:
+        """Announce the first signal, and end the process at a second one."""
+        with received:
+            numbers = (byte[0] for byte in iter(lambda: received.recv(1), b""))
+            stops = filter(self.SIGNALS.__contains__, numbers)
+            if not next(stops, 0):
+                return
+            began = time.monotonic()
+            if not select.select([received], [], [], PATIENCE)[0]:
+                self.announce()
+            for number in stops:
+                if time.monotonic() - began > self.echo_seconds:
+                    os._exit(128 + number)
+
+
+if hasattr(os, "register_at_fork"):  # a forked process would report its signals to its parent
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -30,6 +30,11 @@ def plural(count: int, noun: str, plural_noun: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural_noun or noun + 's'}"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether `text` has no lone surrogates: bytes of a file name that are not UTF-8."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def join_names(names: Iterable[object], limit: int = 5) -> str:
     """The first `limit` names, printable, and the number of the others: `a, b and 3 more`."""
     names = list(names)

@@ -100,6 +100,9 @@ def test_rows_as_csv_have_the_label_after_the_image(tiny_run, tiny_data, tmp_pat
     assert header == [*rows[0]]
     assert [row[:2] for row in cells] == [[row["image"], row["label"]] for row in rows]
     assert all(re.fullmatch(r"[01]\.\d{4}", row["label_score"]) for row in rows)
+    assert main([*words, "--csv-digits", "full"]) == 2
+    assert "rows.csv exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    words = [words[0], "--overwrite", *words[1:]]
     assert main([*words, "--csv-digits", "full"]) == 0
     with open(out, encoding="utf-8", newline="") as file:
         scores = [float(row["label_score"]) for row in csv.DictReader(file)]

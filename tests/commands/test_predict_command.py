@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
+from vit.commands.main import main
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
@@ -221,6 +223,33 @@ def test_help_needs_no_torch(command):
     )
     assert (run.returncode, run.stderr) == (0, "")
     assert "(default: None)" not in run.stdout
+
+
+def test_names_are_the_same_in_every_locale(tiny_run, tiny_data, tmp_path):
+    (tmp_path / "café").mkdir()
+    shutil.copy(next((tiny_data / "val").rglob("*.png")), tmp_path / "café/é.png")
+    words = ["predict", str(tiny_run), "café", "--format", "jsonl", "--precision", "fp32"]
+    plain = {"LC_ALL": "C.UTF-8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    rows = [
+        subprocess.run(
+            [sys.executable, "-m", "vit", *words],
+            env=plain | more, cwd=tmp_path, capture_output=True, check=True,
+        ).stdout
+        for more in ({}, ascii_only, ascii_only | {"PYTHONIOENCODING": "ascii"})
+    ]  # fmt: skip
+    assert json.loads(rows[0])["image"] == "café/é.png"
+    assert rows[1:] == rows[:1] * 2
+
+
+def test_a_name_that_is_not_utf8_is_one_line(monkeypatch, capsys):
+    from vit.commands import models_command
+
+    monkeypatch.setattr(models_command, "run", lambda _args: "caf\udce9".encode())
+    assert main(["models"]) == 2
+    assert (
+        capsys.readouterr().err == "vit models: a name is not UTF-8, rename it: ...caf\\udce9...\n"
+    )
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")

@@ -35,8 +35,9 @@ def test_the_list_is_filled_in_and_read_by_training(tiny_data, tiny_run, tmp_pat
     capsys.readouterr()
     assert main([*words, *more]) == 0
     assert (
-        f"more.csv written; fill in its column label, append its rows to {out}, then vit train "
-        f"{data} --labels {out} --weights {tiny_run}" in capsys.readouterr().err
+        "more.csv written; fill in its column label, append its rows, without the names of "
+        f"columns, to {out}, then vit train {data} --labels {out} --weights {tiny_run}"
+        in capsys.readouterr().err
     )
 
     assert main(words) == 2  # the labels of an annotator are not replaced

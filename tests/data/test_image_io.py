@@ -28,6 +28,8 @@ from vit.data.image_io import (
     read_image,
     read_intensities,
     read_pixels,
+    read_size,
+    set_max_pixels,
 )
 from vit.errors import BadImage
 
@@ -158,6 +160,11 @@ def grey_rgb(values) -> np.ndarray:
         ((GREY // 16).astype(np.uint16) * 257, "PNG", GREY // 16),
         (GREY.astype(np.int32) * 257, "TIFF", GREY),
         ((GREY / 255).astype(np.float32), "TIFF", GREY),
+        (
+            np.clip(GREY / 255, 0, 0.5).astype(np.float32) * 2.00001 - 1e-7,
+            "TIFF",
+            np.clip(2 * GREY.astype(int), 0, 255),
+        ),
         (GREY.astype(np.float32), "TIFF", GREY),
     ],
 )
@@ -685,6 +692,58 @@ def test_a_jpeg_with_endless_scans_is_refused(pil_image, tmp_path, monkeypatch):
             read(path)
     path.write_bytes(data)
     read_image(path)
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    """Sets the limit of decoded pixels, 1 for a thousand pixels."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    monkeypatch.setattr(image_io, "MIN_REDUCED_PIXELS", 1000)
+    yield lambda thousands: set_max_pixels(1000 * thousands)
+    set_max_pixels(image_io.MAX_PIXELS)
+
+
+@pytest.mark.parametrize("settings", JPEG_SETTINGS)
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_jpeg_above_the_limit_is_decoded_at_a_part_of_its_size(
+    pil_image, tmp_path, monkeypatch, limit, settings, orientation
+):
+    (path := tmp_path / "x.jpg").write_bytes(
+        encode_jpeg(pil_image(161, 121), exif=exif(orientation), **settings)
+    )
+    whole = np.asarray(read_image(path))
+    for thousands, size in [(20, (161, 121)), (10, (81, 61)), (2, (41, 31))]:
+        limit(thousands)
+        if settings.get("progressive") and thousands == 2:
+            assert "progressive" in refusal(path)
+            continue
+        image = read_image(path)
+        assert image.size == (size if orientation == 1 else size[::-1])
+        assert read_size(path) == size
+        assert np.array_equal(image, decode_or_none(path, monkeypatch, fast=False))
+        assert np.array_equal(image, read_pixels(path, full_size))
+        if thousands == 20:
+            assert np.array_equal(image, whole)
+    limit(1)  # an eighth is within it, and too small for a network
+    assert "161 x 121 is more than 1,000 pixels; raise --max-pixels" in refusal(path)
+
+
+def test_the_limit_of_other_formats_is_the_setting(pil_image, write, limit):
+    path = write(encoded(pil_image(161, 121), "PNG"))
+    limit(19)
+    assert "raise --max-pixels (in Python vit.set_max_pixels), or make it" in refusal(path)
+    limit(20)
+    assert read_image(path).size == (161, 121)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), [(12_000, 9_000), (16_320, 12_240)])
+def test_photographs_of_108_and_200_megapixels_are_read(tmp_path, width, height):
+    path = tmp_path / "x.jpg"
+    Image.new("RGB", (width, height), (9, 99, 199)).save(path)
+    image = read_image(path)
+    assert image.size == (width // 2, height // 2)
+    assert np.abs(np.asarray(image.resize((4, 4))).astype(int) - (9, 99, 199)).max() <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

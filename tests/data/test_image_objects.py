@@ -13,6 +13,7 @@ from vit.errors import BadImage, ConfigError
 
 RANDOM = np.random.default_rng(0)
 RGB = RANDOM.integers(0, 256, (6, 9, 3), dtype=np.uint8)
+RGB[0, :2] = [[0], [255]]
 GREY, DEEP = RGB[..., 0], RANDOM.integers(0, 65536, (6, 9), dtype=np.uint16)
 RGBA = np.dstack([RGB, RGB[..., :1]])
 
@@ -31,6 +32,7 @@ def chw(array):
         RGB,
         RGB / 255,
         (RGB / 255).astype(np.float32),
+        np.where(RGB > 127, RGB / 255 + 0.0015, RGB / 255 - 0.0015),  # rounding of a resize
         np.asfortranarray(RGB),
         np.moveaxis(RGB, 2, 0),
         chw(RGB),
@@ -99,6 +101,7 @@ def test_a_turned_jpeg_is_read_as_its_file(tmp_path):
             RGB.astype(np.float32),
             r"array of float32 \(6, 9, 3\) from \d+ to 2\d\d; give floats in \[0, 1\]",
         ),
+        (np.full((4, 4, 3), 1.01), "float64"),
         (torch.full((3, 4, 4), -1.5), r"float32 \(3, 4, 4\) from -1.5 to -1.5; .*before"),
         (np.full((4, 4, 3), np.nan), "from nan to nan"),
         (RGB.astype(np.int64), "int64 .*; give uint8"),

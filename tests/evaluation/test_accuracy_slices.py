@@ -175,3 +175,20 @@ def test_small_slices_unknown_values_and_left_out_images_are_not_counted():
         ("a", 10, 10, 29),
     ]
     assert accuracy_slices(right[:20], [Feature(key="k", title="k", values=["a"] * 20)]) == []
+
+
+@pytest.mark.parametrize(("groups", "others"), [(4, 4), (4, 40), (40, 4), (1, 3)])
+def test_few_groups_flag_nothing(groups, others):
+    """Four groups tell nothing about others, however many images they have."""
+    places = torch.arange(600)
+    right = torch.cat([places % 50 == 0, places % 50 > 0])
+    numbers = torch.cat([places % groups, groups + places % others])
+    site = Feature(key="site", title="site", values=["a"] * 600 + ["b"] * 600)
+    lamp = Feature(key="lamp", title="lamp", values=["xy"[n % 2] for n in range(1200)])
+    rows = [row.to_dict() for row in accuracy_slices(right.tolist(), [site, lamp], numbers)]
+    assert rows[0]["accuracy"] == 0.02
+    assert (rows[0]["accuracy_interval"] == [0.0, 1.0]) == (groups < 5)
+    for row in rows[:2]:
+        assert (row["p_value"], row["p_adjusted"], row["flagged"]) == (None, None, False)
+    alone = accuracy_slices(right.tolist(), [lamp], numbers)  # corrected for what is tested
+    assert [row["p_adjusted"] for row in rows[2:]] == [row.p_adjusted for row in alone]

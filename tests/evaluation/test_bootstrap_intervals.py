@@ -88,6 +88,20 @@ def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
         "macro_f1_interval",
     ]
     assert None not in measure(*draw(80))[1].values()
+    probabilities, labels = draw(100)
+    for rights in (0, 1, 4):  # of the answers
+        wrong = (probabilities.argmax(dim=1) + (torch.arange(100) >= rights)) % 4
+        found = measure(probabilities, wrong)[1]
+        assert [name for name, limits in found.items() if limits is None] == [
+            "balanced_accuracy_interval",
+            "macro_f1_interval",
+        ]
+    constant = measure(torch.full((100, 4), 0.25), labels)[1]  # no draw differs
+    assert (constant["nll_interval"], constant["brier_interval"]) == (None, None)
+    nothing = multilabel_intervals(
+        torch.eye(2).repeat(20, 1), torch.ones(40, 2), torch.zeros(40, 2)
+    )
+    assert (nothing["micro_f1_interval"], nothing["hamming_interval"]) == (None, None)
     right = torch.eye(2).repeat(20, 1)
     few = multilabel_intervals(right, right.long(), right)
     assert few.pop("subset_accuracy_interval") == list(wilson_interval(40, 40))

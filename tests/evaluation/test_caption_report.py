@@ -66,7 +66,6 @@ def write(tmp_path, make_facts, make_epochs):
                 captions=198,
                 mean_tokens=10.5,
                 val_images=val_images,
-                min_shuffled_gap=0.01,
                 advice="hide words with --caption-dropout 0.3",
             ),
             events=make_epochs(epochs, **(event or {})),

@@ -61,6 +61,22 @@ def test_all_scores_groups_and_unreadable_images_are_on_the_page(parse):
     assert "groups" not in parse(evaluation_page("run", "data", scores)).prose
 
 
+def test_classes_that_are_taken_for_each_other_are_a_matrix(parse):
+    classes = ["cat", "dog<script>", "owl"]
+    counts = {"cat": {"cat": 40, "dog<script>": 7}, "owl": {"owl": 3}}
+    scores = {**scores_of(classes, ["x", "y"]), "confusion": counts}
+    page = parse(evaluation_page("run", "data", scores))
+    assert "What is taken for what" in page.texts
+    titles = [cell["title"] for cell in page.find("span") if "title" in cell]
+    assert sorted(titles) == ["cat, right", "cat, taken for dog<script>", "owl, right"]
+    # of many classes the most frequent pairs
+    many = [f"class{number}" for number in range(300)]
+    scores = scores_of(many, ["x", "y"])
+    scores["confusion"] = {name: {many[0]: 1 + place} for place, name in enumerate(many)}
+    page = parse(evaluation_page("run", "data", scores))
+    assert "The 30 most frequent of 299 wrong pairs." in page.prose
+
+
 def test_corruptions_have_a_curve_and_a_row(parse):
     page = parse(evaluation_page("runs/a", "photos", scores_of(["cat", "dog"], ["x", "y"])))
     charts = [chart["aria-label"] for chart in page.find("svg")]

@@ -98,6 +98,12 @@ def test_nothing_is_known_where_one_part_has_all_images_of_the_classes():
     assert pairs.to_dict(["x", "y"])["pairs"][0]["images_needed"] is None
 
 
+def test_nothing_is_known_where_no_image_changes_the_difference():
+    targets, a = scored(1.5, 0)
+    assert is_unknown(compared(a, a, targets))
+    assert is_unknown(compared(targets.double(), 0.5 + 0.1 * targets.double(), targets))
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_few_groups_of_images_show_nothing(groups):
     targets, a = scored(1.5, 0)

@@ -121,6 +121,9 @@ def test_states(add_run, found, tmp_path):
         file.write('{"event": "epoch", "epoch": 2, "val_')
     no_weights = add_run("no weights", [epoch(1)])
     (no_weights / "model.safetensors").unlink()
+    trial = add_run("trial", [epoch(1), epoch(2)])
+    for name in ("model.safetensors", "config.json"):  # as the search that made it
+        (trial / name).unlink()
     cut = add_run("cut", [epoch(1), epoch(2)]) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     (add_run("yaml", [epoch(1), epoch(2)]) / "config.yaml").write_text("lr: [1")
@@ -138,7 +141,7 @@ def test_states(add_run, found, tmp_path):
     records = found()
     states = {name: run.state for name, run in records.items()}
     assert states == {
-        **dict.fromkeys(["all epochs", "stopped early", "probe"], "finished"),
+        **dict.fromkeys(["all epochs", "stopped early", "probe", "trial"], "finished"),
         **dict.fromkeys(["half", "no epoch", "killed"], "unfinished"),
         **dict.fromkeys(["no weights", "cut", "yaml", "no yaml", "line", "zeros"], "broken"),
         **dict.fromkeys(["empty", "missing", "end", "no settings", "half a name"], "broken"),

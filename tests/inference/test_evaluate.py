@@ -1,6 +1,5 @@
 """evaluate: names decide, unreadable images are left out and listed, own splits are honoured."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -13,18 +12,19 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.config.parser import make_config, write_settings
-from vit.config.stored_config import stored_config
+from vit.config.stored_config import stored_config, write_paths
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import split_record
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation import multilabel_metrics
 from vit.evaluation.image_groups import number_groups, share_interval
+from vit.inference.calibrate import calibrate
+from vit.inference.compare import compare
 from vit.inference.evaluate import (
     evaluate,
-    held_out_images,
-    held_out_spec,
     with_training_settings,
 )
 from vit.inference.predictor import Predictor
@@ -34,7 +34,17 @@ from vit.weights.saved_model import load_run
 pytestmark = pytest.mark.auto_precision
 
 KEYS = {
-    *("count", "top1", "top5", "top1_interval", "loss", "macro_f1", "balanced_accuracy", "ece"),
+    *(
+        "confusion",
+        "count",
+        "top1",
+        "top5",
+        "top1_interval",
+        "loss",
+        "macro_f1",
+        "balanced_accuracy",
+        "ece",
+    ),
     *(
         "nll",
         "brier",
@@ -68,6 +78,9 @@ def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precis
     assert 0 < scores["top1"] < 1
     assert scores["failed"] == []
     assert scores["loss"] > 0
+    answers = Counter((Path(p.image).parent.name, p.predictions[0][0]) for p in found)
+    counts = {(a, b): n for a, row in scores["confusion"].items() for b, n in row.items()}
+    assert counts == answers
 
 
 def test_scores_with_keep_aspect_equal_those_counted_from_predictions(tiny_run, tiny_data):
@@ -121,7 +134,8 @@ def test_held_out_images_of_moved_shards_are_recognised(tiny_run, data, tmp_path
             path.rename(path.with_suffix(".png"))
     shards = tmp_path / "shards"
     assert main(["data", str(data / "val"), "--to", "shards", "--out", str(shards)]) == 0
-    record = {"root": str(tmp_path / "gone" / "shards.tar"), "seed": 0, "val": held_out}
+    images = [str(data / "val" / name) for name in held_out]
+    record = {**split_record(images, data / "val"), "root": str(tmp_path / "gone" / "shards.tar")}
     (run / "split.json").write_text(json.dumps(record))
     assert evaluate(run, str(shards))["count"] == 3
     assert [row["count"] for row in evaluate(run, str(shards))["per_class"]] == [1, 1, 1]
@@ -135,14 +149,83 @@ def test_only_images_that_training_held_out_are_evaluated(tiny_run, data, tmp_pa
     scores = evaluate(run, str(data / "val"))
     assert scores["count"] == 3
     assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
-    moved = Path(shutil.copytree(data / "val", tmp_path / "moved"))
+    moved, notes = shutil.copytree(data / "val", tmp_path / "moved"), []
+    assert (
+        evaluate(run, str(moved), notify=notes.append)["count"] == 27
+    )  # equal names prove nothing
+    assert any("took all 27 images: the run knows its images by name only" in one for one in notes)
+    images = [str(data / "val" / name) for name in held_out]
+    (run / "split.json").write_text(json.dumps(split_record(images, data / "val")))
     assert evaluate(run, str(moved)) == scores
-    (moved / held_out[0]).unlink()
-    assert held_out_images(run, str(moved)) == []
     assert evaluate(run, str(data))["count"] == 27  # a validation folder of its own
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"val": [1], "root": "x"}', '{"val": []}'])
+def images_turned(data: Path) -> None:
+    """Each image of a class has the name of another one."""
+    for folder in data.iterdir():
+        paths = sorted(folder.iterdir())
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, contents[2:] + contents[:2], strict=True):
+            path.write_bytes(content)
+
+
+def half_renamed(data: Path) -> None:
+    for number, path in enumerate(sorted(data.rglob("*.*"))):
+        if number % 2:
+            path.unlink()
+        else:
+            path.rename(path.with_name(f"new{number}{path.suffix}"))
+
+
+def encoded_again(data: Path) -> None:
+    for path in data.rglob("*.*"):
+        with Image.open(path) as image:
+            image.convert("RGB").save(path, compress_level=0, quality=50)
+
+
+CHANGES = {
+    images_turned: "took the 18 images that training held out",
+    half_renamed: "took the 9 images left of the 18 that training held out",
+    encoded_again: "took all 27 images: training held out none of them, but 18 have names of",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_command_measures_the_images_that_it_says(
+    change, tiny_run, data, tmp_path, monkeypatch
+):
+    """tests/data/sources/test_held_out_split.py has more changes of a dataset."""
+    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
+        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 8)
+    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "ab"]
+    paths = sorted(str(path) for path in (data / "val").rglob("*.*"))
+    for run, own in zip(runs, (paths[:18], paths[9:]), strict=True):
+        (run / "split.json").write_text(json.dumps(split_record(own, data / "val")))
+    held_out = [{Path(path).read_bytes() for path in own} for own in (paths[:18], paths[9:])]
+    moved = Path(shutil.move(data / "val", tmp_path / "moved"))
+    change(moved)
+    contents = [path.read_bytes() for path in moved.rglob("*.*")]
+    counts = [sum(one in own for one in contents) or 27 for own in held_out]
+    both = sum(one in held_out[0] & held_out[1] for one in contents) or 27
+    said: list[str] = []
+    assert evaluate(runs[0], str(moved), notify=said.append, **FP32)["count"] == counts[0]
+    assert CHANGES[change] in said[0]
+    assert compare(*runs, str(moved), notify=said.append, **FP32).to_dict()["count"] == both
+    fitted = calibrate(runs[0], str(moved), notify=said.append, **FP32)
+    assert fitted["calibration"]["images"] == counts[0]
+    assert sum(CHANGES[change] in one for one in said) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"val": [1], "root": "x"}',
+        '{"val": []}',
+        '{"root": "x", "val": ["a"], "val_digests": []}',
+    ],
+)
 def test_a_damaged_split_file_is_an_error(tiny_run, tiny_data, tmp_path, text):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
@@ -180,15 +263,15 @@ FP32 = {"device": "cpu", "precision": "fp32"}
 
 def trained_elsewhere(tmp_path, monkeypatch, **settings):
     """A run that was trained on `photos` in the folder `work`; the working folder is another."""
-    work, run = tmp_path / "work", tmp_path / "runs" / "run"
+    work, run = tmp_path / "work", tmp_path / "work" / "runs" / "run"
     for folder in (work / "photos", run, tmp_path / "here"):
         folder.mkdir(parents=True)
     for name in ("bad.csv", "new.csv"):
         (work / name).write_text("image\n")
     given = {"data": "photos", "exclude": "bad.csv", "group": "patient", **settings}
     write_settings(run / "config.yaml", make_config(given), "")
-    record = {"root": str((work / "photos").resolve()), "val": []}
-    (run / "split.json").write_text(json.dumps(record))
+    monkeypatch.chdir(work)
+    write_paths(run, make_config(given))
     monkeypatch.chdir(tmp_path / "here")
     return work.resolve(), run
 
@@ -213,17 +296,32 @@ def test_settings_that_are_given_win_over_those_of_the_training(tmp_path, monkey
 
 def test_lists_of_a_training_elsewhere_are_found_for_its_held_out_images(tmp_path, monkeypatch):
     work, run = trained_elsewhere(tmp_path, monkeypatch)
-    spec = dataclasses.replace(held_out_spec(stored_config(run).data), data=str(work / "photos"))
+    spec = DatasetSpec.from_config(stored_config(run).data, split="val")
+    assert spec.data == str(work / "photos")
     assert with_training_settings(spec, run).exclude == str(work / "bad.csv")
 
 
-def test_a_run_folder_in_the_folder_of_the_training_is_enough(tmp_path, monkeypatch):
+def test_a_run_and_its_data_may_be_moved_together(tmp_path, monkeypatch):
     work, run = trained_elsewhere(tmp_path, monkeypatch)
-    (run / "split.json").unlink()
-    assert with_training_settings(DatasetSpec("../work/photos"), run).group is None
-    run = shutil.copytree(run, work / "runs" / "run")
-    found = with_training_settings(DatasetSpec(str(work / "photos")), run)
-    assert (found.group, found.exclude) == ("patient", str(work / "bad.csv"))
+    moved = work.rename(tmp_path / "moved")
+    run = moved / run.relative_to(work)
+    found = with_training_settings(DatasetSpec(str(moved / "photos")), run)
+    assert (found.group, found.exclude) == ("patient", str(moved / "bad.csv"))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_list_that_was_changed_since_the_training_is_named(tmp_path, monkeypatch, gone):
+    work, run = trained_elsewhere(tmp_path, monkeypatch)
+    (work / "bad.csv").write_text("image\na.png\n")
+    if gone:
+        (work / "bad.csv").unlink()
+    notes: list[str] = []
+    found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
+    copy = run.resolve() / "lists" / "exclude.csv"
+    assert (found.exclude, copy.read_text()) == (str(copy), "image\n")
+    assert notes == [
+        f"note: exclude=bad.csv has changed since the training, or is gone: its copy {copy} is used"
+    ]
 
 
 def test_another_folder_of_the_same_name_is_not_the_data_of_a_run(tmp_path, monkeypatch):
@@ -234,7 +332,8 @@ def test_another_folder_of_the_same_name_is_not_the_data_of_a_run(tmp_path, monk
     notes: list[str] = []
     found = with_training_settings(DatasetSpec(str(other)), run, notes.append)
     assert found == DatasetSpec(str(other))
-    assert "group=patient, exclude=bad.csv on photos, not applied" in notes[0]
+    assert "group=patient, exclude=" in notes[0]
+    assert "bad.csv on ../work/photos, not applied" in notes[0].replace(str(tmp_path), "..")
 
 
 def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeypatch):
@@ -242,13 +341,24 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     shutil.copytree(work / "photos", "photos2")
     notes: list[str] = []
     assert with_training_settings(DatasetSpec("photos2"), run, notes.append).group is None
+    shutil.rmtree(run / "lists")
     (work / "bad.csv").unlink()
     found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
     assert (found.group, found.exclude) == ("patient", None)
     first, second = notes
-    assert "group=patient on photos, not applied: photos2 is not its data; if it should be" in first
-    assert first.endswith("give it again")  # and nothing of lists that name other images
-    assert "trained with exclude=bad.csv on photos, not applied: the files are not found" in second
+    assert "not applied: photos2 is not its data; if it should be" in first
+    assert "exclude" not in first  # of lists that name other images
+    assert first.endswith("give it again")
+    assert "trained with exclude=bad.csv on " in second
+    assert "not applied: the files are gone" in second
+
+
+@pytest.mark.parametrize("text", ["{", "[]x", "3"])
+def test_damaged_paths_of_a_run_are_an_error(tmp_path, text):
+    (tmp_path / "config.yaml").write_text("data: photos\n")
+    (tmp_path / "paths.json").write_text(text)
+    with pytest.raises(RunError, match=r"paths\.json is damaged .*; delete it"):
+        stored_config(tmp_path)
 
 
 @pytest.fixture
@@ -273,8 +383,11 @@ def test_slices_are_those_counted_from_predictions(tiny_run, photo_list, monkeyp
         return read_source(spec)
 
     monkeypatch.setattr("vit.inference.evaluate.read_source", counted)
-    rows = evaluate(tiny_run, str(listed), slice=["camera", "hour"], **FP32)["slices"]
+    notes: list[str] = []
+    words = {"slice": ["camera", "hour"], "notify": notes.append}
+    rows = evaluate(tiny_run, str(listed), **words, **FP32)["slices"]
     assert read == [("camera", "hour")]
+    assert not any("not used" in note for note in notes)
     found = Predictor(tiny_run, **FP32)(paths)
     right = [p.predictions[0][0] == Path(p.image).parent.name for p in found]
     groups = {

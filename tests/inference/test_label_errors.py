@@ -1,6 +1,5 @@
 """Suspected labels: planted ones are found, and are the first of the list."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,8 @@ import pytest
 import torch
 
 from tests.inference.captioners import save_captioner
+from vit.config.parser import make_config
+from vit.config.stored_config import write_paths
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.problems import Problem
@@ -96,12 +97,11 @@ def test_a_run_that_was_trained_in_another_working_folder_is_recognised(tmp_path
     (run / "config.yaml").write_text("data: photos\n")
     monkeypatch.chdir(here)
     assert not has_learned(str(run), data)
-    record = {"root": str(data.resolve()), "val": []}
-    (run / "split.json").write_text(json.dumps(record))
+    monkeypatch.chdir(data.parent)
+    write_paths(run, make_config({"data": "photos"}))
+    monkeypatch.chdir(here)
     assert has_learned(str(run), data)
     assert not has_learned(str(run), here)
-    (run / "split.json").write_text("{")
-    assert not has_learned(str(run), data)
 
 
 def test_labels_match_classes_in_other_unicode():

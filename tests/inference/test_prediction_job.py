@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import re
+import shutil
 from dataclasses import fields
 from itertools import chain
 
@@ -17,8 +18,9 @@ from vit.commands.command_options import SEARCH_FIELDS
 from vit.commands.main import main
 from vit.commands.predict_command import add_arguments
 from vit.data.sources.image_inputs import list_images
-from vit.errors import ConfigError
-from vit.inference.prediction_job import PredictionConfig
+from vit.errors import ConfigError, RunError, VitError
+from vit.inference.prediction_job import PredictionConfig, run_on_ray
+from vit.output.resumable_output import BlockLog
 
 pytestmark = pytest.mark.auto_precision
 
@@ -152,3 +154,83 @@ def test_wrong_settings_are_one_line(tiny_run, settings, message, tmp_path, monk
     with pytest.raises(ConfigError, match=re.escape(message)):
         vit.predict(**{"model": tiny_run, "inputs": ["a.jpg"], **settings})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def sheet(tiny_data, tmp_path):
+    """A list beside its images, with names relative to it, and one that is there again."""
+    shutil.copytree(tiny_data / "val", tmp_path / "traps/Site A")
+    names = sorted(p.relative_to(tmp_path / "traps") for p in (tmp_path / "traps").rglob("*.*"))
+    rows = [(str(name), number % 3, f"-{number}.5") for number, name in enumerate(names)][::-1]
+    with open(tmp_path / "traps/sheet.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("photo", "site", "lon"), *rows, (rows[0][0], "again", "1")])
+    return tmp_path / "traps/sheet.csv", rows
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_rows_can_be_joined_with_the_list(tiny_run, sheet, tmp_path, suffix, monkeypatch):
+    listed, rows = sheet
+    listed.write_text(listed.read_text().replace("photo", "path"))
+    monkeypatch.chdir(tmp_path)
+    out = f"rows{suffix}"
+    settings = {"device": "cpu", "precision": "fp32", "out": out, "batch_size": 4}
+    assert vit.predict(tiny_run, "traps/sheet.csv", **settings) == 0
+    with open(out, encoding="utf-8-sig", newline="") as file:
+        found = [*csv.DictReader(file)] if suffix == ".csv" else [*map(json.loads, file)]
+    assert [(row["path"], int(row["site"]), row["lon"]) for row in found] == rows
+    assert all(row["image"] == f"traps/{row['path']}" for row in found)
+    assert list_images([out]) == [row["image"] for row in found]  # it is a list itself
+    assert vit.predict(tiny_run, "traps/sheet.csv", **settings, resume=True) == 0
+
+
+def test_a_list_that_was_changed_is_not_resumed(tiny_run, sheet, tmp_path, monkeypatch):
+    listed, _ = sheet
+    listed.write_text(listed.read_text().replace("photo", "file_name"))
+    settings = {"device": "cpu", "precision": "fp32", "out": str(tmp_path / "rows.jsonl")}
+    append = BlockLog.append
+
+    def append_once(log, block):
+        append(log, block)
+        raise RunError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockLog, "append", append_once)
+        with pytest.raises(VitError, match="full"):
+            vit.predict(tiny_run, str(listed), **settings)
+    before = listed.read_text()
+    listed.write_text(before.replace("-1.5", "-1.7"))
+    with pytest.raises(RunError, match="was begun with another list cells"):
+        vit.predict(tiny_run, str(listed), **settings, resume=True)
+    listed.write_text(before)
+    assert vit.predict(tiny_run, str(listed), **settings, resume=True) == 0
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert row["list_file_name"].startswith("Site A/")  # else it would be read by that column
+
+
+def test_rows_of_an_evaluation_have_the_cells_of_the_list(tiny_run, sheet, tmp_path):
+    rows = sheet[1]
+    with open(tmp_path / "traps/labelled.jsonl", "w", encoding="utf-8") as file:
+        for name, site, lon in rows:
+            row = {"image": name, "label": name.split("/")[1], "site": site, "lon": [lon]}
+            file.write(json.dumps(row) + "\n")
+    out = tmp_path / "rows.jsonl"
+    settings = {"device": "cpu", "precision": "fp32", "out": str(out)}
+    vit.evaluate(tiny_run, str(tmp_path / "traps/labelled.jsonl"), **settings)
+    found = {row["list_image"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert len(found) == len(rows)
+    for name, site, lon in rows:
+        assert (found[name]["site"], found[name]["lon"]) == (site, [lon])
+        assert found[name]["label"] == found[name]["list_label"] == name.split("/")[1]
+
+
+def test_workers_of_ray_have_the_cells_of_lists_without_addresses(sheet, tmp_path, monkeypatch):
+    listed, rows = sheet
+    listed.write_text(listed.read_text().replace("photo", "path"))
+    (tmp_path / "web.csv").write_text("image,site\nhttps://a.example/1.png,A\n")
+    given = {}
+    monkeypatch.setattr(
+        "vit.inference.ray_inference.predict_with_ray", lambda *_, **words: given.update(words)
+    )
+    config = PredictionConfig(model="run", inputs=[str(listed), str(tmp_path / "web.csv")])
+    run_on_ray(config, [], "jsonl", print)
+    assert [row["path"] for row in given["cells"].values()] == [name for name, *_ in rows]

@@ -64,6 +64,52 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "columns"),
+    [
+        ("l.csv", "image,label\napple_0.png,a\nclass2_1.png,b\n", {}),
+        ("l.csv", "image,likely,labels,split\napple_0.png,,a|b,train\nclass2_1.png,,b,val\n", {}),
+        ("l.csv", "who;file;species\nme;apple_0.png;a\nme;class2_1.png;b\n",
+         {"image_column": "file", "label_column": "species"}),
+        ("l.tsv", "label\tid\t\na\tapple_0\t1\nb\tclass2_1\t2\n", {"image_column": "id"}),
+        ("l.jsonl", '{"label": "a", "image": "apple_0.png", "x": 1}\n'
+         '{"label": "b", "image": "class2_1.png", "x": 2}\n', {}),
+    ],
+)  # fmt: skip
+def test_rows_have_the_columns_of_the_list_to_which_they_are_appended(
+    photos, tiny_run, tmp_path, name, text, columns
+):
+    labels, more = tmp_path / name, tmp_path / f"more{name[1:]}"
+    labels.write_text(text)
+    given = {"weights": tiny_run, "labels": str(labels), **SETTINGS, **columns}
+    found = suggest(photos, n=3, **given)
+    found.write(str(more))
+    rows = more.read_text().splitlines(keepends=True)[not name.endswith("jsonl") :]
+    labels.write_text(text + "".join(rows))
+    spec = DatasetSpec(str(photos), label_list=str(labels), unlabelled=True, **columns)
+    index = read_source(spec)
+    assert any("2 labelled images; 3 rows without a label" in note for note in index.notes)
+    again = suggest(photos, n=3, **given)
+    assert [one.path for one in again.suggested] == [one.path for one in found.suggested]
+    assert all(one.image in row for one, row in zip(found.suggested, rows, strict=True))
+
+
+def test_labelled_images_may_be_excluded_too(photos, tiny_run, tmp_path):
+    (tmp_path / "l.csv").write_text("image,label\napple_0.png,a\nclass2_1.png,b\n")
+    (tmp_path / "x.csv").write_text("image\napple_0.png\nclass2_2.png\n")
+    notes = []
+    found = suggest(
+        photos, weights=tiny_run, n=100, labels=str(tmp_path / "l.csv"),
+        exclude=str(tmp_path / "x.csv"), notify=notes.append, **SETTINGS
+    )  # fmt: skip
+    assert not {"apple_0.png", "class2_1.png", "class2_2.png"} & {
+        one.image for one in found.suggested
+    }
+    assert found.labelled == 1
+    assert any("l.csv: 2 labelled images" in note for note in notes)
+    assert any("x.csv: 2 images left out" in note for note in notes)
+
+
+@pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({"n": 0}, ConfigError, "n=0: must be at least 1"),

@@ -40,6 +40,9 @@ def test_outputs_replace_no_input_and_not_each_other(
     [
         (["verify", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
         (["summary", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
+        (["evaluate", "m.onnx", "data", "--out", "old.csv"], "old.csv exists; choose another name"),
+        (["suggest", "data", "--weights", "r", "-n", "1", "--out", "old.csv"], "old.csv exists"),
+        (["plan", "data", "--save", "old.csv"], "old.csv exists; choose another name"),
         (["plan", "m.onnx", "--save", "m.onnx", "--overwrite"], "--save m.onnx is a file that is"),
         (["export", "run", "--out", "m.onnx", "--json", "m.onnx"], "--out and --json are one file"),
         (["evaluate", "run", "data", "--json", ""], "the name of an output file is empty"),
@@ -53,6 +56,7 @@ def test_a_model_is_no_output_and_an_output_has_a_name(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.onnx").write_text("network")
+    (tmp_path / "old.csv").touch()
     assert main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -14,6 +14,7 @@ from vit.output.prediction_results import (
     READERS,
     Layout,
     Prediction,
+    byte_order_mark,
     count_failed_rows,
     csv_lines,
     csv_text,
@@ -24,7 +25,7 @@ from vit.output.prediction_results import (
     write_workbook,
     xlsx_lines,
 )
-from vit.text import printable, without_formula_guards
+from vit.text import BOM, printable, without_formula_guards
 
 NASTY = [
     "plain.jpg",
@@ -276,3 +277,75 @@ def test_true_and_predicted_classes_are_written_alike_and_read_back(names):
 def test_sets_of_classes_with_the_separator_are_refused_in_csv():
     with pytest.raises(ConfigError, match="parts classes"):
         csv_lines(Layout(1, ("a|b", "c"), (), sets=True))
+
+
+CELLS = {
+    "a.jpg": {"Image": "sub/a.jpg", "site": "=B", "lon": "-5.25", "label": "cat", "error": ""},
+    "b.jpg": {"site": "Ä\n1", "boxes": [1, {"x": None}], "area": 1e999, "score_1": 0.5, "n": 0},
+}
+NAMES = ["list_Image", "site", "lon", "label", "list_error", "boxes", "area", "list_score_1", "n"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_cells_of_a_list_stand_behind_the_image_under_their_own_names(several):
+    layout = Layout(1, ["cat"], [*CELLS, "c.jpg"], multilabel=several, cells=CELLS)
+    rows = [Prediction(name, (("cat", 0.5),)) for name in ("a.jpg", "c.jpg")]
+    rows.insert(1, Prediction("b.jpg", error="gone"))
+    header, line = csv_lines(layout)
+    columns, *found = csv.reader(header.splitlines() + [line(row).strip("\r\n") for row in rows])
+    assert columns[: len(NAMES) + 1] == ["image", *NAMES]
+    assert columns[-1] == "error"
+    cells = [row[1 : len(NAMES) + 1] for row in found]
+    assert cells[0] == ["sub/a.jpg", "'=B", "-5.25", "cat", *[""] * 5]  # numbers are no formulas
+    assert cells[1] == ["", "Ä\\n1", "", "", "", '[1, {"x": null}]', "", "0.5", "0"]
+    assert cells[2] == [""] * len(NAMES)
+    assert [row[-1] for row in found] == ["", "gone", ""]
+    assert byte_order_mark(layout) == BOM  # for the cells
+    _, line = json_lines(layout)
+    one, other, none = (json.loads(line(row)) for row in rows)
+    assert one == {
+        "image": "a.jpg",
+        "list_Image": "sub/a.jpg",
+        "site": "=B",
+        "lon": "-5.25",
+        "label": "cat",
+        "list_error": "",
+        "predictions": [{"label": "cat", "score": 0.5}],
+    }
+    assert other == {
+        "image": "b.jpg",
+        "site": "Ä\n1",
+        "boxes": [1, {"x": None}],
+        "area": None,
+        "list_score_1": 0.5,
+        "n": 0,
+        "error": "gone",
+    }
+    assert none.keys() == {"image", "predictions"}
+    header, line = table_lines(layout)
+    at = header.index("site")
+    assert line(rows[0])[at:].startswith("=B ")
+    assert "error: gone" in line(rows[1])
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_a_finished_file_with_cells_of_a_list_is_recognised(style, tmp_path):
+    layout = Layout(1, ["cat"], [*CELLS], cells=CELLS)
+    header, line = FORMATS[style](layout)
+    rows = [Prediction("a.jpg", (("cat", 0.5),)), Prediction("b.jpg", error="gone")]
+    path = tmp_path / f"rows.{style}"
+    if style == "xlsx":
+        with open(path, "wb") as book:
+            write_workbook(book, [one.encode() for one in (header, *map(line, rows))])
+    else:
+        path.write_text(header + "".join(map(line, rows)), encoding="utf-8", newline="")
+    assert count_failed_rows(path, style, [*CELLS]) == 1
+
+
+def test_columns_of_an_evaluation_come_before_those_of_a_list():
+    cells = {"a.jpg": {"label": "Cat", "list_label": "x", "file_name": "a.jpg", "class_score_a": 1}}
+    layout = Layout(1, ["cat"], ["a.jpg"], truth=["label"], cells=cells)
+    names = ["list_label", "list_list_label", "list_file_name", "list_class_score_a"]
+    assert [*layout.list_columns.values()] == names
+    row = json.loads(json_lines(layout)[1](Prediction("a.jpg", truth={"label": "cat"})))
+    assert (row["label"], row["list_label"]) == ("cat", "Cat")

@@ -15,6 +15,7 @@ import pytest
 from tests.exported.test_onnx_classifier import written
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
+from vit.data.image_io import MAX_PIXELS, set_max_pixels
 from vit.serving.http_server import RunningServer, serve
 from vit.serving.server_config import ServerConfig
 
@@ -122,6 +123,7 @@ def running(
     finally:
         found[0].stop()
         thread.join(60)
+        set_max_pixels(MAX_PIXELS)
     assert not thread.is_alive()
     if errors:
         raise errors[0]

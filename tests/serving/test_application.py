@@ -12,6 +12,7 @@ from PIL import Image
 from tests.conftest import png_bomb
 from tests.serving.conftest import BOUNDARY, multipart, running
 from vit.errors import ConfigError
+from vit.score_calibration import ScoreCalibration
 from vit.serving.served_model import RowOptions, ServedModel
 
 MODELS = ("tiny", "several", "captions", "fruit")
@@ -180,6 +181,13 @@ def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_pa
     labels = [one["label"] for one in several["results"][0]["predictions"]]
     assert [one["label"] for one in several["explanations"][0]["classes"]] == labels
     assert len(labels) == 3
+
+
+@pytest.mark.parametrize(("temperature", "exponent"), [(1.0, 1.0), (1.0, 1.2), (0.8, 1.0)])
+def test_scores_that_are_kept_raw_are_not_called_calibrated(temperature, exponent):
+    kept = ScoreCalibration(temperature=temperature, exponent=exponent, images=60)
+    served = SimpleNamespace(predictor=SimpleNamespace(calibration=kept))
+    assert ServedModel.calibrated.fget(served) == ((temperature, exponent) != (1, 1))
 
 
 def test_what_it_serves_and_how_it_is(client, sources):

@@ -40,11 +40,11 @@ def test_images_wait_in_order_until_there_is_room_for_their_pixels():
     assert asyncio.run(main()) == [
         "huge in with 500",
         "huge out",
-        "a in with 100",  # b has entered too
+        "a in with 60",
         "b in with 100",
         "a out",
+        "c in with 41",
         "b out",
-        "c in with 1",
         "c out",
     ]
 
@@ -148,7 +148,7 @@ def test_pixels_are_limited_until_they_are_decoded_or_the_network_has_resized_th
 
 def test_the_pixels_of_each_kind_of_model_are_limited_once(exported, captioner):
     def adapter(path):
-        return ServedModel("model", str(path), 10**6, None, {"precision": "fp32"}).adapter
+        return ServedModel("model", str(path), None, {"precision": "fp32"}).adapter
 
     torch, classifier = adapter(captioner), adapter(exported)
     assert (torch.limits_pixels, torch.keeps_pixels) == (True, False)
@@ -161,7 +161,7 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
     exported, monkeypatch
 ):
     monkeypatch.setattr(onnx_classifier, "BATCH_PIXELS", 3 * 20 * 30)
-    model = ServedModel("fruit", str(exported), 10**6, None, {"batch_size": 8})
+    model = ServedModel("fruit", str(exported), None, {"batch_size": 8})
     run, batches = model.adapter.run, []
 
     def record(names, images, rows):
@@ -181,7 +181,7 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
 
 
 def test_an_engine_that_fails_is_not_an_error_of_the_image(exported, monkeypatch, capsys):
-    model = ServedModel("fruit", str(exported), 10**6, None, {"batch_size": 2})
+    model = ServedModel("fruit", str(exported), None, {"batch_size": 2})
     session, bright = model.predictor._session.__call__, np.full((2, 2, 3), 255, np.uint8)
 
     class Engine:

@@ -80,7 +80,7 @@ def test_batches_of_an_int8_file_with_one_scale_for_all_images_have_one(tmp_path
     ):
         graph.graph.node.insert(2, node)
     path = written(tmp_path / "small.onnx", model=graph)
-    model = ServedModel("small", str(path), 10**6, None, {"batch_size": 4})
+    model = ServedModel("small", str(path), None, {"batch_size": 4})
     with ThreadPoolExecutor(1) as compute:
         measure_batch_sizes(model, largest_batch(model), compute)
     assert model.batch_sizes == (1,)

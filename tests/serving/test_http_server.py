@@ -247,7 +247,7 @@ def test_the_hub_is_asked_at_the_start_and_at_a_reload_only(exported, tmp_path, 
 
     monkeypatch.setattr(model_registry, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(model_registry, "model_files", look)
-    registry = ModelRegistry([str(own)], max_pixels=10**6, settings={}, notify=print)
+    registry = ModelRegistry([str(own)], settings={}, notify=print)
     asyncio.run(main())
     registry.close()
     (first, _), *watched, last = looks
@@ -337,7 +337,6 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         ({"port": 70_000}, "0 to 65535"),
         ({"token": " x"}, "without spaces"),
         ({"max_image_mb": 99.0}, "max_request_mb=64"),
-        ({"max_pixels": 100_000_001}, "100,000,000 pixels are never decoded; lower it"),
         ({"max_queue": 0}, "more than 0"),
         ({"max_memory_mb": math.inf}, "max_memory_mb=inf: must be finite"),
         ({"stop_timeout": math.inf}, "stop_timeout=inf: must be finite"),

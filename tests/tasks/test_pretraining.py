@@ -164,10 +164,15 @@ def test_what_a_run_of_pretraining_leaves_to_plan(pretrained, colour_classes):
     assert "time" in plan.settings
 
 
-def test_class_folders_give_a_knn_accuracy_and_nothing_else(config_of, colour_classes, tmp_path):
+def test_class_folders_give_a_knn_accuracy_and_nothing_else(
+    config_of, colour_classes, tmp_path, capfd
+):
     config = config_of("mae", data=str(colour_classes), epochs=1, batch_size=4)
     done = train(config, tmp_path / "run", report=False)
     assert 0 <= events(done.folder)[0]["val_knn"] <= 1
+    largest = events(done.folder)[0]["val_largest"]
+    assert largest == 0.5
+    assert f"(largest class {largest:.2%})" in capfd.readouterr().err
     assert done.classes == ()
 
 

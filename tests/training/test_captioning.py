@@ -504,6 +504,8 @@ def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
     assert warning(seeing, config) is None
     assert warning({**blind, "epoch": 2}, config) is None
     assert warning({**blind, "val_images": 1}, config) is None
+    assert warning({**blind, "val_exact": 1.0}, config) is None
+    assert warning({**blind, "val_exact": 0.9}, config) is not None
     note = warning(blind, config)
     assert "ignores the images" in note
     assert note.endswith(

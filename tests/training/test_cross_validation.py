@@ -17,6 +17,7 @@ import vit
 from vit.commands.main import main
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.temperature_scaling import fit_temperature
+from vit.evaluation.wilson_interval import wilson_interval
 from vit.inference.fold_soup import save_fold_soup
 from vit.score_calibration import ScoreCalibration
 from vit.training import cross_validation
@@ -59,6 +60,24 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     assert (alone.folder / "model.safetensors").read_bytes() == (
         runs[1] / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.auto_precision
+def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkeypatch):
+    shutil.copytree(colour_data / "train", tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    Path("fixed.csv").write_text("image,label\nred/1.png,blue\n")
+    settings = {**SETTINGS, "folds": 2, "data": "photos", "corrections": "fixed.csv"}
+    train_folds(tiny_config(**settings), "out", measure=measured)
+    weights = tmp_path / "out/fold-2/model.safetensors"
+    before = weights.read_bytes()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "fixed.csv").write_text("image,label\nred/2.png,blue\n")
+    for _ in range(2):  # the second time with the settings that the first one wrote
+        shutil.rmtree(weights.parent)
+        assert main(["train", "../photos", "--resume", "--out", str(tmp_path / "out")]) == 0
+        assert weights.read_bytes() == before
 
 
 def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
@@ -429,6 +448,24 @@ def test_the_interval_is_that_of_nadeau_and_bengio():
     assert low + high == pytest.approx(1.0)
     assert interval([0.9, 1.0], share=True) == [0.0, 1.0]
     assert interval([0.9]) is None
+
+
+def summarized(*shares, **numbers):
+    rows = [{"count": 18, "balanced_accuracy": s, "top1": s, **numbers} for s in shares]
+    return cross_validation.summary(rows)["interval"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_folds_that_do_not_differ_have_the_interval_of_all_their_images(share):
+    found = summarized(share, share, nll=0.4)
+    assert found["top1"] == [*wilson_interval(36 * share, 36)]
+    assert (found["balanced_accuracy"], found["nll"]) == (None, None)
+    assert summarized(share, share, groups=5)["top1"] == [*wilson_interval(10 * share, 10)]
+    # by chance they differ by little: no less wide
+    few = 3 * [share], share + (0.001 if share < 1 else -0.001)
+    low, high = summarized(*few[0], few[1])["top1"]
+    least, most = wilson_interval(share * 72, 72)
+    assert (low, high) == pytest.approx((least, most), abs=0.001)
 
 
 def test_folds_without_weights_do_not_go_on_with_chosen_ones(tiny_config, tmp_path):

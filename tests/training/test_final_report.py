@@ -15,6 +15,7 @@ from vit.commands.main import main
 from vit.data.archives import relative
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError
+from vit.evaluation.temperature_scaling import Scaling
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
@@ -23,6 +24,7 @@ from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.final_report import distance_samples, report, with_held_out
 from vit.training.train import train
+from vit.weights.saved_model import load_run
 
 
 @pytest.fixture
@@ -79,6 +81,19 @@ def test_the_report_has_the_slices_of_evaluate(run, colour_data, monkeypatch):
         cells = [f"{row['count']:,}", f"{row['accuracy']:.1%}"]
         assert f"<bdi>{row['slice']}</bdi>" in page
         assert re.search(r"\s*".join(f'<td class="n">{cell}</td>' for cell in cells), page)
+
+
+def test_raw_scores_that_are_kept_are_not_called_calibrated(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 10)
+    monkeypatch.setattr("vit.training.final_report.MIN_IMAGES", 10)
+    worse = "vit.evaluation.temperature_scaling.best_scaling"
+    monkeypatch.setattr(worse, lambda *_: Scaling(50.0))
+    run = train(tiny_config(epochs=2), tmp_path / "run").folder
+    assert not load_run(run).calibration.scales
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<td>raw</td>" in page
+    assert "calibrated, temperature" not in page
+    assert "by a calibration that was fitted without it" not in page
 
 
 def test_the_end_of_a_training_calibrates_the_scores(

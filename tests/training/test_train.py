@@ -94,7 +94,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
     files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
-    files |= {"environment.jsonl"}
+    files |= {"environment.jsonl", "paths.json"}
     assert names - {".lock"} == files | {"checkpoints"}
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
@@ -242,6 +242,59 @@ def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_d
     assert main(words) == 0
     assert "4 classes instead of num_classes=3 of the settings file" in capsys.readouterr().err
     assert load_run(tmp_path / "b").classes == ("blue", "green", "red", "violet")
+
+
+@pytest.fixture
+def relative_run(tiny_config, colour_data, tmp_path, monkeypatch):
+    """The folder `work` with `photos`, lists and a run, whose paths are relative; not stood in."""
+    work = tmp_path.resolve() / "work"
+    shutil.copytree(colour_data / "train", work / "photos")
+    monkeypatch.chdir(work)
+    names = sorted(path.relative_to("photos").as_posix() for path in Path("photos").rglob("*.png"))
+    rows = [f"{name},{name.split('/')[0]}" for name in names[1:]]
+    Path("labels.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+    Path("bad.csv").write_text(f"image\nphotos/{names[3]}\n")  # as vit predict names it here
+    lists = {"labels": "labels.csv", "exclude": "bad.csv"}
+    train(tiny_config(epochs=1, warmup_epochs=0, data="photos", **lists), work / "runs" / "run")
+    monkeypatch.chdir(tmp_path)
+    return work
+
+
+def test_a_run_with_relative_paths_resumes_from_any_folder(relative_run, monkeypatch, capsys):
+    run = relative_run / "runs" / "run"
+    before = (run / "model.safetensors").read_bytes()
+    words = ["train", "--resume", "--out", str(run)]
+    assert main(words) == 0
+    assert "has changed since" not in capsys.readouterr().err
+    with (relative_run / "labels.csv").open("a") as file:
+        file.write("red/0.png,blue\n")
+    assert main(words) == 0  # with its own copy
+    told = "note: labels=labels.csv has changed since the training, or is gone: its copy "
+    assert f"{told}{run}/lists/labels.csv is used" in capsys.readouterr().err
+    moved = relative_run.rename(relative_run.parent / "moved")
+    assert main(["train", "--resume", "--out", str(moved / "runs" / "run")]) == 0
+    assert (moved / "runs" / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_resumes_with_moved_data_but_not_with_others(relative_run, tmp_path, capsys):
+    run = relative_run / "runs" / "run"
+    (tmp_path / "elsewhere").mkdir()
+    data = (relative_run / "photos").rename(tmp_path / "elsewhere" / "photos")
+    words = ["train", str(data), "--resume", "--out", str(run)]
+    assert main(words) == 0
+    capsys.readouterr()
+    for path in data.rglob("*.png"):  # the same names
+        path.write_bytes(path.read_bytes() + b" ")
+    assert main(words) == 2
+    assert re.search(r"has 0 of the \d+ images that .* held out; leave", capsys.readouterr().err)
+
+
+def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_path):
+    run = relative_run / "runs" / "run"
+    (relative_run / "labels.csv").unlink()
+    again = train(run / "config.yaml", tmp_path / "again").folder
+    assert (again / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    assert (again / "lists/labels.csv").read_bytes() == (run / "lists/labels.csv").read_bytes()
 
 
 def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):

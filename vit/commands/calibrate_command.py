@@ -4,10 +4,10 @@ import argparse
 import os
 
 from vit.commands.command_options import (
-    add_group_option,
+    add_data_options,
     add_json_option,
-    add_list_options,
     add_network_options,
+    data_files,
     dataset_spec,
     inference_settings,
     probability,
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="labelled images that the network was not trained on, at least 50: a folder, a list "
         "(.csv, .jsonl, .xlsx), or the name of a built-in set",
     )
-    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
     parser.add_argument(
         "--target-precision",
         type=probability,
@@ -50,15 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a class whose answers have to be so often right on their own; may be repeated. The "
         "answers of the other classes are, together (default: all classes together)",
     )
-    add_list_options(parser, "that of the training, or the usual")
-    add_group_option(parser, "threshold and sets then hold for images of a new group")
+    add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     add_network_options(parser, calibrated=False)
     parser.set_defaults(tta=None, compile=False, no_calibration=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    check_outputs({"--json": args.json}, [args.data])
+    check_outputs({"--json": args.json}, data_files(args))
 
     from vit.inference.calibrate import calibrate
 
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress("vit calibrate") as progress:
         found = calibrate(
             args.run,
-            dataset_spec(args, split=args.split, group=args.group),
+            dataset_spec(args),
             target_precision=args.target_precision,
             target_class=args.target_class,
             **settings,

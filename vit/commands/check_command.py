@@ -3,16 +3,14 @@
 import argparse
 
 from vit.commands.command_options import (
+    add_data_options,
     add_json_option,
-    add_list_options,
-    add_setting,
     add_task_option,
+    data_files,
     dataset_spec,
     positive_int,
-    settings_from_args,
 )
 from vit.commands.command_output import Progress, notify, print_result
-from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
 from vit.errors import ConfigError
 from vit.output.output_file import check_outputs, open_output
@@ -26,14 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data", metavar="DATA", help="a folder of images, or any other source of vit train"
     )
     add_task_option(parser, "what a training would learn")
-    add_list_options(parser)
-    add_setting(parser, all_settings()["group"])
-    parser.add_argument(
-        "--labels",
-        metavar="FILE",
-        help="list of the labelled images, as of vit train: only these are checked, with its "
-        "labels (default: the labels of DATA)",
-    )
+    add_data_options(parser)
     add_json_option(parser, "where all problems are written; an older file is replaced")
     parser.add_argument(
         "--html",
@@ -90,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
             "--write-list: suspected labels are found by --weights SOURCE or --rows FILE; give one"
         )
     outputs = {"--json": args.json, "--html": args.html, "--write-list": args.write_list}
-    inputs = (args.data, args.labels, args.weights, args.rows)
-    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--write-list",))
+    inputs = (*data_files(args), args.weights, args.rows)
+    check_outputs(outputs, inputs, overwrite=args.overwrite)
     if args.write_list is not None and is_workbook(args.write_list):
         check_size(0, 3, what="--write-list")
 
@@ -99,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Progress("vit check") as progress:
         report = check(
-            dataset_spec(args, group=settings_from_args(args).get("group"), label_list=args.labels),
+            dataset_spec(args),
             weights=args.weights,
             rows=args.rows,
             device=args.device,

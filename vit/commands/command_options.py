@@ -80,10 +80,18 @@ def add_network_options(parser: argparse.ArgumentParser, *, calibrated: bool = T
         help="values of images of more than 8 bits per channel that become black and white "
         "(default: as in training)",
     )
+    add_max_pixels(group)
     if calibrated:
         group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
     add_patch_options(group)
     return group
+
+
+def add_max_pixels(group: Any) -> None:
+    """Add --max-pixels, which `run_command` sets for the process."""
+    limit = all_settings()["max_pixels"]
+    text = f"{limit.help}{default_text(limit)}"
+    group.add_argument("--max-pixels", type=positive_int, metavar="N", help=text)
 
 
 def add_patch_options(group: Any) -> None:
@@ -288,52 +296,36 @@ def add_task_option(parser: argparse.ArgumentParser, purpose: str) -> None:
     )
 
 
-CONTENTS = {"image": "the images", "label": "the classes", "caption": "the captions"}
-"""Column of a list -> its content."""
+DATA_SETTINGS = (
+    *("images", "image_column", "label_column", "caption_column", "allow_outside"),
+    *("labels", "group"),
+)
+"""Settings of a training that say how DATA is read."""
 
 
-def add_list_options(
-    parser: argparse.ArgumentParser,
-    usual: str = "found by its usual names",
-    *,
-    columns: Sequence[str] = tuple(CONTENTS),
+def add_data_options(
+    parser: argparse.ArgumentParser, *, trained: bool = False, without: Sequence[str] = ()
 ) -> None:
-    """Add flags of image lists; `usual` describes the default of the flags of `columns`."""
-    parser.add_argument(
-        "--images",
-        metavar="DIR",
-        help="folder of the images of a list (default: its own, or the one beside it with them)",
-    )
-    for name in columns:
-        parser.add_argument(
-            f"--{name}-column",
-            metavar="COLUMN",
-            help=f"column of {CONTENTS[name]} in a list or table (default: {usual})",
-        )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="allow a list to name images outside of its folder, or of --images",
-    )
+    """Add flags that say how DATA is read; of the data of a `trained` network one split is read."""
+    usual = "; default: as in the training, for its data" if trained else ""
+    group = parser.add_argument_group(f"data (how DATA is read{usual})")
+    if trained:
+        group.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
+    for name in DATA_SETTINGS:
+        if name not in without:
+            add_setting(group, all_settings()[name])
 
 
-def add_group_option(
-    parser: argparse.ArgumentParser,
-    effect: str = "intervals then take groups as independent, not images",
-) -> None:
-    """Add --group, where it changes what is taken as independent."""
-    parser.add_argument(
-        "--group",
-        metavar="COLUMN|REGEX",
-        help="column of a list, or regular expression over paths, with the patient, film, ... of "
-        f"an image: {effect} (default: that of the training, for its data)",
-    )
+def data_files(args: argparse.Namespace) -> tuple[str, str | None]:
+    """DATA and the list of its labels, which no output may replace."""
+    return args.data, settings_from_args(args).get("labels")
 
 
 def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
-    """The DatasetSpec of DATA and the flags of `add_list_options` and `add_task_option`."""
+    """The DatasetSpec of DATA and the flags of `add_data_options` and `add_task_option`."""
     from vit.data.sources.dataset_spec import as_dataset_spec
 
-    names = ("images", "image_column", "label_column", "caption_column", "allow_outside")
-    given = {name: getattr(args, name) for name in names}
+    given = settings_from_args(args)
+    given["label_list"] = given.pop("labels", None)
+    given["split"] = getattr(args, "split", None)
     return as_dataset_spec(args.data, settings, task=getattr(args, "task", None), **given)

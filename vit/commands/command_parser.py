@@ -88,9 +88,9 @@ class CommandParser(argparse.ArgumentParser):
             if data is not None and not unknown[0].startswith("-"):
                 from vit.data.sources.input_hints import extra_arguments_message
 
-                self.error(
-                    extra_arguments_message(data, [word for word in unknown if word[:1] != "-"])
-                )
+                extra = [word for word in unknown if word[:1] != "-"]
+                before = words[max(words.index(extra[0]) - 1, 0)]
+                self.error(extra_arguments_message(data, extra, before))
             word = unknown[0].split("=")[0]
             hint = nearest(word, self._option_string_actions)
             self.error(f"{printable(unknown[0])} is not an argument{hint}")

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vit.commands.command_options import (
-    add_group_option,
+    add_data_options,
     add_json_option,
-    add_list_options,
     add_network_options,
+    data_files,
     dataset_spec,
     inference_settings,
 )
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="always last: labelled images that none was trained on: a folder, a list (.csv, "
         ".jsonl, .xlsx), or the name of a built-in set",
     )
-    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
-    add_list_options(parser, "that of the training, or the usual")
-    add_group_option(parser)
+    add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     parser.add_argument(
         "--html",
@@ -57,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     outputs = {"--json": args.json, "--html": args.html}
-    check_outputs(outputs, (args.run_a, args.run_b, *args.more, args.data))
+    check_outputs(outputs, (args.run_a, args.run_b, *args.more, *data_files(args)))
     if is_saved_model(args.data):
         raise ConfigError(
             f"{printable(args.data)} is a run folder: the images come last, "
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from vit.inference.compare import compare, compare_runs
 
     settings = inference_settings(args)
-    data = dataset_spec(args, split=args.split, group=args.group)
+    data = dataset_spec(args)
     found: Comparison | RunsComparison
     with Progress("vit compare") as progress:
         options = {

@@ -3,7 +3,12 @@
 import argparse
 from pathlib import Path
 
-from vit.commands.command_options import add_list_options, add_task_option, dataset_spec
+from vit.commands.command_options import (
+    add_data_options,
+    add_max_pixels,
+    add_task_option,
+    dataset_spec,
+)
 from vit.commands.command_output import Progress, notify
 from vit.text import printable
 
@@ -34,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of hf:NAME to shards: do not keep the source on this disk",
     )
     add_task_option(parser, "what is written with the images")
-    add_list_options(parser)
+    add_data_options(parser, without=("group",))
+    add_max_pixels(parser)
 
 
 def run(args: argparse.Namespace) -> int:

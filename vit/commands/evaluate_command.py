@@ -9,11 +9,11 @@ from vit.commands.command_options import (
     TTA_HELP,
     VIEWS,
     add_csv_options,
-    add_group_option,
+    add_data_options,
     add_json_option,
-    add_list_options,
     add_network_options,
     add_search_options,
+    data_files,
     dataset_spec,
     inference_settings,
     positive_int,
@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder of labelled images, a list of them (.csv, .jsonl, .xlsx), or the name of a "
         "built-in set; for a captioner a list of captions, or a folder with one",
     )
-    parser.add_argument("--split", default="val", metavar="NAME", help="which part of DATA")
-    add_list_options(parser, "that of the training, or the usual")
+    add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="a row for each image, .jsonl, .csv or .xlsx: image, label, its score, predictions; "
-        "with several labels an image, its true labels and those above their thresholds; an older "
-        "file is replaced",
+        help="a row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its "
+        "score, predictions; with several labels an image, its true labels and those above their "
+        "thresholds",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an older file of --out")
     parser.add_argument(
         "--top-k",
         type=positive_int,
@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
-    add_group_option(parser)
     parser.add_argument(
         "--slice",
         metavar="COLUMN",
@@ -92,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
-    check_outputs(outputs, (args.model, args.data))
+    check_outputs(outputs, (args.model, *data_files(args)), overwrite=args.overwrite)
     if args.top_k is not None and args.out is None:
         raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
     if args.all_scores and args.out is None:
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress("vit evaluate") as progress:
         scores = evaluate(
             args.model,
-            dataset_spec(args, split=args.split, group=args.group),
+            dataset_spec(args),
             **inference_settings(args),
             out=args.out,
             top_k=args.top_k,
@@ -239,6 +238,8 @@ def slice_lines(scores: Mapping[str, Any]) -> list[str]:
     head = f"{number} of the images is less accurate than the rest, beyond chance"
     if len(flagged) > 1:
         head = head.replace(" is ", " are ")
+    if untested := sum(row["p_value"] is None for row in rows):
+        head += f"; {untested} of fewer than 5 groups, or beside fewer, cannot be tested"
     return ["", f"{head} (--html FILE or --json FILE has all)", *(f"  {one}" for one in flagged)]
 
 

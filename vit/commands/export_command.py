@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from vit.commands.command_options import NO_CALIBRATION_HELP, positive_int
+from vit.commands.command_options import NO_CALIBRATION_HELP, add_max_pixels, positive_int
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
 from vit.output.output_file import check_distinct, check_output
@@ -22,6 +22,7 @@ EXPORT_OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add_max_pixels(parser)
     add("run", metavar="RUN", help="a run folder, or of a classifier any weights with a head")
     add(
         "--out",

@@ -62,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
+    # in another locale names of files and classes would differ from those that runs have stored
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
     words = [*first, *sys.argv[1:]]
     limit_active_waiting()
     if words[:1] != ["serve"]:  # whose memory has to stay small for weeks
@@ -103,7 +107,10 @@ def run_command(name: str, words: list[str]) -> int:
     parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
-        code: int = command.run(parser.parse(words))
+        args = parser.parse(words)
+        if getattr(args, "max_pixels", None):
+            importlib.import_module("vit.data.image_io").set_max_pixels(args.max_pixels)
+        code: int = command.run(args)
     except SystemExit as stop:
         return int(stop.code or 0)
     except VitError as error:
@@ -112,6 +119,10 @@ def run_command(name: str, words: list[str]) -> int:
             where = "" if rank == "0" else f" (process {rank})"
             print(f"vit {name}{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except UnicodeEncodeError as error:
+        near = printable(error.object[max(error.start - 20, 0) : error.end + 20])
+        print(f"vit {name}: a name is not UTF-8, rename it: ...{near}...", file=sys.stderr)
+        return VitError.exit_code
     except OSError as error:
         return _end_output(f"vit {name}", error)
     except KeyboardInterrupt:

@@ -32,8 +32,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and write it to a file if requested."""
     chosen = chosen_settings(args)
-    must_be_new = () if args.overwrite else ("--save",)
-    check_outputs({"--save": args.save}, [args.data], must_be_new=must_be_new)
+    check_outputs({"--save": args.save}, [args.data], overwrite=args.overwrite)
     with quick_imports():
         from vit.tasks.task import settings_to_plan
         from vit.training.plan import check_plannable, is_planned, plan_lines, plan_training

@@ -168,14 +168,14 @@ def run(args: argparse.Namespace) -> int:
     from vit.inference.prediction_job import predict
     from vit.inference.process_group import world_size
 
-    processes = world_size()
+    processes, elsewhere = world_size(), (*SEARCH_FIELDS, "max_pixels")
     with Progress(
         "vit predict",
         share=f" of process 0 of {processes}" if processes > 1 else "",
         results_on_terminal=args.out in (None, "-") and sys.stdout.isatty(),
     ) as progress:
         failed = predict(
-            **{name: value for name, value in vars(args).items() if name not in SEARCH_FIELDS},
+            **{name: value for name, value in vars(args).items() if name not in elsewhere},
             search=search_from_args(args),
             notify=lambda line: notify(f"vit predict: {line}"),
             progress=progress,

@@ -33,7 +33,7 @@ LIMITS = {
     "max_image_mb": ("MB", "largest image file"),
     "max_request_mb": ("MB", "largest request"),
     "max_images": ("N", "most images of one request"),
-    "max_pixels": ("N", "most pixels of one image"),
+    "max_pixels": ("N", "most pixels of one image that are decoded"),
     "max_queue": ("N", "most images that wait or are computed; further requests are answered 429"),
     "max_memory_mb": ("MB", "most bytes of all requests in memory"),
     "max_connections": ("N", "most connections at the same time"),

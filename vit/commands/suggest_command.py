@@ -1,9 +1,18 @@
 """`vit suggest`: names the images that are worth labelling first."""
 
 import argparse
+import os
 
-from vit.commands.command_options import add_json_option, add_list_options, count, positive_int
+from vit.commands.command_options import (
+    add_data_options,
+    add_json_option,
+    add_setting,
+    count,
+    positive_int,
+    settings_from_args,
+)
 from vit.commands.command_output import Progress, notify, write_json
+from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
 from vit.text import printable, quoted
@@ -52,9 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and uncertain with --labels)",
     )
     parser.add_argument(
-        "--exclude", metavar="FILE", help="list of images that are not to be suggested"
-    )
-    parser.add_argument(
         "--seed", type=count, default=0, metavar="N", help="seed of the clustering (default: 0)"
     )
     parser.add_argument(
@@ -64,12 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "replaced",
     )
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
-    add_list_options(parser, columns=("image",))
-    parser.add_argument(
-        "--label-column",
-        metavar="COLUMN",
-        help="column of the labels in --labels (default: found by its usual names)",
-    )
+    add_data_options(parser, without=("caption_column", "labels", "group"))
+    add_setting(parser, all_settings()["exclude"])
     parser.add_argument(
         "-b",
         "--batch-size",
@@ -97,9 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Suggest; the exit code is 1 if images could not be read."""
+    settings = settings_from_args(args)
     outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
-    inputs = (args.data, args.weights, args.labels, args.exclude)
-    check_outputs(outputs, inputs, must_be_new=() if args.overwrite else ("--out",))
+    inputs = (args.data, args.weights, args.labels, settings.get("exclude"))
+    check_outputs(outputs, inputs, overwrite=args.overwrite)
     if args.out is not None and is_workbook(args.out):
         check_size(args.n, 3, what="--out")
 
@@ -112,12 +115,8 @@ def run(args: argparse.Namespace) -> int:
             n=args.n,
             labels=args.labels,
             order=args.order,
-            exclude=args.exclude,
             seed=args.seed,
-            images=args.images,
-            image_column=args.image_column,
-            label_column=args.label_column,
-            allow_outside=args.allow_outside,
+            **settings,
             device=args.device,
             batch_size=args.batch_size,
             precision=args.precision,
@@ -142,10 +141,18 @@ def run(args: argparse.Namespace) -> int:
     for line in found.lines():
         notify(f"vit suggest: {line}")
     if args.out is not None:
-        append = "" if args.labels is None else f" append its rows to {printable(args.labels)},"
+        append, flags = "", ""
+        if args.labels is not None:
+            same = os.path.splitext(args.labels)[1].lower() == os.path.splitext(args.out)[1].lower()
+            what = "rows, without the names of columns," if same else "images and labels"
+            append = f" append its {what} to {printable(args.labels)},"
+        for name in ("images", "image_column", "label_column"):
+            if name in settings:
+                flags += f" --{name.replace('_', '-')} {quoted(settings[name])}"
+        column = next(name for name, content in found.columns if content == "label")
         notify(
-            f"vit suggest: {printable(args.out)} written; fill in its column label,{append} then "
-            f"vit train {quoted(args.data)} --labels {quoted(args.labels or args.out)} "
-            f"--weights {quoted(args.weights)}"
+            f"vit suggest: {printable(args.out)} written; fill in its column {printable(column)},"
+            f"{append} then vit train {quoted(args.data)} --labels "
+            f"{quoted(args.labels or args.out)}{flags} --weights {quoted(args.weights)}"
         )
     return int(bool(found.failed))

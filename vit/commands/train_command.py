@@ -260,7 +260,7 @@ def format_folds(record: Mapping[str, Any]) -> str:
         lines.append(
             f"{title:<9}" + "".join(f"{as_text(name, scores[name]):>20}" for name in names)
         )
-    ends = {name: [as_text(name, end) for end in record["interval"][name]] for name in names}
-    cells = "".join(f"{' to '.join(pair):>20}" for pair in ends.values())
+    ends = [[as_text(name, end) for end in record["interval"][name] or ()] for name in names]
+    cells = "".join(f"{' to '.join(pair) or '-':>20}" for pair in ends)
     lines.append(f"{record['level']:<9.0%}" + cells)
     return "\n".join([*lines, f"({record['level']:.0%} interval: {record['method']})"])

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from vit.commands.command_options import add_json_option
+from vit.commands.command_options import add_json_option, add_max_pixels
 from vit.commands.command_output import notify, print_result
 from vit.errors import VitError
 from vit.exported.load_exported import exported_engine
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["onnx", "openvino"],
         help="what computes the file (default: by its suffix)",
     )
+    add_max_pixels(parser)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
 
 

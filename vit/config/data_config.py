@@ -46,7 +46,7 @@ class DataConfig(Section):
     labels: str | None = None
     """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
-    """Column of a list, or regular expression over paths; equal values share a split."""
+    """Column of a list, or regex over paths; equal values share a split, and count as one."""
     folds: int | None = None
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None
@@ -61,6 +61,8 @@ class DataConfig(Section):
     """Share of each class held out for validation if the data has no split."""
     on_bad_image: Literal["stop", "skip"] = "stop"
     """Unreadable images: stop the run, or skip and count them."""
+    max_pixels: int = 100_000_000
+    """Most pixels of one image that are decoded; a larger JPEG is decoded at a part of its size."""
     workers: int | None = setting(None, "-j")
     """Loader processes per device; chosen by measuring the image loading when left empty."""
     batch_size: int = setting(128, "-b")
@@ -81,7 +83,7 @@ class DataConfig(Section):
     """Values of 16-bit and float images that become black and white; measured when left empty."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "batch_size")
+        self.check_at_least(1, "batch_size", "max_pixels")
         if self.cache_folder is not None and self.cache not in ("disk", "device"):
             self.refuse(
                 "cache_folder", f"is for cache=disk and device, not {self.cache}: add --cache disk"

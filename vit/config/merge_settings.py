@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
 from vit.config.stored_config import (
     is_stored_file,
+    located,
     settings_of_task,
     stored_settings,
     with_effect,
@@ -115,10 +117,11 @@ def collect_settings(
     folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
-            stored = with_effect(checked(read_fold_settings(folder / FOLDS_FILE)))
+            stored = checked(read_fold_settings(folder / FOLDS_FILE))
+            stored = with_effect(located(stored, folder / "fold-1", notify))
             return {**stored, **_for_resumed_run(chosen, stored)}, True
         if (folder / "config.yaml").is_file():
-            stored = _checked_file(folder / "config.yaml", stored_settings)
+            stored = _checked_file(folder / "config.yaml", partial(stored_settings, notify=notify))
             if (time := chosen.pop("time", None)) is not None:  # it led to the stored length
                 steps = stored.get("steps")
                 length = "its length" if steps is None else f"its {steps:,} steps"
@@ -179,7 +182,7 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
     They are defaults, perhaps of another version, or somebody changed them.
     """
     known = all_settings()
-    read = settings_of_task(values)
+    read = located(settings_of_task(values), Path(path).parent, notify)
     unread = [
         f"{name}={as_typed(value)}"
         for name, value in values.items()

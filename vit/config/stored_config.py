@@ -1,6 +1,13 @@
-"""config.yaml of a run folder: the completed settings of its training."""
+"""config.yaml of a run folder: the completed settings of its training, and where its files are.
 
+Paths in it are as they were typed. paths.json has them absolute and relative to the run, so that
+they are found from any working folder, also where run and data were moved together; `lists/` has
+copies of the lists that people edit.
+"""
+
+import hashlib
 import itertools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,11 +16,18 @@ from typing import Any
 
 from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
 from vit.config.data_config import RANDAUGMENT
-from vit.config.parser import make_config, read_stored_settings
+from vit.config.parser import flatten, make_config, read_stored_settings
 from vit.config.pretraining_config import SETTINGS_OF
+from vit.errors import RunError
+from vit.text import Notify, printable
 
 HEADER = "Settings of a finished or running training."
 """The first line of the file, a comment."""
+PATHS_FILE, LISTS = "paths.json", "lists"
+EDITED_LISTS = ("labels", "corrections", "exclude")
+"""Settings that name a list which people edit."""
+DATA_PATHS = ("data", "images", *EDITED_LISTS)
+PATHS = (*DATA_PATHS, "weights", "teacher")
 
 
 def run_folder_of(source: str | os.PathLike[str]) -> Path:
@@ -27,13 +41,13 @@ def has_stored_config(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
-def stored_config(folder: Path) -> Config:
-    """Read the completed settings of the run in `folder`.
+def stored_config(folder: Path, notify: Notify = lambda _note: None) -> Config:
+    """Read the completed settings of the run in `folder`; `notify` is that of `located`.
 
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    return make_config(stored_settings(folder / "config.yaml"), complete=True)
+    return make_config(stored_settings(folder / "config.yaml", notify), complete=True)
 
 
 def is_stored_file(path: str | Path) -> bool:
@@ -45,7 +59,7 @@ def is_stored_file(path: str | Path) -> bool:
         return False
 
 
-def stored_settings(path: str | Path) -> dict[str, Any]:
+def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> dict[str, Any]:
     """Flat values of the config.yaml of a run, without those that the run did not read.
 
     It has all settings; those of other tasks are the defaults of the version that wrote it, which
@@ -54,7 +68,67 @@ def stored_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing or damaged.
     """
-    return settings_of_task(read_stored_settings(path))
+    return located(settings_of_task(read_stored_settings(path)), Path(path).parent, notify)
+
+
+def write_paths(folder: Path, config: Config) -> None:
+    """Write paths.json of the run in `folder`, and copies of the lists that people edit."""
+    record, values = {}, flatten(config)
+    for name in PATHS:
+        if (given := values[name]) is not None:
+            path = os.path.abspath(given)
+            places = {"from_run": os.path.relpath(path, os.path.realpath(folder)), "absolute": path}
+            record[name] = {"given": given, **places}
+            if name in EDITED_LISTS:
+                copy, content = f"{LISTS}/{name}{Path(path).suffix}", Path(path).read_bytes()
+                (folder / LISTS).mkdir(exist_ok=True)
+                (folder / copy).write_bytes(content)
+                record[name] |= {"copy": copy, "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / PATHS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def located(
+    values: Mapping[str, Any], folder: Path, notify: Notify = lambda _note: None
+) -> dict[str, Any]:
+    """Settings of the run in `folder`, with paths that lead to its files from any working folder.
+
+    A list that was changed since the training is its copy in the run; `notify` is called with it.
+    """
+    found, path = dict(values), folder / PATHS_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        places = {
+            name: (one["given"], *find_path(folder, one))
+            for name, one in record.items()
+            if values.get(name) in (one["given"], one["absolute"])
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+    for name, (given, key, place) in places.items():
+        if place and os.path.realpath(given) != place:
+            found[name] = place
+            if key == "copy":
+                notify(
+                    f"note: {name}={printable(given)} has changed since the training, or is gone: "
+                    f"its copy {printable(place)} is used"
+                )
+    return found
+
+
+def find_path(folder: Path, entry: Mapping[str, str]) -> tuple[str, str]:
+    """Where a file of the training is now: a key of its entry in paths.json and a path, or ""."""
+    order = ("absolute", "from_run") if os.path.isabs(entry["given"]) else ("from_run", "absolute")
+    for key in (*order, *["copy"] * ("copy" in entry)):
+        path = Path(os.path.realpath(folder / entry[key]))
+        if "copy" in entry:
+            content = path.read_bytes() if path.is_file() and os.access(path, os.R_OK) else b""
+            there = hashlib.sha256(content).hexdigest() == entry["sha256"]
+        else:
+            pattern = not {*"*?{"}.isdisjoint(path.name)  # of shards
+            there = path.exists() or (pattern and path.parent.is_dir())
+        if there:
+            return key, str(path)
+    return "", ""
 
 
 def settings_of_task(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from vit.cpu_cores import usable_cores
 from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
 from vit.data.device_cache import DeviceCache, DeviceDataset
+from vit.data.image_io import max_pixels, set_max_pixels
 from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
 from vit.data.shared_memory_pool import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
@@ -71,7 +72,8 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def start_worker(_worker: int) -> None:
+def start_worker(limit: int, _worker: int) -> None:
+    set_max_pixels(limit)  # a spawned process has the default
     # The main process handles signals, and may finish a step before it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler may signal the whole group: a dead loader would break the step in progress.
@@ -125,7 +127,7 @@ class MicroBatchLoader:
                 collate_fn=_identity,  # the dataset stacks the images
                 pin_memory=pin_memory,
                 persistent_workers=persistent and workers > 0,
-                worker_init_fn=start_worker,
+                worker_init_fn=partial(start_worker, max_pixels()),
                 multiprocessing_context="fork" if fork else None,
                 # An iterator draws a base seed, by default from the global generator.
                 generator=torch.Generator(),
@@ -146,11 +148,7 @@ class MicroBatchLoader:
             self.batches = iter(self.loader)
 
     def next_batch(self) -> Batch:
-        """Return the next micro-batch.
-
-        Raises:
-            DataError: A loader process died.
-        """
+        """Return the next micro-batch."""
         try:
             batch = next(self.batches)
         except RuntimeError as error:

@@ -170,8 +170,7 @@ class ImageDataset(Dataset[Batch]):
             chosen = [(key.sample, self._random_caption(self.seed, key)) for key in keys]
             return batch._replace(caption_ids=captions.padded(chosen))
         own = captions.padded([(key.sample, 0) for key in keys])
-        # from half the dataset away: every image meets exactly one caption of another
-        shift = len(self) // 2
+        shift = captions.mismatch_shift
         mismatched = captions.padded([((key.sample + shift) % len(self), 0) for key in keys])
         return batch._replace(caption_ids=own, mismatched_ids=mismatched)
 

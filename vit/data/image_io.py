@@ -13,6 +13,9 @@ never block on a pipe, decompress a bomb, return a truncated image or leak a par
 JPEGs are decoded by libjpeg-turbo, without Pillow's overhead: the same pixels, byte for byte, in
 less time. It takes only files of which it has no complaint and leaves the others to Pillow, so
 whether an image is readable does not depend on the decoder.
+
+An image of more pixels than `set_max_pixels` allows is refused before it is decoded; a JPEG is
+decoded at half, a quarter or an eighth of its sides instead, the first that is within the limit.
 """
 
 import contextlib
@@ -33,8 +36,9 @@ from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
+from vit.config.data_config import DataConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
 from vit.errors import BadImage, error_text
 
@@ -64,8 +68,13 @@ FORMATS = (
 JPEG_FORMATS = {"JPEG", "MPO"}
 STACKS = {"TIFF", "GIF", "WEBP", "PNG", "AVIF"}
 """Formats whose files may have several frames or pages; MPO has previews."""
-MAX_PIXELS = 100_000_000
-"""Below Pillow's own limit of 179 million: decoding may need eight bytes per pixel."""
+MAX_PIXELS = DataConfig.max_pixels
+"""Limit of decoded pixels, unless `set_max_pixels` sets another."""
+_limit = [MAX_PIXELS]
+JPEG_DIVISORS = (1, 2, 4, 8)
+"""By which the sides of a JPEG can be divided while it is decoded."""
+MIN_REDUCED_PIXELS = 4_000_000
+"""A JPEG is not reduced to fewer pixels, so that networks see the same under any limit."""
 MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
@@ -82,6 +91,20 @@ EXIF_TRANSPOSE: dict[object, Image.Transpose] = {
 }
 """How to turn an image upright, by its EXIF orientation."""
 SWAPS_SIDES = {EXIF_TRANSPOSE[number] for number in (5, 6, 7, 8)}
+
+
+def set_max_pixels(pixels: int) -> None:
+    """Set the most pixels of one image that this process and its loaders decode.
+
+    It belongs to the process as its memory does, of which a pixel may take eight bytes.
+    """
+    _limit[0] = pixels
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, pixels)  # which Pillow allows twice
+
+
+def max_pixels() -> int:
+    """The limit that `set_max_pixels` has set."""
+    return _limit[0]
 
 
 def read_image(
@@ -101,7 +124,7 @@ def read_image(
             absolute intensity. None: the range of its type, see above.
         min_size: As in `read_pixels`; None: the whole size.
         before_decode: Called with the number of pixels before they are decoded; it may block until
-            there is memory for them, or raise BadImage.
+            there is memory for them.
         on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
             it uses a small part of the range of its type and `intensity_range` is None.
 
@@ -132,9 +155,6 @@ def read_pixels(
         min_size: A JPEG is decoded at half, a quarter or an eighth of its size where that is not
             smaller than this, which is faster. Not called for other formats.
         intensity_range: As in `read_image`.
-
-    Raises:
-        BadImage: As in `read_image`.
     """
     with _open_image(path) as image:
         pixels = _decode_intact_jpeg(image, min_size)
@@ -154,11 +174,7 @@ def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
 
 
 def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read the values of a deep image as stored, (height, width) or (height, width, 3).
-
-    Raises:
-        BadImage: It cannot be read, is not deep, or has values that are not finite.
-    """
+    """Read the values of a deep image as stored, (height, width) or (height, width, 3)."""
     with _open_image(path) as image:
         if not is_deep(image):
             raise UnusableFile("has 8 bits per channel")
@@ -171,7 +187,7 @@ def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
 
 
 def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
-    """Read (width, height) from the header of an image, before any EXIF rotation."""
+    """Read the (width, height) at which an image is decoded, before any EXIF rotation."""
     with _open_image(path) as image:
         return image.size
 
@@ -181,9 +197,6 @@ def check_header(path: PathLike | EncodedImage) -> bool:
 
     Returns:
         Whether the image is deep, and `intensity_range` applies to it.
-
-    Raises:
-        BadImage: As in `read_image`, which may still refuse an image that passes.
     """
     with _open_image(path) as image:
         deep = is_deep(image)
@@ -245,7 +258,10 @@ class UnusableFile(Exception):
 
 @contextmanager
 def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile]:
-    """The image at `path` with its header parsed; any error inside becomes a BadImage."""
+    """The image at `path` with its header parsed; any error inside becomes a BadImage.
+
+    Its `size` is that at which it is decoded.
+    """
     with (
         _errors_as_bad_image(path) as name,
         PILLOW_WARNINGS,
@@ -255,19 +271,29 @@ def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile]:
         width, height = image.size
         if width < 1 or height < 1:
             raise UnusableFile(f"has no pixels: {width} x {height}")
-        if width * height > MAX_PIXELS:
-            raise UnusableFile(f"{width} x {height} is more than {MAX_PIXELS:,} pixels")
+        divisor = _divisor(image, max_pixels())
+        if divisor > 1:
+            image.draft(image.mode, (width // divisor, height // divisor))
         yield image
 
 
-def check_pixels(pixels: int, limit: int, name: str) -> None:
-    """Refuse an image that is larger than `limit`, for `before_decode`.
+def _divisor(image: ImageFile.ImageFile, limit: int) -> int:
+    """By what the sides of an image are divided while it is decoded."""
+    pixels = image.width * image.height
+    if pixels > MAX_SCANNED_PIXELS:
+        raise UnusableFile(f"declares more than {MAX_SCANNED_PIXELS:,} pixels")
+    for divisor in JPEG_DIVISORS if image.format in JPEG_FORMATS else (1,):
+        least = MIN_REDUCED_PIXELS if divisor > 1 else 1
+        if least <= pixels / divisor**2 <= limit:
+            return divisor
+    raise _too_large(*image.size, limit)
 
-    Raises:
-        BadImage: It has more pixels.
-    """
-    if pixels > limit:
-        raise BadImage(name, f"{pixels:,} pixels are more than the limit of {limit:,}")
+
+def _too_large(width: int, height: int, limit: int, what: str = "") -> UnusableFile:
+    return UnusableFile(
+        f"{width} x {height} is more than {limit:,} pixels{what}; raise --max-pixels (in Python "
+        "vit.set_max_pixels), or make it smaller"
+    )
 
 
 def _open_encoded(image: EncodedImage) -> BinaryIO:
@@ -286,7 +312,8 @@ def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
     except UnusableFile as error:
         raise BadImage(name, str(error)) from None
     except Image.DecompressionBombError:
-        raise BadImage(name, f"declares more than {MAX_PIXELS:,} pixels") from None
+        reason = f"declares more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        raise BadImage(name, reason) from None
     except Exception as error:  # any parser, any exception: one file must not end a run
         raise BadImage(name, f"damaged or cut short ({error_text(error, 120)})") from None
 
@@ -294,6 +321,12 @@ def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
 def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:
     try:
         return Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError:
+        file.seek(0)
+        if file.read(2) != b"\xff\xd8":
+            raise
+        file.seek(0)
+        return JpegImagePlugin.jpeg_factory(file)  # which will be decoded at a reduced size
     except UnidentifiedImageError:
         file.seek(0)
         start = file.read(512)
@@ -329,12 +362,7 @@ def _orientation(image: Image.Image) -> object:
 
 
 def open_regular_file(name: str) -> BinaryIO:
-    """Open a file, or an image inside an archive, unless reading it may block or never end.
-
-    Raises:
-        UnusableFile: It is missing, not a regular file, empty or too large.
-        BadImage: It is inside an archive, and cannot be read.
-    """
+    """Open a file, or an image inside an archive, unless reading it may block or never end."""
     try:
         # checked before opening too: opening a device can have side effects
         _check_status(os.stat(name))
@@ -460,18 +488,19 @@ PROGRESSIVE_FRAME = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
 def _decode_intact_jpeg(image: ImageFile.ImageFile, min_size: MinSize | None) -> Pixels | None:
-    """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow.
-
-    Raises:
-        UnusableFile: It has so many scans that decoding might never end.
-    """
+    """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow."""
     if image.format not in JPEG_FORMATS or image.fp is None:
         return None
     data = read_all(image.fp)
-    scans = count_scans(data)
-    if scans * image.width * image.height > MAX_SCANNED_PIXELS and scans > 1:
-        raise UnusableFile(f"{scans:,} scans of {image.width} x {image.height} pixels: too many")
-    size = None if min_size is None else _stored_size(image, min_size)
+    scans, divisor = count_scans(data), (image.decoderconfig or (1,))[0]
+    width, height = image.width * divisor, image.height * divisor
+    if scans * width * height > MAX_SCANNED_PIXELS:
+        raise UnusableFile(f"{scans:,} scans of {width} x {height} pixels: too many")
+    if scans > 1 and width * height > 2 * max_pixels():
+        raise _too_large(width, height, 2 * max_pixels(), " for a progressive JPEG")
+    size = image.size if divisor > 1 else None
+    if min_size is not None:
+        size = _stored_size(image, min_size)
     return decode_jpeg(data, size) if image.mode in ("RGB", "L") else None
 
 
@@ -504,7 +533,7 @@ def count_scans(data: bytes) -> int:
             break
         offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
     # also counts those of thumbnails and of a second image
-    return data.count(b"\xff\xda")
+    return max(data.count(b"\xff\xda"), 1 + progressive)
 
 
 def _check_png(file: IO[bytes]) -> None:
@@ -529,6 +558,8 @@ DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
 CMYK of 16 bits is none of them: ink is printed in shares of all of it, and no instrument counts it.
 """
 GREY_ALPHA = "LA;16B"
+ROUNDING = 0.5 / 255
+"""By how much a float may leave its scale, as a share of it: half a step of 8 bits is clipped."""
 NEARLY_BLACK = 4095
 """Largest value of a 16-bit image up to which less than 1/16 of its range is used."""
 MAX_QUANTILE_VALUES = 2**20
@@ -667,11 +698,7 @@ def to_rgb(
 def scale_to_8_bit(
     values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
 ) -> Pixels:
-    """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`.
-
-    Raises:
-        UnusableFile: They are not finite, or without a range not those of a known scale.
-    """
+    """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`."""
     if intensity_range is None:
         return _scale_by_type(values)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -694,14 +721,14 @@ def intensity_quantiles(values: np.ndarray[Any, Any]) -> IntensityRange:
 def _scale_by_type(grey: np.ndarray[Any, Any]) -> Pixels:
     """Values as uint8, by the range of their type."""
     low, high = float(grey.min()), float(grey.max())
-    limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 else 255.0
-    if not 0 <= low <= high <= limit:  # also false for NaN
+    limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 + ROUNDING else 255.0
+    if not -limit * ROUNDING <= low <= high <= limit * (1 + ROUNDING):  # also false for NaN
         raise UnusableFile(
             f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}, or --intensity-range "
             "LOW HIGH"
         )
     scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
-    return np.asarray(scaled, dtype=np.uint8)
+    return np.asarray(scaled.clip(0, 255), dtype=np.uint8)
 
 
 class PillowWarningsFilter:

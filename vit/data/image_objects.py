@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import NEARLY_BLACK, IntensityRange, deep_to_rgb, upright_rgb
+from vit.data.image_io import NEARLY_BLACK, ROUNDING, IntensityRange, deep_to_rgb, upright_rgb
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
 
@@ -52,9 +52,6 @@ def named_images(
     Args:
         images: The list, or an array or tensor of (batch, ...).
         first: Index of the first image in a longer list.
-
-    Raises:
-        ConfigError: `images` is one image instead of a list, or an image has another type.
     """
     if isinstance(images, str | bytes | os.PathLike):
         raise ConfigError(f"images={images!r} is one path; give a list of paths")
@@ -67,11 +64,7 @@ def named_images(
 
 
 def named_image(image: ImageInput | NamedImage, index: int) -> NamedImage:
-    """The image at `index` of a list with its name.
-
-    Raises:
-        ConfigError: It has another type.
-    """
+    """The image at `index` of a list with its name."""
     if isinstance(image, NamedImage):
         return image
     if isinstance(image, str):
@@ -103,10 +96,6 @@ def to_rgb_image(
         source: The image.
         name: Its name in errors.
         intensity_range, on_dark: As for `read_image`.
-
-    Raises:
-        BadImage: A PIL image whose file is damaged or closed, or values of no known scale.
-        ConfigError: The shape, type or values of an array are not those of an image.
     """
     image = source
     if not isinstance(source, Image.Image):
@@ -127,11 +116,7 @@ def to_rgb_image(
 
 
 def to_pixels(source: Any, name: str) -> Array:
-    """The pixels of an array or tensor as Pillow takes them, (height, width[, 3 or 4]).
-
-    Raises:
-        ConfigError: As for `to_rgb_image`.
-    """
+    """The pixels of an array or tensor as Pillow takes them, (height, width[, 3 or 4])."""
     what, tensor = f"{name} is {describe(source)}", not isinstance(source, np.ndarray)
     if tensor:  # numpy has no bfloat16
         source = source.detach().cpu()
@@ -149,12 +134,12 @@ def to_pixels(source: Any, name: str) -> Array:
         raise ConfigError(f"{what}; give one image of {shape} or (height, width)")
     if array.dtype.kind == "f":
         low, high = float(array.min()), float(array.max())
-        if not 0 <= low <= high <= 1:  # also false for NaN
+        if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # also false for NaN
             raise ConfigError(
                 f"{what} from {low:.4g} to {high:.4g}; give floats in [0, 1], before any "
-                "normalisation, or uint8 in [0, 255]"
+                "normalisation (clip what resizing adds), or uint8 in [0, 255]"
             )
-        array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+        array = np.rint(array.astype(np.float32) * 255).clip(0, 255).astype(np.uint8)
     if array.dtype not in (np.uint8, np.uint16):
         raise ConfigError(f"{what}; give uint8 in [0, 255], uint16, or floats in [0, 1]")
     return np.ascontiguousarray(array)

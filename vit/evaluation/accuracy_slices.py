@@ -6,7 +6,8 @@
 
 Without the adjustment one of twenty slices would be flagged by chance. Where images come in groups,
 such as those of a patient, the slice and the rest count as so many images as the groups are worth
-(vit/evaluation/image_groups.py).
+(vit/evaluation/image_groups.py), in the test as in the interval; fewer than 5 groups are worth
+none, and are not tested.
 
 Source: Fisher's exact test, one-sided.
 """
@@ -71,8 +72,9 @@ class AccuracySlice:
         count, right: Images of the slice, and right answers.
         rest, rest_right: The same of the other images.
         interval: 95 % interval of the share that is right in the slice.
-        p_value: Of Fisher's exact test against a slice that is as accurate or more.
-        p_adjusted: The same after Holm's correction for all slices.
+        p_value: Of Fisher's exact test against a slice that is as accurate or more; None of too
+            few groups.
+        p_adjusted: The same after Holm's correction for all slices that are tested.
     """
 
     feature: str
@@ -83,13 +85,13 @@ class AccuracySlice:
     rest: int
     rest_right: int
     interval: Sequence[float]
-    p_value: float
-    p_adjusted: float = 1.0
+    p_value: float | None
+    p_adjusted: float | None = None
 
     @property
     def flagged(self) -> bool:
         """Whether the slice is less accurate than the rest, beyond chance."""
-        return self.p_adjusted < LEVEL
+        return self.p_adjusted is not None and self.p_adjusted < LEVEL
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -131,8 +133,10 @@ def accuracy_slices(
     """
     rows = (_slices_of(right, one, groups) for one in features)
     found = list(itertools.chain.from_iterable(rows))
-    adjusted = holm([one.p_value for one in found])
-    return [replace(one, p_adjusted=p) for one, p in zip(found, adjusted, strict=True)]
+    adjusted = iter(holm([one.p_value for one in found if one.p_value is not None]))
+    return [
+        one if one.p_value is None else replace(one, p_adjusted=next(adjusted)) for one in found
+    ]
 
 
 def _slices_of(
@@ -157,6 +161,7 @@ def _slices_of(
         if count < MIN_IMAGES or rest < MIN_IMAGES:
             continue
         (worth, worth_right), (beside, beside_right) = (worth_images(*side) for side in sides)
+        p_value = lower_tail(worth_right, worth + beside, worth_right + beside_right, worth)
         row = AccuracySlice(
             feature=feature.key,
             title=feature.title,
@@ -166,7 +171,7 @@ def _slices_of(
             rest=rest,
             rest_right=rest_right,
             interval=share_interval(*sides[0]),
-            p_value=lower_tail(worth_right, worth + beside, worth_right + beside_right, worth),
+            p_value=p_value if worth and beside else None,
         )
         found.append(row)
     return found

@@ -7,10 +7,11 @@
     interval = quantiles Phi(z0 + (z0 + z) / (1 - a (z0 + z))) of m*,  z = -1.96 and 1.96
 
 Groups of images that are alike (patients, films) are drawn and left out whole.
-docs/trust.md says how often they hold the true value. Three have no such interval and get none: of
-fewer than 5 wrong answers, since most draws then lack what makes the true value; of scores that are
-means over classes, with fewer than 20 images a class; and calibration errors, sums of absolute
-values that are near 0 where scores are calibrated, which draws cannot reach.
+docs/trust.md says how often they hold the true value. Four have no such interval and get none: of
+fewer than 5 wrong answers, since most draws then lack what makes the true value, and those that
+count right answers, of fewer than 5 of these; of scores that are means over classes, with fewer
+than 20 images a class; of scores that are the same in all draws; and calibration errors, sums of
+absolute values that are near 0 where scores are calibrated, which draws cannot reach.
 
 Source: Efron, "Better Bootstrap Confidence Intervals", Journal of the American Statistical
 Association 82, 1987; Davison and Hinkley, "Bootstrap Methods and their Application", section 5.3,
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import LEAST, Outcomes
-from vit.evaluation.image_groups import count_groups, share_interval
+from vit.evaluation.image_groups import ROUNDING, count_groups, share_interval
 from vit.evaluation.wilson_interval import Z95
 
 RESAMPLES, FEWEST_RESAMPLES = 1000, 200
@@ -35,8 +36,8 @@ PARTS, FEWEST_PARTS = 200, 20
 """Parts of the images that the jackknife leaves out in turn; the smaller number of many images."""
 CHUNK = 2 * 10**6
 """Images of the draws that are in memory at a time."""
-MIN_WRONG = 5
-"""Wrong answers from which on there are intervals."""
+MIN_ANSWERS = 5
+"""Wrong answers from which on there are intervals, and right ones for scores that count these."""
 MIN_BOOTSTRAP_GROUPS = 20
 """Groups of images from which on there are intervals by draws of groups."""
 MIN_CLASS_IMAGES = 20
@@ -112,7 +113,7 @@ def _collect(statistics: Statistics, parts: Iterator[Tensor]) -> dict[str, Tenso
 
 def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
     """The interval of one metric: of draws, of all images (1,), and without each group."""
-    if not bool(draws.isfinite().all()):
+    if not bool(draws.isfinite().all()) or float(draws.max() - draws.min()) < ROUNDING:
         return None
     normal, ends = NormalDist(), 1 / len(draws)
     below = float(((draws < whole).double() + (draws <= whole).double()).mean()) / 2
@@ -136,8 +137,8 @@ def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[st
     """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
 
     None of fewer than 5 wrong answers, and those of balanced accuracy and macro F1 also of fewer
-    than 20 images a class. With `groups` of images, that of top-1 too, and none of the others of
-    fewer than 20 groups.
+    than 5 right ones or 20 images a class. With `groups` of images, that of top-1 too, and none of
+    the others of fewer than 20 groups.
     """
     labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
     right = (outcomes.ranks == 0).double()
@@ -158,12 +159,12 @@ def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[st
             "macro_f1": (2 * hits / (labelled + answered)).nanmean(dim=1),
         }
 
-    few = images - int(right.sum()) < MIN_WRONG or few_groups(groups)
+    few = images - int(right.sum()) < MIN_ANSWERS or few_groups(groups)
     names = statistics(torch.ones(1, images, dtype=torch.float64))
     found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
     if groups is not None:
         found["top1"] = share_interval(right.bool(), groups)
-    if images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
+    if int(right.sum()) < MIN_ANSWERS or images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
         found |= {"balanced_accuracy": None, "macro_f1": None}
     return {f"{name}_interval": limits for name, limits in found.items()}
 
@@ -173,7 +174,8 @@ def multilabel_intervals(
 ) -> dict[str, Interval]:
     """Intervals of scores that `summarize_multilabel` returns, as NAME_interval.
 
-    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups.
+    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups; that of micro F1
+    also of fewer than 5 images with a class that is found.
 
     Args:
         probabilities: (images, classes).
@@ -198,8 +200,10 @@ def multilabel_intervals(
             "micro_f1": 2 * (weights @ right) / (weights @ named).clamp(min=1),
         }
 
-    few = int((wrong > 0).sum()) < MIN_WRONG or few_groups(groups)
+    few = int((wrong > 0).sum()) < MIN_ANSWERS or few_groups(groups)
     names = statistics(torch.ones(1, images, dtype=torch.float64))
     found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
+    if int((right > 0).sum()) < MIN_ANSWERS:
+        found["micro_f1"] = None
     found["subset_accuracy"] = share_interval(wrong == 0, groups)
     return {f"{name}_interval": limits for name, limits in found.items()}

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
+MIN_SHUFFLED_GAP = 0.01
+"""Smallest increase of the loss with other images, relative, of a decoder that uses the image."""
 # Letters of scripts that put no spaces between words, by how Unicode names them
 UNSPACED = (
     "CJK ", "IDEOGRAPHIC ", "VERTICAL IDEOGRAPHIC ", "HIRAGANA ", "HENTAIGANA ", "KATAKANA",
@@ -282,6 +284,12 @@ def rouge_l(hypothesis: Sequence[str], references: Sequence[Sequence[str]]) -> f
     if precision == 0:
         return 0.0
     return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
+
+
+def ignores_image(loss: float, shuffled_loss: float, exact: float) -> bool:
+    """Whether a decoder does: its loss is hardly lower than that with other images, and not all of
+    its captions (a share of `exact`) are right, since those of other images are then the same."""
+    return shuffled_loss - loss <= MIN_SHUFFLED_GAP * loss and exact < 1
 
 
 def lcs_length(first: Sequence[str], second: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit.evaluation.caption_metrics import caption_scores, normalize, rouge_l, words
+from vit.evaluation.caption_metrics import caption_scores, ignores_image, normalize, rouge_l, words
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import class_findings
@@ -67,15 +67,12 @@ class CaptionFacts:
         captions: Number of training captions.
         mean_tokens: Mean number of tokens of one, the end included.
         val_images: Number of validation images, of which maybe only some are measured.
-        min_shuffled_gap: Share of the loss by which other images must be worse for a decoder that
-            uses the image.
         advice: What may make a decoder use the image that does not.
     """
 
     captions: int
     mean_tokens: float
     val_images: int
-    min_shuffled_gap: float
     advice: str
 
 
@@ -97,12 +94,10 @@ def write_caption_report(
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Captions of the validation images that were measured, at least one.
         class_outcomes: Classes of the same images, where the network has a head.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     images, epochs = outcomes.images, select_epochs(events)
     loss, shuffled = outcomes.loss, outcomes.shuffled_loss
+    scores = caption_scores([one.caption for one in images], [one.references for one in images])
     write_run_report(
         folder,
         "caption_report.html.j2",
@@ -112,11 +107,10 @@ def write_caption_report(
         decoder=facts.config.decoder.block_config(facts.config.model),
         caption_facts=caption_facts,
         outcomes=outcomes,
+        ignores_image=ignores_image(loss, shuffled, scores["exact"]),
         loss_gap=(shuffled - loss) / loss if loss else math.inf,
         token_ratio=math.exp(min(shuffled - loss, 50)),
-        caption_scores=caption_scores(
-            [one.caption for one in images], [one.references for one in images]
-        ),
+        caption_scores=scores,
         captions=ranked(one.caption for one in images),
         references=ranked(one.references[0] for one in images),
         lengths=[

@@ -10,6 +10,7 @@ al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -78,6 +79,14 @@ class Outcomes:
             squares=probabilities.square().sum(dim=1),
             class_gaps=class_gaps(probabilities, labels),
         )
+
+    def confusion(self, classes: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Number of images by class and answer; pairs without an image are left out."""
+        found: dict[str, dict[str, int]] = {}
+        pairs = Counter(zip(self.labels.tolist(), self.answers.tolist(), strict=True))
+        for (label, answer), count in sorted(pairs.items()):
+            found.setdefault(classes[label], {})[classes[answer]] = count
+        return found
 
     @staticmethod
     def cat(parts: Sequence["Outcomes"]) -> "Outcomes":

@@ -10,7 +10,7 @@ al., "Fast optimal leaf ordering for hierarchical clustering", section 2, Bioinf
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import PurePath
 
@@ -100,30 +100,40 @@ class ConfusionFindings:
     matrix: Sequence[MatrixRow]
     pairs: Sequence[Confusion]
     wrong_pairs: int
-    images: Mapping[Confusion, Sequence[CellImage]]
+    images: Mapping[Confusion, Sequence[CellImage]] = field(default_factory=dict)
     few_classes: int = FEW_CLASSES
 
 
 def confusion_findings(
     outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = ()
 ) -> ConfusionFindings:
-    """The matrix and the most frequent wrong pairs of at least one image.
-
-    Args:
-        outcomes: Of the images.
-        classes: Names.
-        paths: Files of the images; without them, cells have no images.
-    """
+    """`counted_findings` of at least one image, with images in cells where there are `paths`."""
     indices: Indices = defaultdict(list)
     for index, pair in enumerate(
         zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)
     ):
         indices[pair].append(index)
-    totals = outcomes.labels.bincount(minlength=len(classes)).tolist()
-    cells = {
-        pair: Confusion(*pair, len(found), len(found) / totals[pair[0]])
-        for pair, found in sorted(indices.items())
-    }
+    found = counted_findings(outcomes.confusion(classes), classes)
+    drawn = [cell for row in found.matrix for cell in row.cells if cell is not None]
+    known = set(found.pairs)
+    right = [cell for cell in drawn if cell.label == cell.answer]
+    others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
+    others.sort(key=lambda cell: -cell.count)
+    images = cell_images([*found.pairs, *others], right, indices, outcomes, paths) if paths else {}
+    return replace(found, images=images)
+
+
+def counted_findings(
+    counts: Mapping[str, Mapping[str, int]], classes: Sequence[str]
+) -> ConfusionFindings:
+    """The matrix and the most frequent wrong pairs, by the number of images of class and answer."""
+    index = {name: number for number, name in enumerate(classes)}
+    totals = {index[name]: sum(answers.values()) for name, answers in counts.items()}
+    cells: dict[tuple[int, int], Confusion] = {}
+    for name, answers in counts.items():
+        for other, count in answers.items():
+            pair = index[name], index[other]
+            cells[pair] = Confusion(*pair, count, count / totals[pair[0]])
     wrong = [cell for (label, answer), cell in cells.items() if label != answer]
     wrong.sort(key=lambda cell: -cell.count)
     pairs = wrong[:MAX_PAIRS]
@@ -133,19 +143,13 @@ def confusion_findings(
     for label in order:
         row = [cells.get((label, answer)) for answer in order]
         inside = sum(cell.count for cell in row if cell is not None)
-        matrix.append(MatrixRow(label, row, totals[label] - inside))
-    drawn = [cell for row in matrix for cell in row.cells if cell is not None]
-    known = set(pairs)
-    right = [cell for cell in drawn if cell.label == cell.answer]
-    others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
-    others.sort(key=lambda cell: -cell.count)
+        matrix.append(MatrixRow(label, row, totals.get(label, 0) - inside))
     return ConfusionFindings(
         classes=classes,
         order=order,
         matrix=matrix,
         pairs=pairs,
         wrong_pairs=len(wrong),
-        images=cell_images([*pairs, *others], right, indices, outcomes, paths) if paths else {},
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from vit.errors import ConfigError
 from vit.evaluation.charts import SCORES, robustness_charts
 from vit.evaluation.classification_report import class_table
+from vit.evaluation.confusion_matrix import counted_findings
 from vit.evaluation.html_page import render_page
 
 CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
@@ -19,9 +20,6 @@ def check_page(score: str, *, captions: bool) -> None:
     Args:
         score: Key of its score.
         captions: Whether it writes captions.
-
-    Raises:
-        ConfigError: It is no classifier.
     """
     if score not in SCORES or captions:
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
@@ -44,12 +42,10 @@ def evaluation_page(
     Args:
         model, data: What was evaluated.
         scores: As `vit.evaluate` returns them, of a classifier of one or several classes an image.
-
-    Raises:
-        ConfigError: They are those of captions or of another task.
     """
     key = next((name for name in SCORES if name in scores), "")
     check_page(key, captions="bleu4" in scores)
+    names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,
@@ -60,6 +56,7 @@ def evaluation_page(
         interval=scores[f"{key}_interval"],
         numbers=score_rows(scores),
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
+        confusions=counted_findings(counts, names) if counts else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

@@ -6,7 +6,8 @@
                                t: Student's quantile of G - 1 degrees of freedom
     interval = Wilson's of the share p of n' images
 
-n' is at most the number of images, and that of the groups where these do not differ.
+n' is at most the number of images, that of the groups where these do not differ, and 0 of fewer
+than 5 groups, which tell nothing about others.
 
 Source: Franco, Little, Louis and Slud, "Comparative Study of Confidence Intervals for Proportions
 in Complex Sample Surveys", Journal of Survey Statistics and Methodology 7, 2019.
@@ -24,7 +25,7 @@ FEWEST_DEGREES = 3.0
 ROUNDING = 1e-12
 """Variance of a mean, as a share of that of an image, up to which groups do not differ."""
 MIN_GROUPS = 5
-"""Groups from which on there is an interval of a share: fewer tell nothing about others."""
+"""Groups from which on their images tell something about others."""
 
 
 def number_groups(names: Sequence[str]) -> Tensor:
@@ -63,17 +64,17 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     images, right = len(hits), int(hits.sum())
     if groups is None:
         return list(wilson_interval(right, images))
-    if count_present(groups) < MIN_GROUPS:
-        return [0.0, 1.0]
     effective = effective_images(hits, groups)
+    if not effective:
+        return [0.0, 1.0]
     return list(wilson_interval(right / images * effective, effective))
 
 
 def effective_images(values: Tensor, groups: Tensor) -> float:
     """Number of independent images whose mean value is as certain as that of these, (images,)."""
     number, images = count_present(groups), len(values)
-    if number == 1:
-        return 1.0
+    if number < MIN_GROUPS:
+        return 0.0
     residuals = values.double() - values.double().mean()
     sums = groups.bincount(residuals)
     variance = number / (number - 1) * float(sums.square().sum()) / images**2

@@ -27,6 +27,7 @@ from vit.evaluation.bootstrap_intervals import Interval, jackknife_weights
 from vit.evaluation.image_groups import (
     FEWEST_DEGREES,
     MIN_GROUPS,
+    ROUNDING,
     count_groups,
     student_quantile,
 )
@@ -70,7 +71,8 @@ class PairedMap(PairedComparison):
         maps: Mean average precision of A and of B.
         intervals: Their 95 % intervals; None where there is none.
         error: Standard error of the difference; NaN where it is not known: fewer than 5 parts or
-            groups of images, or one without which no class is left.
+            groups of images, one without which no class is left, or none that changes the
+            difference.
         degrees: Degrees of freedom of that.
     """
 
@@ -103,7 +105,8 @@ class PairedMap(PairedComparison):
             counts = {**counts, "groups": count_groups(groups)}
         left_out = b.left_out - a.left_out
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
-        known = parts >= MIN_GROUPS and bool(means.isfinite().all())
+        finite = parts >= MIN_GROUPS and bool(means.isfinite().all())
+        known = finite and float(means.max() - means.min()) > ROUNDING
         squares = float((means - means.mean()).square().sum()) if known else math.nan
         return PairedMap(
             **counts,
@@ -123,7 +126,7 @@ class PairedMap(PairedComparison):
         """Probability of so large a difference where neither is better; 1 without an error."""
         if math.isnan(self.error):
             return 1.0
-        return student_tails(abs(self.difference) / self.error, self.degrees) if self.error else 1.0
+        return student_tails(abs(self.difference) / self.error, self.degrees)
 
     def interval(self) -> tuple[float, float]:
         """95 % interval of the difference; [-1, 1] without an error."""

@@ -413,7 +413,7 @@ def read_run(folder: Path, root: Path) -> RunRecord:
             error = read_calibration_error(folder / "config.json")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             reasons.append(f"{WEIGHTS} or config.json is damaged: {printable(problem)}")
-    elif facts:
+    elif facts and (folder / "config.json").exists():  # a search drops both of its trials
         reasons.append(f"{WEIGHTS} is missing")
     relative = os.path.relpath(folder, root)
     return RunRecord(

@@ -200,27 +200,16 @@ def comparison_images(
         yield list(images)
         return
     try:
-        samples, data = validation_images(folder, run)
+        spec = DatasetSpec.from_config(stored_config(folder).data, split="val")
+        samples = load_samples(get_task(run.task_name), folder, spec, run.classes, lambda _: None)
     except VitError as error:
         notify(f"no validation images ({printable(error)}): drew {len(SIZES)} of many sizes")
         with tempfile.TemporaryDirectory(prefix="vit-verify-") as drawn:
             yield draw(Path(drawn))
         return
     chosen = evenly_spaced(samples, MAX_COMPARED)
-    notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(data)}")
+    notify(f"{len(chosen)} of {len(samples):,} validation images of {printable(spec.data)}")
     yield [sample.path for sample in chosen]
-
-
-def validation_images(folder: Path, run: LoadedRun) -> tuple[tuple[Sample, ...], str]:
-    """The validation images of the training, and the name of its data.
-
-    Raises:
-        VitError: They cannot be found.
-    """
-    data = stored_config(folder).data
-    spec = DatasetSpec(data.data, data.images, split="val")
-    task = get_task(run.task_name)
-    return load_samples(task, folder, spec, run.classes, lambda _note: None), data.data
 
 
 def draw(folder: Path) -> list[str]:

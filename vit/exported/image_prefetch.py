@@ -16,14 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import (
-    MAX_PIXELS,
-    EncodedImage,
-    IntensityRange,
-    check_pixels,
-    read_image,
-    read_size,
-)
+from vit.data.image_io import EncodedImage, IntensityRange, read_image, read_size
 from vit.data.image_objects import ImageInput, NamedImage, named_images, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.errors import BadImage, ConfigError, error_text
@@ -39,11 +32,7 @@ PIXEL_LIMIT = 2**25
 
 
 def resolve_batch_and_workers(batch_size: int | None, workers: int | None) -> tuple[int, int]:
-    """Return both with their defaults filled in.
-
-    Raises:
-        ConfigError: One is less than 1.
-    """
+    """Return both with their defaults filled in."""
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
@@ -150,20 +139,15 @@ def decode_image(
     prepare: Callable[[Image.Image], object],
     intensity_range: IntensityRange | None,
     note: DarkImageNote,
-    max_pixels: int = MAX_PIXELS,
 ) -> Array | BadImage:
-    """Decode an image, which may be an EncodedImage too, and `prepare` it; or return its error.
-
-    An image of more than `max_pixels` is refused before it is decoded.
-    """
+    """Decode an image, which may be an EncodedImage too, and `prepare` it; or return its error."""
     options: dict[str, Any] = {
         "intensity_range": intensity_range,
         "on_dark": partial(note, one.name),
     }
     try:
         if isinstance(one.source, str | EncodedImage):
-            check = partial(check_pixels, limit=max_pixels, name=one.name)
-            image = read_image(one.source, before_decode=check, **options)
+            image = read_image(one.source, **options)
         else:
             image = to_rgb_image(one.source, one.name, **options)
         return np.asarray(prepare(image))

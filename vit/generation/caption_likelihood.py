@@ -10,9 +10,6 @@ from torch.nn import functional as F
 from vit.model.decoder import TextDecoder
 from vit.precision import at_least_float32
 
-MIN_SHUFFLED_GAP = 0.01
-"""Smallest increase of the loss with other images, relative, of a decoder that uses the image."""
-
 
 def caption_losses(
     logits: Tensor, ids: Tensor, pad: int, *, smoothing: float = 0.0
@@ -60,8 +57,3 @@ def matched_and_shuffled_losses(
     logits = decoder(ids[:, :-1], memory, counted=ids[:, 1:] != pad)
     matched = caption_losses(logits, ids, pad)
     return torch.stack([part.cpu().double() for part in (*matched, *shuffled)])
-
-
-def ignores_image(loss: float, shuffled_loss: float) -> bool:
-    """Whether the loss is hardly lower than that with other images."""
-    return shuffled_loss - loss <= MIN_SHUFFLED_GAP * loss

@@ -20,6 +20,7 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError
 from vit.inference.attribution import (
@@ -121,6 +122,7 @@ def draw_explanations(
     folder = Path(folder)
     with explain_write_errors(folder):
         folder.mkdir(exist_ok=True)
+        (folder / OUTPUT_MARKER).touch()
     outputs = (output for batch in predictor.batches(images) for output in batch)
     tested: list[Deletion] = []
     for number, output in enumerate(outputs, 1):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import MAX_PIXELS, EncodedImage, check_pixels, read_image
+from vit.data.image_io import MAX_PIXELS, EncodedImage, read_image
 from vit.data.image_objects import ImageInput, to_rgb_image
 from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import Preprocessing
@@ -74,8 +74,6 @@ class ImageReader:
     """
 
     transform: Callable[[Image.Image], Image.Image] | None = None
-    max_pixels = MAX_PIXELS
-    """Images of more pixels are refused before they are decoded."""
     observe: Callable[[str, tuple[int, int], str, Tensor], object] | None = None
 
     def __init__(
@@ -101,14 +99,10 @@ class ImageReader:
         Args:
             image: A path, an image in memory, or a file in memory.
             name: Name of an image in memory, in errors.
-
-        Raises:
-            ConfigError: An array or tensor that is no image.
         """
         held: list[int] = []
 
         def admit(pixels: int) -> None:
-            check_pixels(pixels, self.max_pixels, name)
             self.budget.acquire(pixels)
             held.append(pixels)
 
@@ -118,10 +112,8 @@ class ImageReader:
             "on_dark": partial(self.note_dark, name),
         }
         try:
-            if isinstance(image, EncodedImage):
+            if isinstance(image, EncodedImage | str | os.PathLike):
                 decoded = read_image(image, before_decode=admit, **options)
-            elif isinstance(image, str | os.PathLike):
-                decoded = read_image(name, before_decode=admit, **options)
             else:
                 decoded = to_rgb_image(image, name, **options)
             if self.transform is not None:

@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 
-from vit.config import DataConfig
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.archives import relative
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
-from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec, resolve_folder
+from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.held_out_split import read_split
+from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
@@ -145,6 +144,7 @@ def evaluate(
         allow_outside=allow_outside,
         group=group,
     )
+    spec = dataclasses.replace(spec, columns=(*spec.columns, *slice))
     predictor = open_evaluated(
         model,
         device=device,
@@ -203,6 +203,7 @@ def evaluate(
             top_k,
             all_scores=all_scores,
             csv=csv,
+            cells=list_rows(full_spec) if is_list(full_spec.data) else {},
         )
         scores = _measure_with_rows(measured, rows, os.fspath(out))
     if corruptions:
@@ -333,6 +334,7 @@ class EvaluationRows:
         top_k: As for `evaluate`.
         all_scores: As for `evaluate`.
         csv: From `csv_settings`.
+        cells: Rows of the lists of the images.
     """
 
     def __init__(
@@ -345,6 +347,7 @@ class EvaluationRows:
         *,
         all_scores: bool = False,
         csv: Mapping[str, Any],
+        cells: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.predictor, self.names, self.style, self.top_k = predictor, names, style, top_k
         multilabel = predictor.thresholds is not None
@@ -366,6 +369,7 @@ class EvaluationRows:
             predictor.n_best,
             multilabel,
             self.truth,
+            cells=cells,
             **csv,
         )
         self.header, self.format_row = FORMATS[style](layout)
@@ -412,19 +416,12 @@ def evaluate_held_out(
         settings: As for `evaluate`.
     """
     config = stored_config(Path(run))
-    spec = held_out_spec(config.data)
+    spec = DatasetSpec.from_config(config.data, split="val")
     if data is not None:
         spec = dataclasses.replace(spec, data=os.fspath(data))
     if device is None and config.run.device != "auto":
         device = config.run.device
     return evaluate(run, spec, device=device, **settings)
-
-
-def held_out_spec(data: DataConfig) -> DatasetSpec:
-    """The validation images of a training; `with_training_settings` finds its lists of images."""
-    return dataclasses.replace(
-        DatasetSpec.from_config(data), split="val", exclude=None, corrections=None, label_list=None
-    )
 
 
 def source_of(
@@ -456,28 +453,22 @@ def load_samples(
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
     spec = evaluated_spec(task, run, spec, classes, notify)
     spec = dataclasses.replace(spec, **(label_settings or {}))
-
-    def held_out(root: Path, known: Collection[str]) -> list[str]:
-        return [] if run is None else held_out_images(run, spec.data, root, known)
-
     samples, notes = open_eval_split(
         spec,
         split=str(spec.split),
         classes=task.label_names(spec, classes),
-        held_out=held_out,
+        held_out=None if run is None else read_split(run),
         unshared_classes=unshared_classes,
     )
     for note in notes:
         notify(note)
     task.check_samples(samples, spec.data)
-    if run is not None and spec.split == "val":
-        seen = count_trained_on(run, samples)
-        if seen:
-            notify(
-                f"note: {printable(run)} was trained on {seen:,} of these "
-                f"{plural(len(samples), 'image')}, so the numbers are too good for new ones; give "
-                "images that it has not seen"
-            )
+    if run is not None and spec.split == "val" and (seen := count_trained_on(run, samples)):
+        notify(
+            f"note: {printable(run)} was trained on {seen:,} of these "
+            f"{plural(len(samples), 'image')}, so the numbers are too good for new ones; give "
+            "images that it has not seen"
+        )
     return samples
 
 
@@ -498,12 +489,14 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
     if not any(path.startswith(inside) for path in paths - held_out):
         return 0
     try:
-        data = stored_config(run).data
-        index = read_source(DatasetSpec.from_config(data))
+        index = read_source(DatasetSpec.from_config(stored_config(run).data))
     except VitError:
         return 0
-    trained = index.train
-    return len(paths & {os.path.realpath(one.path) for one in trained} - held_out)
+    learned = {one.path for one in index.train}
+    match = record.find(learned, index.root)
+    if record.val and not match.paths:  # other images are there now
+        return 0
+    return len(paths & {os.path.realpath(path) for path in learned - match.paths})
 
 
 def evaluated_spec(
@@ -554,128 +547,37 @@ def with_training_settings(
 ) -> DatasetSpec:
     """`spec` with the dataset settings of the training in run folder `run` where it has none.
 
-    The image folder, whether images may lie outside of it, and images that were left out or labels
-    that were corrected, are taken for the same data only; `notify` is called with a note about
-    settings that are not.
+    The image folder, whether images may lie outside of it, groups, and lists that people edit are
+    for the same data only, also a copy; `notify` is called with a note about those not taken.
     """
     if run is None or not has_stored_config(run):
         return spec
     data = stored_config(run).data
-    folders = training_folders(run, data.data)
-    target = os.path.realpath(spec.data)
-    start = next((one for one in folders if os.path.realpath(one / data.data) == target), None)
-    own = start is not None or is_split_root(run, data.data, spec.data)
-    found = spec
-    if own or is_list(spec.data):
-        places = folders if os.path.isabs(data.data) else [] if start is None else [start]
-
-        def located(path: str | None) -> str | None:
-            if path is None or not own:
-                return None
-            if os.path.isabs(path):
-                return path
-            there = next((one / path for one in places if (one / path).exists()), None)
-            if there is not None:
-                return os.fspath(there)
-            return path if start == Path() else None  # in the working folder: reading it says why
-
-        found = dataclasses.replace(
-            spec,
-            images=spec.images or located(data.images),
-            image_column=spec.image_column or data.image_column,
-            label_column=spec.label_column or data.label_column,
-            caption_column=spec.caption_column or data.caption_column,
-            allow_outside=spec.allow_outside or (own and data.allow_outside),
-            group=spec.group or (data.group if own else None),
-            exclude=spec.exclude or located(data.exclude),
-            corrections=spec.corrections or located(data.corrections),
-            label_list=spec.label_list or located(data.labels),
-        )
-    applied = {**vars(found), "labels": found.label_list}
-    columns = () if Path(spec.data).is_dir() else ("image_column", "label_column", "caption_column")
-    files = ("exclude", "corrections", "labels")
+    split, own = read_split(run), os.path.realpath(spec.data) == os.path.realpath(data.data)
+    own = own or (split is not None and split.lies_in(Path(spec.data)))
+    stored, files = DatasetSpec.from_config(data), ("exclude", "corrections", "label_list")
+    columns: tuple[str, ...] = ("image_column", "label_column", "caption_column")
+    usable = columns if own or is_list(spec.data) else ()
+    if own:
+        stored_config(run, notify)  # with notes about lists that were changed
+        lists = [name for name in ("images", *files) if os.path.exists(getattr(stored, name) or "")]
+        usable = (*columns, *lists, "allow_outside", "group")
+    chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}
+    found = dataclasses.replace(spec, **chosen)
     named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use
+    columns = () if Path(spec.data).is_dir() else columns
     missing = [
-        f"{name}={printable(value)}"
+        f"{'labels' if name == 'label_list' else name}={printable(value)}"
         for name in ("group", *(files if named else ()), *columns, *(["images"] * own))
-        if (value := getattr(data, name)) is not None and applied[name] is None
+        if (value := getattr(stored, name)) is not None and getattr(found, name) is None
     ]
     if missing:
-        why = "the files are not found here" if own else f"{printable(spec.data)} is not its data"
-        remedy = "start in the folder in which it was trained" if named else "give it again"
+        other = f"{printable(spec.data)} is not its data; if it should be, give it again"
         notify(
             f"note: {printable(run)} was trained with {', '.join(missing)} on "
-            f"{printable(data.data)}, not applied: {why}; if it should be, {remedy}"
+            f"{printable(data.data)}, not applied: {'the files are gone' if own else other}"
         )
     return found
-
-
-def training_folders(run: Path, data: str) -> list[Path]:
-    """Folders that paths in the settings of a run may be relative to, the working folder first.
-
-    A training stores paths as they were given, maybe in another working folder. That is often one
-    above the run folder, or above `data`, whose folder split.json has in full.
-
-    Args:
-        run: The run folder.
-        data: DATA in its settings.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record = read_split(run)
-    above: list[Path] = []
-    if record is not None and not os.path.isabs(data):
-        for one in (record.root, *record.root.parents):
-            target = (one / data).resolve()
-            if record.root in (target, target.parent):
-                above.append(one)
-    if record is not None and record.root.exists():  # another folder of that name is not its data
-        return [Path(), *above, *(run.resolve().parents if os.path.isabs(data) else ())]
-    named = Path(data).name not in ("", "..")  # else any folder above the run would fit
-    return [Path(), *above, *(run.resolve().parents if named else ())]
-
-
-def is_split_root(run: Path, stored: str, data: str) -> bool:
-    """Whether `data` has the name of `stored`, DATA of the run, and the folder in its split.json.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record, target = read_split(run), Path(data).resolve()
-    if record is None or target.name != Path(stored).name:
-        return False
-    return record.root == (target if target.is_dir() else target.parent)
-
-
-def held_out_images(
-    run: Path, data: str, root: Path | None = None, known: Collection[str] = ()
-) -> list[str]:
-    """Names of the images that the training of `run` held out from `data` for validation.
-
-    `data` is what it split if the folder is the same, or has all of the names (moved or copied).
-    Else the names are made relative to `data`, where only the same files match.
-
-    Args:
-        run: The run folder.
-        data: As for `evaluate`.
-        root: Folder that the names are relative to; that of `data` by default.
-        known: Names in it, besides its files.
-
-    Raises:
-        RunError: split.json of the run is damaged.
-    """
-    record = read_split(run)
-    if record is None:
-        return []
-    origin, names = record.root, record.val
-    root = resolve_folder(data)[0] if root is None else root
-    names_there = set(known)
-    if root.resolve() == origin or all(n in names_there or (root / n).is_file() for n in names):
-        return names
-    # the same files may be named from another folder, such as that of a list
-    elsewhere = (relative(str(origin / name), root.resolve()) for name in names)
-    return [name for name in elsewhere if not name.startswith("../")]
 
 
 def measure(

@@ -26,14 +26,15 @@ from torch import Tensor
 
 from vit.config.merge_settings import SOUP_FOLDER
 from vit.config.parser import write_settings
-from vit.config.stored_config import stored_config
+from vit.config.stored_config import stored_config, write_paths
 from vit.data.dataset_types import NO_LABEL, Sample
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.image_groups import number_groups
 from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
-from vit.inference.evaluate import held_out_spec, load_samples
+from vit.inference.evaluate import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
@@ -176,12 +177,14 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
     config = stored_config(run)
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
-    record = {**json.loads((run / SPLIT_FILE).read_text("utf-8")), "fold": None, "val": []}
+    record = json.loads((run / SPLIT_FILE).read_text("utf-8"))
+    record |= {"fold": None, "val": [], "val_digests": []}
     beside = out.with_name(f".{out.name}.tmp")
     with explain_write_errors(out.parent):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
+        write_paths(beside, whole)
         write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
         serialize_model(
             soup.model.state_dict(),
@@ -211,7 +214,7 @@ def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
     Raises:
         VitError: The data cannot be read, or have none of the images of a fold.
     """
-    spec = held_out_spec(stored_config(runs[0]).data)
+    spec = DatasetSpec.from_config(stored_config(runs[0]).data, split="val")
     task = get_task(loaded.task_name)
     pairs: list[tuple[Sample, int]] = []
     for place, run in enumerate(runs):

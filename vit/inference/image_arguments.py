@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from vit.errors import DataError
@@ -11,11 +12,7 @@ from vit.text import Notify, printable
 
 
 def input_paths(inputs: Any) -> list[str]:
-    """One input or a list of them, of a Python call, as text.
-
-    Raises:
-        ConfigError: One is no path.
-    """
+    """One input or a list of them, of a Python call, as text."""
     listed = inputs if isinstance(inputs, list | tuple) else [inputs]
     wanted = "files, folders, patterns or lists; images in memory are for vit.Predictor"
     return [path_argument("inputs", one, wanted) for one in listed]
@@ -26,9 +23,6 @@ def find_images(inputs: Sequence[str], *, notify: Notify, lists: bool = False) -
 
     With `lists`, those that only Ray's workers read are replaced by their images: see
     `read_column`.
-
-    Raises:
-        DataError: There are no images.
     """
     images: list[str] = []
     notes: list[str] = []
@@ -50,9 +44,6 @@ def read_column(word: str) -> list[str] | None:
     """Images of a list at a URL, in Parquet, or with URLs in its column `image`; None of others.
 
     Names in a list of URLs that are none are relative to its folder, as in all local lists.
-
-    Raises:
-        DataError: A list at a URL or in Parquet cannot be read.
     """
     from vit.inference.remote_files import LISTS, is_url, read_list
 
@@ -72,11 +63,7 @@ def read_column(word: str) -> list[str] | None:
 
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
-    """Paths that one input means; a folder without images is an error of its own among others.
-
-    Raises:
-        DataError: A pattern matches nothing, or the only input is a folder without images.
-    """
+    """Paths that one input means; a folder without images is an error of its own among others."""
     from vit.data.sources.image_inputs import list_images
     from vit.data.sources.input_hints import refuse_mistaken
 
@@ -91,6 +78,20 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
         if alone or not os.path.isdir(word):
             raise
         return [word]
+
+
+def input_rows(inputs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the image lists among `inputs`; see `list_rows`."""
+    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.data.sources.image_list import list_rows
+    from vit.data.sources.list_files import is_list
+
+    spec = partial(DatasetSpec, allow_outside=True, labels=False, reads_splits=False)
+    found: dict[str, dict[str, Any]] = {}
+    for word in inputs:
+        rows = list_rows(spec(word)) if is_list(word) and os.path.isfile(word) else {}
+        found |= {path: {**row, **found.get(path, {})} for path, row in rows.items()}
+    return found
 
 
 def read_path_list() -> list[str]:

@@ -32,7 +32,7 @@ from vit.data.checks.near_duplicates import verify_near_duplicates
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
-from vit.errors import ConfigError, DataError, RunError
+from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     MIN_AGREEMENT,
     LabeledRow,
@@ -42,7 +42,6 @@ from vit.evaluation.confident_learning import (
     weak_predictions,
 )
 from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
-from vit.inference.evaluate import training_folders
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.review_list import write_review_list
 from vit.text import Notify, plural, printable
@@ -228,15 +227,8 @@ def label_indices(labels: Sequence[str], classes: Sequence[str]) -> list[int | N
 def has_learned(weights: str, root: Path) -> bool:
     """Whether `weights` is a run that was trained on the data in folder `root`."""
     run = run_folder_of(weights)
-    if not has_stored_config(run):
-        return False
-    data, target = stored_config(run).data.data, root.resolve()
-    try:
-        folders = training_folders(run, data)
-    except RunError:  # of a damaged split.json: only this note depends on it here
-        folders = [Path()]
-    places = [(one / data).resolve() for one in folders if (one / data).exists()]
-    return any(target in (one, one.parent) for one in places)
+    data = Path(stored_config(run).data.data).resolve() if has_stored_config(run) else None
+    return data is not None and data.exists() and root.resolve() in (data, data.parent)
 
 
 def add_row_errors(

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +27,7 @@ from vit.inference.backends import (
     open_predictor,
     select_engine,
 )
-from vit.inference.image_arguments import find_images, input_paths
+from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -171,19 +171,11 @@ class PredictionConfig:
         return settings | {name: value for name, value in optional.items() if value}
 
     def csv_settings(self, style: str) -> dict[str, Any]:
-        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`.
-
-        Raises:
-            ConfigError: A setting of CSV has no meaning.
-        """
+        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`."""
         return csv_settings(self.csv_separator, self.csv_digits, style)
 
     def check(self, engine: str, processes: int, style: str = "table") -> None:
-        """Refuse settings that exclude each other.
-
-        Raises:
-            ConfigError: The message names their flags.
-        """
+        """Refuse settings that exclude each other."""
         check_top_k(self.top_k)
         self.csv_settings(style)
         out = self.out if self.to_file else None
@@ -368,6 +360,7 @@ def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: 
         workers=settings.pop("workers"),
         settings=settings,
         notify=notify,
+        cells=input_rows([word for word in config.inputs if read_column(word) is None]),
         **config.csv_settings(style),
     )
 
@@ -422,17 +415,18 @@ class PredictionJob:
     progress: Callable[[int, int], object]
     totals: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """Rows of the lists among the inputs, by the path of the image."""
+        return input_rows(self.config.inputs)
+
     @property
     def multilabel(self) -> bool:
         return self.predictor.thresholds is not None
 
     @property
     def top_k(self) -> int:
-        """Classes per row; 0 for a network without classes.
-
-        Raises:
-            ConfigError: A flag needs classes, and the network has none.
-        """
+        """Classes per row; 0 for a network without classes."""
         config = self.config
         names = ("threshold", "sort_into", "reject", "sets")
         flags = {name: getattr(config, name) for name in names}
@@ -456,6 +450,7 @@ class PredictionJob:
             **config.csv_settings(self.style),
             reject=self.config.reject,
             sets=self.config.sets is not None,
+            cells=self.cells,
         )
         header, line = FORMATS[self.style](layout)
         if self.style == "csv" and config.to_file:
@@ -531,11 +526,7 @@ class PredictionJob:
         return self.report(self.totals, done=total, seconds=time.monotonic() - begin)
 
     def write_file(self, output: ResumableOutput) -> int:
-        """Write rows and embeddings into resumable files; return the failures.
-
-        Raises:
-            VitError: It cannot start, or stopped early; the message says what is kept.
-        """
+        """Write rows and embeddings into resumable files; return the failures."""
         config, group = self.config, self.group
         settings = self.settings_record()
         first, *others = group.all_gather(settings)
@@ -570,13 +561,12 @@ class PredictionJob:
         return self.report(totals, done=done, seconds=max(seconds for *_, seconds in outcomes))
 
     def settings_record(self) -> dict[str, Any]:
-        """Everything that determines the output; only a prediction with equal ones is resumed.
-
-        Raises:
-            RunError: A file of the model cannot be read.
-        """
+        """Everything that determines the output; only a prediction with equal ones is resumed."""
         config, predictor = self.config, self.predictor
         paths = b"\0".join(map(os.fsencode, self.images))
+        cells = hashlib.sha256()
+        for row in self.cells.items():
+            cells.update(repr(row).encode())
         folder = config.sort_into and os.path.abspath(config.sort_into)
         return {
             "vit": __version__,
@@ -584,6 +574,7 @@ class PredictionJob:
             "model": sha256_of_files(model_files(config.model, self.engine)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
+            "list_cells": cells.hexdigest() if self.cells else None,
             "batch_size": predictor.batch_size,
             "block": predictor.block_size,
             "device": str(predictor.device).split(":")[0],
@@ -646,7 +637,9 @@ class PredictionJob:
     ) -> "Outcome":
         """Predict the images of this process; on any error the other processes stop as well."""
         echo = ECHO_SECONDS if self.group.processes > 1 else 0.0
-        with explain_write_errors(output.out), Interruption(echo) as signals:
+        note = "stopping after this block; a second signal ends at once"
+        stops = Interruption(echo, lambda: self.notify(note))
+        with explain_write_errors(output.out), stops as signals:
             try:
                 return self.write_blocks(
                     log, format_row, dim, lambda: check_interruption(output, signals)
@@ -740,9 +733,6 @@ def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) 
         predictor: The predictor.
         top_k: Requested number; default: 5, or all classes of a multi-label network.
         flags: Values of other flags that need classes.
-
-    Raises:
-        ConfigError: A flag needs classes, and the network has none.
     """
     classes, several = predictor.classes, predictor.thresholds is not None
     check_classes(classes, top_k=top_k, **flags)

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vit.cpu_cores import usable_cores
+from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
@@ -68,11 +69,7 @@ class SharedAttemptCounter:
 def shares(
     resources: dict[str, float], device: str | None, workers: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """Number of workers, and the resources of each, as options of `ray.remote`.
-
-    Raises:
-        ConfigError: `device` is a GPU, and the cluster has none.
-    """
+    """Number of workers, and the resources of each, as options of `ray.remote`."""
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if device is not None and device.startswith("cuda") and not gpus:
         raise ConfigError(f"device={device!r}: this Ray cluster has no GPU")
@@ -86,9 +83,6 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
     """The connected cluster, that of RAY_ADDRESS, or a local one until the end of the `with`.
 
     Yields the module ray, which is slow to import.
-
-    Raises:
-        VitError: Ray is not installed, or cannot start.
     """
     # no telemetry, and no messages about failures that Ray recovers from
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -142,11 +136,7 @@ def ordered_and_quiet() -> Iterator[None]:
 
 @contextmanager
 def raise_worker_errors() -> Iterator[None]:
-    """Re-raise errors of workers as a VitError of one line.
-
-    Raises:
-        VitError: That of the worker, or an error of Ray.
-    """
+    """Re-raise errors of workers as a VitError of one line."""
     from ray.exceptions import RayError
 
     try:
@@ -176,7 +166,7 @@ def predict_with_ray(
     settings: dict[str, Any],
     workers: int | None,
     notify: Notify,
-    **csv: Any,
+    **columns: Any,
 ) -> int:
     """Predict all `images` into one file; return the number of failures.
 
@@ -192,17 +182,15 @@ def predict_with_ray(
         settings: Of the Predictor.
         workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
         notify: Called with a line about the workers.
-        csv: Of CSV, from `csv_settings`.
-
-    Raises:
-        VitError: Ray is not installed or gives up, or the model or a setting cannot be used.
+        columns: More fields of the Layout of the rows.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     model = os.path.abspath(model) if os.path.exists(model) else model
     with redirect_stdout(sys.stderr), cluster(workers) as ray, ordered_and_quiet():
         size, share = shares(ray.cluster_resources(), settings.get("device"), workers)
-        settings = {"workers": min(share["num_cpus"], MAX_READ_THREADS), **settings}
+        threads = min(share["num_cpus"], MAX_READ_THREADS)
+        settings = {"workers": threads, "max_pixels": max_pixels(), **settings}
         with raise_worker_errors():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
         if about["several"]:
@@ -221,7 +209,7 @@ def predict_with_ray(
             images,
             about["n_best"],
             shares=about["shares"],
-            **csv,
+            **columns,
         )
         arguments = (
             model,
@@ -336,6 +324,8 @@ def _opened(model: str, settings: dict[str, Any]) -> Any:
     """A Predictor, or an exported network."""
     from vit.exported.load_exported import exported_engine, load_exported
 
+    settings = {**settings}
+    set_max_pixels(settings.pop("max_pixels", MAX_PIXELS))
     engine = exported_engine(model)
     if engine is None:
         from vit.inference.predictor import Predictor
@@ -366,11 +356,7 @@ def _rows(
     size: int,
     share: dict[str, Any],
 ) -> Iterator[Prediction]:
-    """Predictions of all `images` in order.
-
-    Raises:
-        RunError: Ray lost or repeated a row.
-    """
+    """Predictions of all `images` in order."""
     import ray.data
 
     answered = ray.data.from_arrow(tables).map_batches(

@@ -25,8 +25,10 @@ from vit.data.checks.dataset_check import Progress
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
-from vit.data.sources.label_review import read_labels, review_names
-from vit.data.sources.open_dataset import has_image_column, read_source
+from vit.data.sources.label_review import apply_review, label_list_spec, review_names
+from vit.data.sources.list_columns import choose_columns, match_name
+from vit.data.sources.list_formats import read_rows
+from vit.data.sources.open_dataset import read_whole_source
 from vit.errors import ConfigError, DataError
 from vit.inference.active_learning import (
     class_margins,
@@ -78,6 +80,10 @@ class Suggestions:
     """The best first."""
     failed: list[tuple[str, str]]
     """Unreadable images, named as the suggested ones, and the reasons."""
+    columns: tuple[tuple[str, str], ...] = tuple(zip(COLUMNS, COLUMNS, strict=True))
+    """Names of the columns of the list and what is in them: those of the list of labels."""
+    delimiter: str = ","
+    """Between the cells of a CSV file."""
 
     def lines(self) -> list[str]:
         """What was done, for a terminal."""
@@ -95,7 +101,12 @@ class Suggestions:
 
     def write(self, path: str | None) -> None:
         """Write the list that an annotator fills in; see `write_review_list`."""
-        write_review_list(path, COLUMNS, [(one.image, "", one.likely) for one in self.suggested])
+        names, contents = zip(*self.columns, strict=True)
+        cells = (
+            {"image": one.image, "likely": one.likely, "split": "train"} for one in self.suggested
+        )
+        rows = [[row.get(content, "") for content in contents] for row in cells]
+        write_review_list(path, names, rows, self.delimiter)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit suggest`."""
@@ -163,24 +174,25 @@ def suggest(
         raise ConfigError(f"order={printable(order)!r}: choose one of {', '.join(ORDERS)}")
     spec = as_dataset_spec(
         data,
-        {"labels": False, "exclude": exclude},
+        {"exclude": exclude},
         images=images,
         image_column=image_column,
         allow_outside=allow_outside,
     )
-    plain, column = dataclasses.replace(spec, labels=False), None
-    if labels is not None and not has_image_column(spec.data):
-        column, plain = plain.image_column, dataclasses.replace(plain, image_column=None)
-    index = read_source(plain)
-    records = index.train
+    spec = dataclasses.replace(spec, labels=False)
+    if labels is not None:
+        spec = dataclasses.replace(
+            spec, label_list=labels, label_column=label_column, unlabelled=True
+        )
+    whole, spec = read_whole_source(spec)
+    index = apply_review(whole, spec)
+    records, known = index.train, dict[str, tuple[str, ...]]()
+    if labels is not None:
+        labelled_records = [*chain(*index.splits.values())]
+        records = [*index.unlabelled, *labelled_records]
+        known = {record.path: record.labels for record in labelled_records}
     if not records:
         raise DataError(f"{printable(spec.data)}: no images to suggest from")
-    known: dict[str, tuple[str, ...]] = {}
-    if labels is not None:
-        listed = read_labels(labels, index, image_column=column, label_column=label_column)
-        for note in listed.notes:
-            notify(f"note: {note}")
-        known = {image: entry.labels for image, entry in listed.entries.items()}
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
@@ -195,10 +207,10 @@ def suggest(
     )
     predictor.caption_generator = None  # features need no captions
     source = _source_of_classes(predictor, order, known, str(weights))
-    paths = list(dict.fromkeys([record.path for record in records] + [*known]))
+    paths = [record.path for record in records]
     table = _extract(predictor, paths, margins=source == "network", progress=progress)
-    every = chain(*index.splits.values(), index.unlabelled)
-    names = review_names({*paths, *(record.path for record in every)}, index.root)
+    every = {record.path for record in chain(*whole.splits.values())}
+    names = review_names(every, index.root)
     failed = [(names[path], reason) for path, reason in table.failed]
     if not table.paths:
         raise DataError(
@@ -242,7 +254,20 @@ def suggest(
             for place in chosen
         ],
         failed=failed,
+        **({} if labels is None else _columns_of(spec)),
     )
+
+
+def _columns_of(spec: DatasetSpec) -> dict[str, Any]:
+    """The columns and delimiter of the list of labels, to which the suggestions are appended."""
+    listed = label_list_spec(spec)
+    row = next(iter(read_rows(listed.data, listed, [])))
+    found = choose_columns(row.names, listed.data, row.header, listed)
+    likely = match_name(found.unused, ("likely",))
+    contents = {found.split: "split", likely: "likely", "": ""}
+    contents |= {found.image: "image", found.label: "label"}
+    columns = tuple((name, contents.get(name, "")) for name in row.names)
+    return {"columns": columns, "delimiter": row.delimiter or ","}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,16 +10,14 @@ from typing import Any, TextIO
 from vit.errors import RunError, VitError
 from vit.text import printable
 
+REPORTS = ("--json", "--html")
+"""Flags of files that a command makes anew, and replaces. Rows and lists took time, or a person
+edits them: those are replaced with --overwrite."""
 MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer names
 
 
 def check_output(path: str | None, *, overwrite: bool) -> None:
-    """Refuse a file that could not be written at the end.
-
-    Raises:
-        VitError: The file exists and `overwrite` is off, is a folder, its name is empty or too
-            long, or its folder is missing or cannot be written.
-    """
+    """Refuse a file that could not be written at the end."""
     if path is None or is_device(path):
         return
     if not path:
@@ -38,20 +36,17 @@ def check_outputs(
     outputs: Mapping[str, str | None],
     inputs: Iterable[str | None] = (),
     *,
-    must_be_new: Collection[str] = (),
+    overwrite: bool = False,
 ) -> None:
     """Check, before any work is done, the files that a command writes.
 
     Args:
         outputs: Path of each output by its flag; None is no output.
         inputs: Paths that are read.
-        must_be_new: Flags whose files are not replaced.
-
-    Raises:
-        VitError: As `check_output` and `check_distinct`.
+        overwrite: Whether other files than REPORTS are replaced.
     """
     for flag, path in outputs.items():
-        check_output(path, overwrite=flag not in must_be_new)
+        check_output(path, overwrite=overwrite or flag in REPORTS)
     check_distinct(outputs, inputs)
 
 
@@ -61,9 +56,6 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | Non
     Args:
         outputs: Path of each output by its flag; one that is None or a device is not checked.
         inputs: Paths that are read, of which the files are kept.
-
-    Raises:
-        VitError: The message names the flags.
     """
     kept = {os.path.realpath(path) for path in inputs if path is not None and os.path.isfile(path)}
     flags: dict[str, str] = {}
@@ -86,9 +78,6 @@ def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str
         overwrite: Whether it may have files.
         content: What it is for, such as "drawings".
         overwriting: What --overwrite does.
-
-    Raises:
-        VitError: It has files and `overwrite` is off, is no folder, or cannot be made or written.
     """
     path, name = Path(folder), printable(folder)
     if path.exists() and not path.is_dir():
@@ -109,10 +98,8 @@ def _check_parent(name: str, parent: Path, access: int) -> None:
 def open_output(path: str | None) -> Iterator[TextIO]:
     """UTF-8 text to standard output, or to a file that appears when the block ends well.
 
-    A pipe or a device, such as /dev/stdout, is written as it is.
-
-    Raises:
-        VitError: The file cannot be written; what was there before is untouched.
+    A pipe or a device, such as /dev/stdout, is written as it is; after an error, what was there
+    before is untouched.
     """
     if path is None:
         yield standard_output()
@@ -137,11 +124,7 @@ def standard_output() -> TextIO:
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[Any]:
-    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block.
-
-    Raises:
-        RunError: It cannot be written; nothing is left, and what was at `path` is untouched.
-    """
+    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path):
         try:

@@ -8,12 +8,12 @@ percentages.
 """
 
 import csv
-import io
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
 UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+ROW_COLUMN = re.compile(
+    "image|predictions|error|captions?|(caption_)?scores?|labels|ended|unknown|reason|set|fold|"
+    r"(label|caption|caption_score|score)_\d+|(class_score|list)_.*|file_?name",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Names of columns that rows may have in some format, beside `Prediction.truth`, and of those that
+a list of images is read by before `image`."""
+NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?")
+"""A cell that is no formula although it may begin like one."""
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t"}
 CSV_DIGITS = 4
 WIDEST_CELL = 60
@@ -36,6 +45,8 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
+MAX_CELL = 2**24
+"""Characters of a cell of CSV that is read."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +95,7 @@ def check_top_k(top_k: int | None) -> None:
 
 
 def check_classes(classes: Sequence[str], **flags: Any) -> None:
-    """Refuse values of `flags` that need classes, of a network without any.
-
-    Raises:
-        ConfigError: The message names the flag.
-    """
+    """Refuse values of `flags` that need classes, of a network without any."""
     for flag, value in flags.items():
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
@@ -134,6 +141,7 @@ class Layout:
         digits: Decimal digits in CSV; None for all.
         reject: Whether an answer may be `unknown`.
         sets: Whether answers have prediction sets.
+        cells: The cells of the lists that name the images, by path and column.
     """
 
     top_k: int
@@ -148,6 +156,28 @@ class Layout:
     digits: int | None = None
     reject: bool = False
     sets: bool = False
+    cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, hash=False)
+
+    @cached_property
+    def list_columns(self) -> dict[str, str]:
+        """The columns of the lists, and their names in rows: `list_NAME` where a row has NAME."""
+        names = dict.fromkeys(chain.from_iterable(self.cells.values()))
+        own = {name for name in names if ROW_COLUMN.fullmatch(name.strip())} | {*self.truth}
+        return {name: f"list_{name}" if name in own else name for name in names}
+
+    def list_cells(self, image: str) -> dict[str, Any]:
+        """The cells that lists have of an image, by their names in rows; infinite ones are null."""
+        text = json.dumps(self.cells.get(image, {}))
+        cells = json.loads(text, parse_constant=lambda _name: None)
+        return {self.list_columns[name]: value for name, value in cells.items()}
+
+    def list_texts(self, image: str) -> list[str]:
+        """The same as texts, for each of `list_columns`."""
+        cells = self.list_cells(image)
+        found = (cells.get(name) for name in self.list_columns.values())
+        return [
+            one if isinstance(one, str) else "" if one is None else to_json(one) for one in found
+        ]
 
     @property
     def caption_columns(self) -> list[tuple[str, str]]:
@@ -168,9 +198,6 @@ def csv_settings(
         digits: Decimal digits of scores, or `full` for all; 4 by default.
         style: The format of the rows.
         remedy: How the user chooses CSV.
-
-    Raises:
-        ConfigError: A setting has no such value, or the rows are no CSV.
     """
     for name, value in (("csv_separator", separator), ("csv_digits", digits)):
         if value is not None and style != "csv":
@@ -192,10 +219,11 @@ def byte_order_mark(layout: Layout) -> str:
 
     Without the mark Excel reads UTF-8 as the machine's old code page.
     """
+    cells = map(layout.list_texts, layout.cells)
     free_text = layout.n_best > 0 or "references" in layout.truth
     if layout.separator_chosen or free_text:
         return BOM
-    return csv_mark((*layout.classes, *layout.images))
+    return csv_mark((*layout.classes, *layout.images, *layout.list_columns, *chain(*cells)))
 
 
 Line = Callable[[Prediction], str]
@@ -207,14 +235,15 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 
     "predictions": [{"label", "score"}], "caption", "score", and where several were requested
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
-    Where no class was probable enough, "predictions" is an empty list. A row of an evaluation has
-    `Prediction.truth` after the image.
+    Where no class was probable enough, "predictions" is an empty list. After the image come the
+    cells of a list, and in a row of an evaluation `Prediction.truth`.
     With `reject` there is "unknown", true or false, and if true its "reason"; with `sets` the class
     names of the "set".
     """
 
     def line(prediction: Prediction) -> str:
-        record: dict[str, Any] = {"image": prediction.image, **prediction.truth}
+        record: dict[str, Any] = {"image": prediction.image}
+        record |= {**layout.list_cells(prediction.image), **prediction.truth}
         if prediction.error is not None:
             return to_json({**record, "error": prediction.error}) + "\n"
         captions = [caption_record(caption) for caption in prediction.captions]
@@ -243,11 +272,7 @@ def caption_record(caption: "Caption") -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON in readable UTF-8; a parser returns any string unchanged.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """Strict JSON in readable UTF-8; a parser returns any string unchanged."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     return UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
@@ -264,29 +289,27 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     Captions are image, caption, score, error, or image, caption_1, score_1, ...; where there are
     classes too, they come after these, and their scores are called caption_score. Where an image
     may have several classes: image, labels, scores, error, both with | between them, as lists for
-    training have them. A row of an evaluation has `Prediction.truth` after the image.
+    training have them. After the image come the cells of a list, and in a row of an evaluation
+    `Prediction.truth`.
     Before the error there is a column `unknown` with the reason, with `reject`, and one `set` with
     | between its classes, with `sets`.
-
-    Raises:
-        ConfigError: The name of a class has a |, and images may have several, or prediction sets.
     """
     if layout.multilabel:
         return _multilabel_cells(layout)
     if layout.sets:
         _check_names(layout.classes)
-    header = ["image", *layout.truth]
+    header = ["image", *layout.list_columns.values(), *layout.truth]
+    first = len(header)
     for place in range(1, layout.top_k + 1):
         header += [f"label_{place}", f"score_{place}"]
     header += chain(*layout.caption_columns)
     more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
-        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout)]
+        row = first_cells(prediction, layout)
         for label, score in prediction.predictions:
             row += [label, score]
-        named = 1 + len(layout.truth) + 2 * layout.top_k
-        row += [None] * (named - len(row))  # of classes that were not named
+        row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
         for caption in prediction.captions:
             row += [caption.text, caption.score]
         row += [None] * (len(header) - len(row))
@@ -312,10 +335,11 @@ def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     def cells(prediction: Prediction) -> list[Cell]:
         labels = BETWEEN.join(label for label, _ in prediction.predictions)
         scores = tuple(score for _, score in prediction.predictions)
-        row: list[Cell] = [prediction.image, *truth_cells(prediction, layout), labels, scores]
+        row = [*first_cells(prediction, layout), labels, scores]
         return [*row, *selection_cells(prediction, layout), prediction.error]
 
-    return ["image", *layout.truth, "labels", "scores", *more, "error"], cells
+    header = ["image", *layout.list_columns.values(), *layout.truth, "labels", "scores"]
+    return [*header, *more, "error"], cells
 
 
 def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
@@ -324,25 +348,22 @@ def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
     return [*cells, BETWEEN.join(prediction.prediction_set)] if layout.sets else cells
 
 
-def truth_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
-    """Cells of the ground truth of an image."""
+def first_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
+    """The image, its cells in a list, and its ground truth."""
     found = (prediction.truth.get(name) for name in layout.truth)
-    return [
+    truth = (
         value if isinstance(value, str | float | None) else BETWEEN.join(value) for value in found
-    ]
+    )
+    return [prediction.image, *layout.list_texts(prediction.image), *truth]
 
 
 def csv_lines(layout: Layout) -> tuple[str, Line]:
-    """RFC 4180; the columns are those of `spreadsheet_cells`.
-
-    Raises:
-        ConfigError: As `spreadsheet_cells`.
-    """
+    """RFC 4180; the columns are those of `spreadsheet_cells`."""
     header, cells = spreadsheet_cells(layout)
 
     def text(cell: Cell) -> str:
         if cell is None or isinstance(cell, str):
-            return csv_text(cell or "")
+            return cell if cell and NUMBER.fullmatch(cell) else csv_text(cell or "")
         if isinstance(cell, tuple):
             return BETWEEN.join(map(text, cell))
         number = repr(cell) if layout.digits is None else f"{cell:.{layout.digits}f}"
@@ -355,11 +376,7 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
 
 
 def xlsx_lines(layout: Layout) -> tuple[str, Line]:
-    """The cells of each row as a JSON list, of which `write_workbook` makes the file.
-
-    Raises:
-        VitError: As `spreadsheet_cells`; or openpyxl is not installed, or the sheet is too large.
-    """
+    """The cells of each row as a JSON list, of which `write_workbook` makes the file."""
     header, cells = spreadsheet_cells(layout)
     check_size(len(layout.images), len(header), what="format=xlsx")
 
@@ -387,9 +404,17 @@ def unended_note(unended: int, captions: int) -> str:
 
 
 def csv_row(cells: Sequence[str], separator: str = ",") -> str:
-    row = io.StringIO()
-    csv.writer(row, delimiter=separator).writerow(cells)
-    return row.getvalue()
+    """A row of RFC 4180; white space at an end of a cell, which readers may drop, is in quotes."""
+    special = {separator, '"', "\r", "\n"}
+    return (
+        separator.join(
+            '"' + cell.replace('"', '""') + '"'
+            if special & {*cell} or cell != cell.strip()
+            else cell
+            for cell in cells
+        )
+        + "\r\n"
+    )
 
 
 def table_lines(layout: Layout) -> tuple[str, Line]:
@@ -399,10 +424,13 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     rows can be written as they are made; a name or a caption longer than its column pushes the
     rest of its row to the right. Where an image may have several classes, each of them adds a
     label and its probability. Instead of a rejected answer there is `unknown`, with the reason at
-    the end of the row; a prediction set is at the end too.
+    the end of the row; a prediction set is at the end too, and before them the cells of a list.
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes, *([UNKNOWN] if layout.reject else []))
+    listed = [*layout.list_columns.values()]
+    texts = zip(listed, *map(layout.list_texts, layout.cells), strict=True)
+    widths = [column_width(*column) for column in texts]
 
     def line(prediction: Prediction) -> str:
         cells = [pad(printable(prediction.image), image_width)]
@@ -418,18 +446,20 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
+        if prediction.error is not None:
+            cells.append(f"error: {printable(prediction.error)}")
+        cells += map(pad, map(printable, layout.list_texts(prediction.image)), widths)
         if prediction.unknown is not None:
             cells.append(f"{UNKNOWN}: {prediction.unknown}")
         if prediction.prediction_set:
             cells.append(f"set: {printable(BETWEEN.join(prediction.prediction_set))}")
-        if prediction.error is not None:
-            cells.append(f"error: {printable(prediction.error)}")
         return "  ".join(cells).rstrip() + "\n"
 
     header = [pad("image", image_width)]
     header += [pad("label", label_width), "score  "] * (1 if layout.multilabel else layout.top_k)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
+    header += map(pad, map(printable, listed), widths)
     return "  ".join(header).rstrip() + "\n", line
 
 
@@ -470,9 +500,6 @@ def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
         path: The file.
         style: Its format.
         images: The images its rows must belong to, in this order.
-
-    Raises:
-        RunError: It has other images or another format, or cannot be read.
     """
     name = printable(path)
     other = "give another --out, or start again with --overwrite"
@@ -509,6 +536,7 @@ def _read_json(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool
 def _read_csv(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
     header = next(file)
     separator = header.removeprefix("image")[0]
+    csv.field_size_limit(MAX_CELL)
     for row, image in zip(csv.reader(file, delimiter=separator), images, strict=True):
         yield row[0] == csv_text(image), bool(row[-1])
 

@@ -10,7 +10,7 @@ from vit.text import csv_mark, csv_text
 
 
 def write_review_list(
-    path: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    path: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], separator: str = ","
 ) -> None:
     """Write a list that `vit train` reads as --labels, --corrections or --exclude.
 
@@ -19,6 +19,7 @@ def write_review_list(
             mark that Excel needs for names that are not ASCII; None: CSV to standard output.
         columns: Names of the cells of a row.
         rows: Cells.
+        separator: Of CSV.
 
     Raises:
         VitError: The file cannot be written.
@@ -32,5 +33,5 @@ def write_review_list(
         if path is not None and path.lower().endswith(".jsonl"):
             out.writelines(to_json(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
         else:
-            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns))
-            out.writelines(csv_row([csv_text(cell) for cell in row]) for row in rows)
+            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns, separator))
+            out.writelines(csv_row([csv_text(cell) for cell in row], separator) for row in rows)

@@ -75,36 +75,20 @@ class PixelGate:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
     async def enter(self, pixels: int) -> None:
         """Wait, in the order of the calls, until `pixels` more are within the limit."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((pixels, turn))
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it was admitted before it could notice
-                self.leave(pixels)
-            raise
+        async with self._turn:
+            while self.held and self.held + pixels > self.limit:
+                self._left.clear()
+                await self._left.wait()
+            self.held += pixels
 
     def leave(self, pixels: int) -> None:
         """Return `pixels`."""
         self.held -= pixels
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            pixels, turn = self._waiting[0]
-            if turn.done():  # its request was cancelled
-                self._waiting.popleft()
-                continue
-            if self.held and self.held + pixels > self.limit:
-                return
-            self._waiting.popleft()
-            self.held += pixels
-            turn.set_result(None)
+        self._left.set()
 
 
 class BatchScheduler:
@@ -147,12 +131,7 @@ class BatchScheduler:
         self._calls, self._progress = 0, 0.0
 
     def check_room(self, images: int = 1) -> None:
-        """Refuse images that the queue has no room for.
-
-        Raises:
-            QueueFull: It has none.
-            ServerFailed: No image is computed any more.
-        """
+        """Refuse images that the queue has no room for."""
         self.check_failure()
         if self.accepted + images > self.max_queue:
             seconds = self.accepted * self.seconds_per_image / self.compute_threads
@@ -169,9 +148,6 @@ class BatchScheduler:
         """Outputs of the images of one request, in order, each as `to_prediction` takes it.
 
         `uploads` is emptied, so that bytes are freed as they are decoded.
-
-        Raises:
-            QueueFull: There is no room; nothing was begun.
         """
         self.check_room(len(uploads))
         self.accepted += len(uploads)
@@ -259,11 +235,7 @@ class BatchScheduler:
     async def _compute(
         self, function: Callable[..., T], *arguments: Any, executor: Executor | None = None
     ) -> T:
-        """Call a function in a thread that computes, or in that of `executor`.
-
-        Raises:
-            ServerFailed: It has not returned, or no thread has become free, in `compute_timeout`.
-        """
+        """Call a function in a thread that computes, or in that of `executor`."""
         loop, began = asyncio.get_running_loop(), list[float]()
 
         def call() -> T:
@@ -339,9 +311,6 @@ class BatchScheduler:
         """Call a function on an output in a thread that computes, after the batches that run.
 
         It is not refused when the queue is full, since its image was accepted.
-
-        Raises:
-            ServerFailed: Nothing is computed any more.
         """
         self.check_failure()
         self.accepted += 1

@@ -24,6 +24,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vit.data.image_io import set_max_pixels
 from vit.errors import ConfigError, VitError
 from vit.output.prediction_results import to_json
 from vit.serving.application import Application
@@ -195,11 +196,11 @@ def serve(
         ServerError: The network failed, or did not end what was accepted in time.
     """
     config = config or ServerConfig()
+    set_max_pixels(config.max_pixels)
     raise_file_limit(config.max_connections + SPARE_FILES)
     with listener or bind(config.host, config.port) as listener:
         registry = ModelRegistry(
             models,
-            max_pixels=config.max_pixels,
             engine=engine,
             settings=settings,
             notify=notify,

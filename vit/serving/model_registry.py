@@ -30,7 +30,6 @@ class ModelRegistry:
 
     Args:
         words: `SOURCE` or `NAME=SOURCE` of each model; the first one is the default.
-        max_pixels: Images of more pixels are refused.
         engine: Engine of all models, or None.
         settings: Of the predictors.
         notify: Called with notes.
@@ -40,21 +39,17 @@ class ModelRegistry:
         compute: Threads that compute, of all models.
         compute_threads: Their number.
         all_cores: A thread that computes with the cores of all of them; None where they are one.
-
-    Raises:
-        VitError: A model or a setting cannot be used.
     """
 
     def __init__(
         self,
         words: Sequence[str],
         *,
-        max_pixels: int,
         engine: str | None = None,
         settings: dict[str, Any],
         notify: Notify,
     ) -> None:
-        self.max_pixels, self.engine, self.settings = max_pixels, engine, settings
+        self.engine, self.settings = engine, settings
         self.notify = notify
         self.sources = check_names(words)
         if not self.sources:
@@ -83,11 +78,7 @@ class ModelRegistry:
         return next(iter(self.models))
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of a request.
-
-        Raises:
-            UnknownModel: There is none of this name.
-        """
+        """The model of a request."""
         model = self.models.get(self.default if name is None else name)
         if model is None:
             raise UnknownModel(
@@ -146,7 +137,7 @@ class ModelRegistry:
 
     def _open(self, name: str) -> ServedModel:
         source = self.sources[name]
-        return ServedModel(name, source, self.max_pixels, self.engine, dict(self.settings))
+        return ServedModel(name, source, self.engine, dict(self.settings))
 
     def _measure(self, model: ServedModel) -> None:
         measure_batch_sizes(model, largest_batch(model), self.compute, self.all_cores)

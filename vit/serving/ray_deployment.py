@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vit.data.image_io import set_max_pixels
 from vit.exported.load_exported import exported_engine
 from vit.inference.ray_inference import cluster, raise_worker_errors, shares
 from vit.serving.application import Application
@@ -80,9 +81,9 @@ def open_registry(
     words: Sequence[str], config: ServerConfig, settings: dict[str, Any]
 ) -> ModelRegistry:
     """The models of one replica."""
+    set_max_pixels(config.max_pixels)
     return ModelRegistry(
         words,
-        max_pixels=config.max_pixels,
         settings=settings,
         notify=lambda line: print(line, flush=True),
     )

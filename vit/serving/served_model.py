@@ -73,11 +73,7 @@ class ModelAdapter(Protocol):
     """Whether images are resized by the network, and until then in memory as they are."""
 
     def decode(self, name: str, upload: Upload) -> Any:
-        """Pixels as `run` takes them.
-
-        Raises:
-            BadImage: It is no image, or too large.
-        """
+        """Pixels as `run` takes them."""
 
     def group(self, pixels: Any) -> Hashable:
         """Images of one group may share a batch."""
@@ -109,15 +105,13 @@ class TorchAdapter:
 
     Args:
         predictor: The predictor.
-        max_pixels: Images of more pixels are refused.
     """
 
     limits_pixels, keeps_pixels = True, False
 
-    def __init__(self, predictor: "Predictor", max_pixels: int) -> None:
+    def __init__(self, predictor: "Predictor") -> None:
         self.predictor = predictor
         self.compute_threads = predictor.workers if predictor.device.type == "cpu" else 1
-        predictor.read.max_pixels = max_pixels
         if predictor.runner.distance is not None:
             predictor.return_distances()  # same digits with and without
 
@@ -174,7 +168,6 @@ class ExportedAdapter:
 
     Args:
         predictor: The predictor.
-        max_pixels: Images of more pixels are refused.
         prepare: As for `decode_image`.
     """
 
@@ -185,7 +178,6 @@ class ExportedAdapter:
     def __init__(
         self,
         predictor: ExportedClassifier | ExportedCaptioner,
-        max_pixels: int,
         prepare: Callable[[Any], object],
     ) -> None:
         self.preprocessing = predictor.preprocessing
@@ -194,7 +186,6 @@ class ExportedAdapter:
             prepare=prepare,
             intensity_range=self.preprocessing.intensity_range,
             note=DarkImageNote(predictor.notify),
-            max_pixels=max_pixels,
         )
 
     def decode(self, name: str, upload: Upload) -> Any:
@@ -219,8 +210,8 @@ class ExportedClassifierAdapter(ExportedAdapter):
 
     keeps_pixels = True
 
-    def __init__(self, predictor: ExportedClassifier, max_pixels: int) -> None:
-        super().__init__(predictor, max_pixels, np.asarray)
+    def __init__(self, predictor: ExportedClassifier) -> None:
+        super().__init__(predictor, np.asarray)
         self.predictor = predictor
 
     def most_images(self, pixels: Any) -> int | None:
@@ -252,8 +243,8 @@ class ExportedCaptionerAdapter(ExportedAdapter):
 
     keeps_pixels = False
 
-    def __init__(self, predictor: ExportedCaptioner, max_pixels: int) -> None:
-        super().__init__(predictor, max_pixels, predictor.preprocessing.resize_and_crop)
+    def __init__(self, predictor: ExportedCaptioner) -> None:
+        super().__init__(predictor, predictor.preprocessing.resize_and_crop)
         self.predictor = predictor
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
@@ -276,7 +267,6 @@ class ServedModel:
     Args:
         name: Its name in requests.
         source: A run folder, other weights or an exported file.
-        max_pixels: Images of more pixels are refused.
         settings: Of the Predictor, or of `load_exported`.
 
     Attributes:
@@ -286,13 +276,10 @@ class ServedModel:
         exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
         sha256: Digest of its files, which tells versions apart.
-
-    Raises:
-        VitError: The model or a setting cannot be used.
     """
 
     def __init__(
-        self, name: str, source: str, max_pixels: int, engine: str | None, settings: dict[str, Any]
+        self, name: str, source: str, engine: str | None, settings: dict[str, Any]
     ) -> None:
         self.name, self.source = name, source
         self.engine = select_engine(source, engine)
@@ -311,11 +298,11 @@ class ServedModel:
             )
         self.adapter: ModelAdapter
         if isinstance(predictor, ExportedClassifier):
-            self.adapter = ExportedClassifierAdapter(predictor, max_pixels)
+            self.adapter = ExportedClassifierAdapter(predictor)
         elif isinstance(predictor, ExportedCaptioner):
-            self.adapter = ExportedCaptionerAdapter(predictor, max_pixels)
+            self.adapter = ExportedCaptionerAdapter(predictor)
         else:
-            self.adapter = TorchAdapter(cast("Predictor", predictor), max_pixels)
+            self.adapter = TorchAdapter(cast("Predictor", predictor))
         self.batch_sizes: tuple[int, ...] = (1,)
         self.exact_on_all_cores = False
         self.seconds: dict[int, float] = {}
@@ -341,8 +328,9 @@ class ServedModel:
 
     @property
     def calibrated(self) -> bool:
-        """Whether scores are calibrated."""
-        return getattr(self.predictor, "calibration", None) is not None
+        """Whether scores are calibrated, and not kept as they are."""
+        calibration = getattr(self.predictor, "calibration", None)
+        return calibration is not None and calibration.scales
 
     def allows(self, options: RowOptions) -> bool:
         """Whether this network can fulfil the options."""
@@ -375,7 +363,7 @@ class ServedModel:
     def summary(self) -> str:
         """The properties in one line, for the log."""
         classes = plural(len(self.predictor.classes), "class", "classes")
-        raw = "" if self.calibrated or self.captions else ", scores not calibrated"
+        raw = "" if self.calibrated or self.captions else ", raw scores"
         return (
             f"{'captions' if self.captions else classes}, {self.engine} in "
             f"{self.predictor.precision} on {self.predictor.device}, up to "
@@ -383,11 +371,7 @@ class ServedModel:
         )
 
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
-        """Refuse options that this network cannot fulfil.
-
-        Raises:
-            ConfigError: The message names the option.
-        """
+        """Refuse options that this network cannot fulfil."""
         check_top_k(options.top_k)
         flags = {"threshold": options.threshold, "reject": options.reject, "sets": options.sets}
         classes_per_row(self.predictor, options.top_k, **flags)
@@ -483,11 +467,7 @@ def count_pixels(upload: Upload) -> int:
 
 
 def split_name(word: str) -> tuple[str, str]:
-    """Name and source of an argument `NAME=SOURCE`, or `SOURCE` alone, whose stem is the name.
-
-    Raises:
-        ConfigError: The name has characters that a URL would escape.
-    """
+    """Name and source of an argument `NAME=SOURCE`, or `SOURCE` alone, whose stem is the name."""
     name, separator, source = word.partition("=")
     if not separator or os.path.exists(word):
         source = word
@@ -503,11 +483,7 @@ def split_name(word: str) -> tuple[str, str]:
 
 
 def check_names(words: Sequence[str]) -> dict[str, str]:
-    """Sources by name.
-
-    Raises:
-        VitError: Two have one name.
-    """
+    """Sources by name."""
     sources: dict[str, str] = {}
     for word in words:
         name, source = split_name(word)

@@ -30,8 +30,8 @@ class ServerConfig:
     """Largest request, in megabytes."""
     max_images: int = 64
     """Most images of one request."""
-    max_pixels: int = 50_000_000
-    """Most pixels of one image; larger ones are refused before they are decoded."""
+    max_pixels: int = 100_000_000
+    """Most pixels of one image that are decoded; a larger JPEG is decoded at a part of its size."""
     max_queue: int = 256
     """Most images that wait or are computed; further requests are answered 429."""
     max_memory_mb: float = 512.0
@@ -55,14 +55,6 @@ class ServerConfig:
                 raise ConfigError(f"{one.name}={value!r}: must be more than 0")
             if limit and value == math.inf:
                 raise ConfigError(f"{one.name}={value!r}: must be finite; give a number")
-        if self.max_pixels > ServerConfig.max_pixels:  # else without the libraries of images
-            from vit.data.image_io import MAX_PIXELS
-
-            if self.max_pixels > MAX_PIXELS:
-                raise ConfigError(
-                    f"max_pixels={self.max_pixels}: larger files than {MAX_PIXELS:,} pixels are "
-                    "never decoded; lower it"
-                )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be from 0 to 65535")
         if self.token is not None and not (

@@ -25,14 +25,9 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
-from vit.evaluation.caption_metrics import caption_scores
+from vit.evaluation.caption_metrics import caption_scores, ignores_image
 from vit.evaluation.classification_metrics import Outcomes
-from vit.generation.caption_likelihood import (
-    MIN_SHUFFLED_GAP,
-    caption_losses,
-    ignores_image,
-    matched_and_shuffled_losses,
-)
+from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
 from vit.model.build import build_captioner
@@ -250,7 +245,6 @@ class Captioning(Task):
                 captions=sum(len(sample.captions) for sample in run.splits.train),
                 mean_tokens=self.mean_tokens,
                 val_images=count,
-                min_shuffled_gap=MIN_SHUFFLED_GAP,
                 advice=image_use_advice(run.config),
             ),
             events=run.events,
@@ -268,7 +262,7 @@ class Captioning(Task):
             return None
         right = event.get("val_caption_loss", event["val_loss"])
         wrong = event["val_loss_shuffled"]
-        if not ignores_image(right, wrong):
+        if not ignores_image(right, wrong, event.get("val_exact", 0.0)):
             return None
         return (
             f"note: the decoder ignores the images: its loss is {right:.3f}, and "
@@ -308,11 +302,7 @@ class CaptioningWithClasses(Captioning):
 def drop_long_captions(
     caption_generator: Any, samples: Sequence[Sample], notify: Notify
 ) -> tuple[tuple[Sample, ...], CaptionIds]:
-    """Samples with a caption that fits into the decoder, and those captions as tokens.
-
-    Raises:
-        DataError: No caption fits, or a caption cannot be tokenised.
-    """
+    """Samples with a caption that fits into the decoder, and those captions as tokens."""
     most = caption_generator.decoder.max_length
     ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
     kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
@@ -358,8 +348,7 @@ class CaptionEvaluation(Evaluation):
         pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
         memories = [output.memory for _, output in pairs if output.memory is not None]
         indices = [index for index, _ in pairs]
-        half = len(self.samples) // 2  # as in training: each caption with one other image
-        for name, shift in (("loss", 0), ("loss_shuffled", half)):
+        for name, shift in (("loss", 0), ("loss_shuffled", self.ids.mismatch_shift)):
             chosen = [((index + shift) % len(self.samples), 0) for index in indices]
             loss, tokens = self.caption_generator.loss(memories, self.ids.padded(chosen))
             self.sums[name] += loss
@@ -407,7 +396,7 @@ def score_notes(scores: Mapping[str, Any], unended: int) -> list[str]:
     """Warnings about the metrics of captions, of which `unended` were cut off."""
     notes = []
     right, wrong = scores["loss"], scores["loss_shuffled"]
-    if scores["count"] > 1 and ignores_image(right, wrong):
+    if scores["count"] > 1 and ignores_image(right, wrong, scores["exact"]):
         notes.append(
             f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
             f"{wrong:.3f} with other images"

@@ -153,7 +153,7 @@ class Classification(Task):
         logits, calibration = found.logits.double(), run.loaded.calibration
         outcomes = Outcomes.of(logits.softmax(dim=1), found.labels)
         calibrated = None
-        if calibration is not None and (fitted := found.temperature):
+        if calibration is not None and calibration.scales and (fitted := found.temperature):
             scaled = (scale_logits(logits, *fitted.scaling), fitted.held_out)
             calibrated = CalibratedOutcomes(
                 (calibration.temperature, calibration.exponent),
@@ -282,7 +282,8 @@ class ClassEvaluation(Evaluation):
         scores, groups = summarize(outcomes, self.classes), self.measured_groups()
         if self.brief:
             return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}
-        return {**scores, **class_intervals(outcomes, groups)}
+        confusion = outcomes.confusion(self.classes)
+        return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
 
 
 class ClassTally:

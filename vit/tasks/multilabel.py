@@ -176,7 +176,7 @@ class MultiLabel(Task):
         assert loaded.thresholds is not None, "a multi-label run has thresholds"
         logits = found.logits.double()
         held_out = None
-        if loaded.calibration is not None and (fitted := found.temperature):
+        if (own := loaded.calibration) and own.scales and (fitted := found.temperature):
             held_out = fitted.held_out.sigmoid()
         probabilities = calibrated_activation(loaded)(logits)
         limits = torch.tensor(loaded.thresholds, dtype=torch.float64)

@@ -13,6 +13,7 @@ import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +81,8 @@ class Pretraining(Task):
 
     def summary(self, config: Config, splits: Splits) -> list[str]:
         """The numbers of images, and whether they have classes to measure k-NN accuracy with."""
-        found = f"{len(splits.classes)} classes, for k-NN alone" if splits.classes else "no classes"
+        kind = "folders" if Path(config.data.data).is_dir() else "classes"
+        found = f"{len(splits.classes)} {kind}, for k-NN alone" if splits.classes else "no classes"
         return [
             f"{len(splits.train):,} training and {len(splits.val):,} validation images, {found}"
         ]
@@ -90,9 +92,10 @@ class Pretraining(Task):
         return float(event["epoch"]), 0.0
 
     def format_scores(self, event: Event) -> str:
-        """Effective rank, and k-NN accuracy where there are classes."""
+        """Effective rank; where there are classes, k-NN accuracy and the share of the largest."""
         knn = f"  k-NN {event['val_knn']:.2%}" if "val_knn" in event else ""
-        return f"rank {event['val_rankme']:.1f}{knn}"
+        largest = f" (largest class {event['val_largest']:.2%})" if "val_largest" in event else ""
+        return f"rank {event['val_rankme']:.1f}{knn}{largest}"
 
     def format_result(self, event: Event) -> str:
         """The loss and the scores."""
@@ -252,4 +255,5 @@ class FeatureTally:
         }
         if (labels != NO_LABEL).all() and len(labels) > 1:
             found["val_knn"] = knn_accuracy(features, labels[order])
+            found["val_largest"] = float(labels.bincount().max()) / len(labels)
         return found

@@ -3,7 +3,8 @@
     mean ± t s sqrt(1/k + 1/(k - 1))      s: standard deviation over k folds
 
 Student's t interval, widened since folds share most of their training images: 1/(k - 1) is the
-ratio of validation to training images.
+ratio of validation to training images. That of a share of images is at least Wilson's of all
+held-out images, or of their groups; another score has none where the folds do not differ.
 
 Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003.
 """
@@ -11,6 +12,7 @@ Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Lea
 import contextlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,8 +31,15 @@ from vit.config.parser import (
     make_config,
     with_settings,
 )
-from vit.config.stored_config import has_stored_config, stored_config, with_effect
+from vit.config.stored_config import (
+    PATHS,
+    has_stored_config,
+    located,
+    stored_config,
+    with_effect,
+)
 from vit.errors import ConfigError, RunError
+from vit.evaluation.wilson_interval import wilson_interval
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
     RESUMABLE_CHANGES,
@@ -51,9 +60,11 @@ from vit.weights.safetensors_io import explain_write_errors, write_text
 LEVEL = 0.95
 COUNTS = ("count", "groups")
 """Numbers beside the scores, which have no interval."""
+SHARES = ("top1", "top5", "subset_accuracy", "exact")
+"""Scores that are a share of the images."""
 UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
 """Scores that are not in [0, 1]."""
-HOW = "Student's t with the variance of Nadeau and Bengio (2003), since folds share images"
+HOW = "Student's t with the variance of Nadeau and Bengio (2003); of a share at least Wilson's"
 
 Measure = Callable[[Path], Mapping[str, Any]]
 """Returns the scores of a run folder on its validation images."""
@@ -216,8 +227,10 @@ def finished_folds(
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
-    settings = with_effect(settings)
+    settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
+    for one in (settings, before):
+        one |= {name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}
     changed = [name for name in names if settings.get(name) != before.get(name)]
     if changed:
         name = changed[0]
@@ -243,8 +256,13 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     if not rows:
         return {}
     names = [name for name in rows[0] if name not in COUNTS and all(name in row for row in rows)]
+    images, groups = (int(sum(row.get(name, 0) for row in rows)) for name in COUNTS)
+    trials = dict.fromkeys(SHARES, groups or images)
     spread = {
-        name: interval([row[name] for row in rows], share=name not in UNBOUNDED) for name in names
+        name: interval(
+            [row[name] for row in rows], share=name not in UNBOUNDED, trials=trials.get(name, 0)
+        )
+        for name in names
     }
     return {
         "mean": {name: statistics.fmean(row[name] for row in rows) for name in names},
@@ -254,15 +272,21 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def interval(values: Sequence[float], *, share: bool = False) -> list[float] | None:
-    """Interval of the mean over folds, clipped to [0, 1] for a `share`; None with one fold."""
+def interval(
+    values: Sequence[float], *, share: bool = False, trials: int = 0
+) -> list[float] | None:
+    """Interval of the mean over folds, clipped to [0, 1] for a `share`; at least Wilson's of
+    `trials`, if given. None with one fold, and of equal values without `trials`."""
     count = len(values)
     if count < 2:
         return None
     middle = statistics.fmean(values)
     width = t_quantile((1 + LEVEL) / 2, count - 1) * statistics.stdev(values)
     width *= math.sqrt(1 / count + 1 / (count - 1))
-    low, high = middle - width, middle + width
+    if not (width or trials):
+        return None
+    ends = wilson_interval(middle * trials, trials) if trials else (middle, middle)
+    low, high = min(middle - width, ends[0]), max(middle + width, ends[1])
     return [max(low, 0.0), min(high, 1.0)] if share else [low, high]
 
 

@@ -12,6 +12,7 @@ from vit.config.parser import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
+from vit.data.image_io import set_max_pixels
 from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -129,6 +130,7 @@ def open_data(
     """
     data, training = config.data, config.training
     check_channels(config.model.channels)
+    set_max_pixels(data.max_pixels)
     if data.folds is not None and data.fold is None:
         raise ConfigError(
             f"folds={data.folds}: a run trains one fold; set --fold (1..N), or train all of them "
@@ -206,10 +208,12 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
         more = f" (and {len(bad) - 1} more: {others})" if others else ""
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
+        remedy = "correct the list, " if where else "mend or delete, "
+        if "raise --" in bad[0].reason:  # the file is good
+            remedy = ""
         raise BadImage(
             bad[0].path,
-            f"{bad[0].reason}{line}{more}; {'correct the list' if where else 'mend or delete'}, or "
-            "leave such files out with "
+            f"{bad[0].reason}{line}{more}; {remedy}or leave such files out with "
             "--on-bad-image skip",
         )
     return scan

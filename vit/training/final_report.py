@@ -18,7 +18,6 @@ from torch import Tensor
 from vit.config import Config
 from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
-from vit.data.archives import relative
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
@@ -354,11 +353,14 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
     split = read_split(folder) if splits.made else None
     if split is None:
         return splits
-    names = set(split.val)
-    held = [one for one in (*splits.train, *splits.val) if relative(one.path, splits.root) in names]
-    if len(held) < len(names):
-        notify(f"note: {len(names) - len(held)} of {len(names)} validation images are not there")
+    every = (*splits.train, *splits.val)
+    match = split.find((one.path for one in every), splits.root)
+    if len(match.paths) < match.recorded:
+        notify(f"note: {match.describe(len(splits.val))}")
+    if not match.known:  # the same seed and names usually make the same split
+        return splits
+    held = [one for one in every if one.path in match.paths]
     if not held:
         raise DataError(f"none of the images that {printable(folder)} held out is there")
-    train = [one for one in splits.train if relative(one.path, splits.root) not in names]
+    train = [one for one in splits.train if one.path not in match.paths]
     return dataclasses.replace(splits, train=tuple(train), val=tuple(held))

@@ -28,7 +28,7 @@ from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task, settings_to_plan
 from vit.text import Notify, printable
-from vit.training.autotune.auto_batch_size import fit_memory
+from vit.training.autotune.auto_batch_size import fit_memory, note_many_tokens
 from vit.training.autotune.loader_autotune import choose_workers, with_cache
 from vit.training.autotune.time_lower_bound import check_time
 from vit.training.checkpoint.run_folder import (
@@ -132,7 +132,10 @@ def train(
     resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     resuming = config if resumed is not None else None
-    with translate_errors(resuming), Interruption(echo_seconds()) as signals, ExitStack() as stack:
+    stops = Interruption(
+        echo_seconds(), lambda: notify("stopping after this step; a second signal ends at once")
+    )
+    with translate_errors(resuming), stops as signals, ExitStack() as stack:
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
@@ -267,10 +270,11 @@ def resolve(
         config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
     if resumed is not None:
-        require_same_settings(config, resumed)
+        require_same_settings(config, resumed, splits)
     if (limit := config.training.time) is not None and "epochs" in given:
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")
+    note_many_tokens(config, accelerator, notify)
     if "time" in given:
         check_time(config, splits, accelerator, began=began)
     if source is not None and "cache" not in given:

@@ -205,7 +205,7 @@ def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -
         lines.append("note: the encoder alone is written: the decoder has no place in that folder")
     lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
     calibration = pretrained.calibration
-    if calibration is not None and (calibration.temperature, calibration.exponent) != (1, 1):
+    if calibration is not None and calibration.scales:
         lines.append(
             "note: the scores of that folder are raw: the calibration (temperature "
             f"{calibration.temperature:.6g}, exponent {calibration.exponent:.6g}) has no place "

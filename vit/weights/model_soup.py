@@ -7,6 +7,7 @@ Source: Wortsman et al., arXiv:2203.05482.
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from vit.config.merge_settings import SOUP_FOLDER
+from vit.config.stored_config import LISTS, PATHS_FILE
 from vit.data.sources.held_out_split import SPLIT_FILE
 from vit.errors import WeightsError
 from vit.weights.saved_model import CONFIG_FILE, WEIGHTS_FILE
 
-SOUP_FILES = (WEIGHTS_FILE, CONFIG_FILE, "config.yaml", SPLIT_FILE)
+SOUP_FILES = (WEIGHTS_FILE, CONFIG_FILE, "config.yaml", PATHS_FILE, SPLIT_FILE)
 """Files of the network of all folds; split.json, which identifies it, is the last to be deleted."""
 
 
@@ -66,6 +68,7 @@ def delete_fold_soup(folds: Path) -> None:
     folder = folds / SOUP_FOLDER
     if not is_fold_soup(folder):
         return
+    shutil.rmtree(folder / LISTS, ignore_errors=True)
     for name in SOUP_FILES:
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # files of somebody else, such as an exported one

@@ -52,6 +52,16 @@ def test_a_caption_of_the_maximum_length_is_kept_and_a_longer_one_is_not(trained
     assert CaptionIds([["a red dog runs"]], trained, len(ids) + 1).too_long == 1
 
 
+@pytest.mark.parametrize(("repeats", "samples"), [(2, 8), (3, 12), (4, 8), (1, 6), (2, 2)])
+def test_an_image_is_compared_with_one_of_other_words(trained, repeats, samples):
+    """Captions that recur every few images are the same half of the images away."""
+    said = [[CAPTIONS[number % repeats]] for number in range(samples)]
+    by = CaptionIds(said, trained, 40).mismatch_shift
+    assert all(said[n] != said[(n + by) % samples] for n in range(samples)) == (repeats > 1)
+    plain = [[one] for one in CAPTIONS[:6]]
+    assert CaptionIds(plain, trained, 40).mismatch_shift == 3
+
+
 def test_a_sample_may_have_no_captions(trained):
     captions = CaptionIds([[]], trained, 10)
     assert (captions.too_long, captions.longest, captions.mean_tokens) == (0, 0, 0.0)

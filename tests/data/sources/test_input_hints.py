@@ -1,8 +1,11 @@
 """Errors for inputs that are no dataset: each names the remedy."""
 
+import json
+
 import pytest
 
 from vit.commands.main import main
+from vit.data.sources.image_list import images_in
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
 
@@ -24,6 +27,12 @@ def open_data(data):
         ("a.7z", "is an archive: unpack it first"),
         ("a.csv.gz", "is an archive: unpack it first"),
         ("a.tgz", "compressed with gzip.*unpack it"),
+        ("a.parquet", r"is a Parquet table: if it has images, give it as hf:PATH"),
+        ("a.arrow", "an Arrow table: .* as hf:FOLDER"),
+        ("a.tfrecord-00000-of-00002", "TensorFlow records: save its images as files"),
+        ("a.h5", "a file of arrays"),
+        ("a.NPZ", "a file of arrays"),
+        ("a.pkl", "a Python pickle, which may run code"),
         ("a.jpg", "DATA is one folder, .*, not a single image: .*a.jpg"),
     ],
 )
@@ -56,10 +65,15 @@ def test_a_spreadsheet_may_be_a_folder(make_tree):
         (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
         (["a", "b"], "b is one argument too many: DATA is a already"),
         (["0.tar", "1.tar"], "quote the pattern"),
+        (["old", "x"], 'a name with spaces needs quotes: "old x"'),
+        (["old", "x", "y", "--seed", "1"], 'a name with spaces needs quotes: "old x y"'),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
     ],
 )
-def test_extra_arguments_are_explained(capsys, command, words, message):
+def test_extra_arguments_are_explained(tmp_path, monkeypatch, capsys, command, words, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("old x", "old x y"):
+        (tmp_path / name).mkdir(exist_ok=True)
     others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
     assert main([command, *others, *words]) == 2
     line = capsys.readouterr().err
@@ -71,3 +85,60 @@ def test_a_glob_is_no_dataset(make_tree):
     root = make_tree({"x": 1})
     with pytest.raises(DataError, match=r"one folder, .* not a pattern"):
         open_data(root / "x" / "*.png")
+
+
+COCO = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"id": 1, "image_id": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            COCO | {"annotations": [{"image_id": 1, "category_id": 1}]},
+            "COCO's annotations with cat",
+        ),
+        (COCO | {"annotations": [{"image_id": 1, "caption": "x"}]}, "learn them with --task capti"),
+        (
+            [{"annotations": [{"result": [{"value": {"choices": ["a"]}}]}]}],
+            "export of Label Studio",
+        ),
+        ([{"image": "1.jpg", "label": "a"}], r"not a list: write one object, .* of a .jsonl \(jq"),
+        ({"1.jpg": "a"}, "not a list: write one object"),
+    ],
+)
+def test_json_is_named_by_what_is_in_it(tmp_path, value, message):
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match=message):
+        open_data(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "data.mdb", "x.tfrecord-00000-of-00001"])
+def test_a_folder_of_another_format_is_named(make_tree, name):
+    root = make_tree({"x": 5, "y": 5})
+    (root / name).touch()
+    assert open_data(root).classes == ("x", "y")
+    (root / "z").mkdir()
+    (root / "z" / name).touch()
+    with pytest.raises(DataError, match=r"has a (Parquet table|file of)"):
+        open_data(root / "z")
+
+
+def test_a_path_of_another_notation_is_named_by_its_own(make_tree, monkeypatch):
+    root = make_tree({"a b/x": 5, "a b/y": 5})
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("HOME", str(root))
+    notations = [
+        f"file://{root}/a%20b",
+        "file:a b",
+        "~/a b",
+        "$HOME/a b",
+        '"a b"',
+        "a b/ ",
+        "a b\\x",
+    ]
+    for notation in notations:
+        with pytest.raises(DataError, match=r"; did you mean (.*/)?a b(/x?)?\?$"):
+            open_data(notation)
+    for image in (f"file://{root}/a%20b/x/0.png", "a b/x/0.png"):
+        (root / "list.csv").write_text(f"image\n{image}\n")
+        assert images_in("list.csv") == ["a b/x/0.png"]

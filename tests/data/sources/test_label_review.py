@@ -1,6 +1,7 @@
 """Labels of a list, images that a review leaves out, and labels that it corrects."""
 
 import dataclasses
+import json
 import tarfile
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
@@ -47,6 +49,19 @@ def test_excluded_images_are_left_out_and_counted(data, tmp_path, absolute):
     after, notes = labels(DatasetSpec(str(data), exclude=str(tmp_path / "list.csv")))
     assert before.keys() - after.keys() == {("train", "cat/1.png"), ("val", "dog/0.png")}
     assert notes[-1].endswith("list.csv: 2 images (1 other not in the data) left out")
+
+
+@pytest.mark.parametrize("above", ["{root}/", "../../{root}/", "{parent}/{root}/"])
+def test_names_may_begin_in_a_folder_above_the_data(data, tmp_path, above):
+    """As `vit predict` names images, wherever it was called."""
+    start = above.format(root=data.name, parent=data.parent.name)
+    (tmp_path / "bad.csv").write_text(f"image\n{start}train/cat/1.png\n")
+    spec = DatasetSpec(str(data), exclude=str(tmp_path / "bad.csv"))
+    kept = [one.path for one in read_source(spec).splits["train"]]
+    assert str(data / "train/cat/1.png") not in kept
+    (tmp_path / "bad.csv").write_text("image\nother/train/cat/1.png\n")
+    with pytest.raises(DataError, match="none of its 1 image"):
+        read_source(spec)
 
 
 def test_corrected_labels_replace_those_of_the_data(data, tmp_path):
@@ -143,6 +158,49 @@ def test_notes_about_a_label_list_are_those_of_any_list(data, tmp_path):
     assert notes[-2].endswith("classes from label; not used: likely")
 
 
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [("l.csv", ("a|b", "b", "[]", "|", "[ ]", "")), ("l.csv", ("a;b", "b", ";", "[]", "| ", " "))]
+    + [("l.jsonl", (["a", "b"], "b", [], [], [], none)) for none in (None, "")],
+)
+def test_an_image_with_none_of_the_classes_is_not_one_without_a_label(data, tmp_path, name, cells):
+    """`[]` is none of the classes; nothing is, beside the data, a label that is not written yet."""
+    images = [f"train/{folder}/{number}.png" for folder in ("cat", "dog") for number in range(3)]
+    path = tmp_path / name
+    if name == "l.csv":
+        rows = "".join(f'{image},"{cell}"\n' for image, cell in zip(images, cells, strict=True))
+        path.write_text(f"image,labels\n{rows}")
+    else:
+        rows = zip(images, cells, strict=True)
+        path.write_text("".join(json.dumps({"image": i, "labels": c}) + "\n" for i, c in rows))
+    expected = [("a", "b"), ("b",), (), (), ()]
+    index = read_source(DatasetSpec(str(data), label_list=str(path), multilabel=True))
+    assert [record.labels for record in index.train] == expected
+    (note,) = (one for one in index.notes if "labelled images" in one)
+    assert note.endswith(
+        "5 labelled images; 1 row without a label: not used ([] in labels is none of the classes)"
+    )
+    index = read_source(DatasetSpec(str(path), images=str(data), multilabel=True))
+    assert [record.labels for record in index.train] == [*expected, ()]
+    with pytest.raises(DataError, match=r"line [67]: no label; write one, or \[\] for none"):
+        read_source(
+            DatasetSpec(str(path), images=str(data), multilabel=True, corrections=str(path))
+        )
+
+
+def test_each_list_may_name_what_another_one_leaves_out(data, tmp_path):
+    path = label_list(tmp_path, *(f"train/{name}/{n}.png,{name}" for name in ("cat", "dog")
+                                  for n in (0, 1)))  # fmt: skip
+    for rows, left in (("train/cat/2.png\nval/dog/0.png", 4), ("train/cat/1.png", 3)):
+        (tmp_path / "x.csv").write_text(f"image\n{rows}\n")
+        spec = DatasetSpec(str(data), label_list=path, exclude=str(tmp_path / "x.csv"))
+        assert len(read_source(spec).train) == left
+    (tmp_path / "fix.csv").write_text("image,label\ntrain/cat/1.png,dog\ntrain/dog/2.png,dog\n")
+    found, notes = labels(dataclasses.replace(spec, corrections=str(tmp_path / "fix.csv")))
+    assert ("train", "cat/1.png") not in found
+    assert notes[-1].endswith("2 images read, 0 labels corrected")
+
+
 def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
     rows = ["train/cat/0.png,x", "train/dog/0.png,y", "train/dog/2.png,"]
     rows += ["val/cat/0.png,x", "val/dog/0.png,y"]
@@ -178,7 +236,7 @@ def test_images_are_held_out_of_a_label_list_without_validation_images(data, tmp
     splits = open_splits(spec, val_share=0.34, seed=0)
     assert (splits.classes, splits.made, splits.multilabel) == (("x", "y"), True, False)
     assert (len(splits.train), len(splits.val)) == (4, 2)
-    held_out = [relative(one.path, data) for one in splits.val]
+    held_out = HeldOutSplit(data.resolve(), [relative(one.path, data) for one in splits.val])
     measured, _ = open_eval_split(spec, split="val", classes=splits.classes, held_out=held_out)
     assert measured == splits.val
 
@@ -366,7 +424,10 @@ def test_names_that_are_unique_are_those_of_review_lists(data):
 def test_two_spellings_of_an_image_may_not_contradict_each_other(data, tmp_path, setting):
     listed = tmp_path / "list.csv"
     listed.write_text(f"image,label\ntrain/cat/1.png,cat\n{data}/train/cat/1.png,dog\n")
-    with pytest.raises(DataError, match=r"lines 2 and 3: .* are one image, with other values"):
+    with pytest.raises(
+        DataError,
+        match=r"line 3: .*train/cat/1.png has two labels, cat and dog, the first in line 2",
+    ):
         read_source(DatasetSpec(str(data), **{setting: str(listed)}))
     listed.write_text(f"image,label\ntrain/cat/1.png,dog\n{data}/train/cat/1.png,dog\n")
     assert read_source(DatasetSpec(str(data), **{setting: str(listed)})).splits

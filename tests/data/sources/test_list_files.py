@@ -11,6 +11,7 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.data.sources.train_val_split import Fold
 from vit.errors import ConfigError, DataError
@@ -21,7 +22,7 @@ def opened(data, *, val_share=0.25, seed=0, with_classes=False, fold=None, **set
     return open_splits(spec, val_share=val_share, seed=seed, fold=fold)
 
 
-def open_captioned(data, *, split, classes=(), held_out=(), images=None):
+def open_captioned(data, *, split, classes=(), held_out=None, images=None):
     spec = DatasetSpec(
         data, images, captions=True, labels=bool(classes), multilabel=False, split=split
     )
@@ -193,7 +194,7 @@ def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
     assert {s.path for s in (*inside.train, *inside.val)} == {
         f"{tmp_path}/far/{n}.png" for n in range(4)
     }
-    with pytest.raises(DataError, match=r"list.csv, line 2: .*0.png lies outside of .*lists; say"):
+    with pytest.raises(DataError, match=r"list.csv.* line 2: .*0.png lies outside of .*lists; say"):
         opened(path, images=str(tmp_path / "lists"))
     outside = opened(path, images=str(tmp_path / "lists"), allow_outside=True)
     assert len(outside.train) + len(outside.val) == 4
@@ -427,7 +428,7 @@ def test_evaluation_of_one_split(tmp_path):
 
 def test_evaluation_takes_what_training_held_out(flickr):
     splits = opened(flickr)
-    held_out = names(splits.val, splits.root)
+    held_out = HeldOutSplit(splits.root.resolve(), names(splits.val, splits.root))
     samples, notes = open_captioned(str(flickr), split="val", held_out=held_out)
     assert samples == splits.val
     assert "no validation list: took the 3 images that training held out" in notes

@@ -11,6 +11,7 @@ from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import open_eval_split, open_splits, refuse_captions
 from vit.data.sources.train_val_split import Fold
 from vit.errors import DataError
@@ -231,6 +232,11 @@ def test_a_class_without_validation_images_gets_a_note_and_keeps_the_labels(make
         ({"": 3}, "vit train --labels LIST; without labels, vit pretrain .*, and vit suggest"),
         ({"train/a": 20, "val/a": 3}, r"only one class \(a\)"),
         ({"a": 20}, r"only one class \(a\)"),
+        (
+            {"a": 20, "b\udce9": 20},
+            r"1 class with a name that is not UTF-8, .* \(b\\udce9\); rename",
+        ),
+        ({"val/b\udce9": 9, "train/a": 9, "train/b\udce9": 9}, r"1 class with a name that is not"),
         ({"val/a": 3}, "has val but no train"),
         (SPLIT | {"train/empty": 0}, "class empty has no images; .*--on-bad-image skip"),
         ({"a": 0, "b": 0}, "no images in the class folders a, b"),
@@ -286,9 +292,10 @@ def test_test_images_without_labels_are_left_out(make_tree, train, test):
     root = make_tree({f"{train}/a": 12, f"{train}/b": 12, test: 5})
     splits = open_data(root)
     assert len(splits.train) + len(splits.val) == 24
-    assert has_note(splits, f"left out {test}: 5 images straight in it, and no class folders")
+    assert has_note(splits, f"left out {test}, which has no class folders")
     held_out = names(splits.val, root)
-    found, _ = open_eval_split(str(root), split="val", classes=("a", "b"), held_out=held_out)
+    split = HeldOutSplit(root.resolve(), held_out)
+    found, _ = open_eval_split(str(root), split="val", classes=("a", "b"), held_out=split)
     assert names(found, root) == held_out
     assert "no_classes" not in {one.kind for one in list_dataset(str(root)).problems}
     with pytest.raises(DataError, match=f"{test} has no class folders"):
@@ -405,7 +412,7 @@ def test_evaluation_refuses_unknown_classes_and_splits(make_tree):
 def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
     root = make_tree({prefix + "a": 20, prefix + "b": 20})
     splits = open_data(root)
-    held_out = names(splits.val, root)
+    held_out = HeldOutSplit(root.resolve(), names(splits.val, root))
     samples, notes = open_eval_split(
         str(root), split="val", classes=splits.classes, held_out=held_out
     )

@@ -20,6 +20,7 @@ from vit.data.archives import is_inside, open_binary, open_member, relative, siz
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_inputs import list_images
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
@@ -94,7 +95,8 @@ def test_shards_without_a_split_hold_out_what_the_folder_does(pair, tmp_path):
     assert read_samples(packed.val) == read_samples(folder.val)
     held = [relative(sample.path, packed.root) for sample in packed.val]
     assert held == [relative(sample.path, folder.root) for sample in folder.val]
-    samples, notes = open_eval_split(str(shards), split="val", classes=("a", "b"), held_out=held)
+    split = HeldOutSplit(packed.root.resolve(), held)
+    samples, notes = open_eval_split(str(shards), split="val", classes=("a", "b"), held_out=split)
     assert read_samples(samples) == read_samples(packed.val)
     assert any("that training held out" in note for note in notes)
 

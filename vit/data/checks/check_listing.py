@@ -5,37 +5,22 @@ import difflib
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
 from vit.data.sources.dataset_spec import (
-    LAYOUT,
-    SPLIT_NAMES,
     UNSEEN,
     DatasetSpec,
     RowError,
-    resolve_folder,
-)
-from vit.data.sources.file_walk import UNSUPPORTED_SUFFIXES, FolderWalker, unsupported_advice
-from vit.data.sources.image_folder import (
-    EMPTY_CLASS,
-    renamed_splits,
-    split_folders,
-    without_classes,
 )
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import (
-    is_folder_source,
     locate_in_lists,
     read_source,
-    refuse_captions,
 )
-from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""
@@ -45,7 +30,6 @@ ALL = "all"
 """The name of the split of a dataset without splits."""
 MAX_HINTS = 20
 """Unknown classes of a split for which a similar name is searched for."""
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class DatasetListing:
         classes: Names, sorted.
         images: The images of all splits.
         problems: Problems of paths and names.
-        spec: How a source other than a folder is read.
+        spec: How the source is read.
         grouped: Whether the source provides the groups of its images.
         columns: Columns of its lists that are not read.
     """
@@ -127,207 +111,71 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     """List the images of a source that `vit train` accepts.
 
     Raises:
-        DataError: It does not exist, or is a source other than a folder that cannot be opened.
+        DataError: It does not exist, or cannot be opened.
         ConfigError: A setting does not apply to this kind of source.
     """
-    spec = DatasetSpec(data) if isinstance(data, str) else data
-    # a class folder has one label an image, as --task classify requires
-    plain = spec if spec.multilabel else dataclasses.replace(spec, multilabel=None)
-    if not is_folder_source(spec.data) or plain != DatasetSpec(spec.data, group=spec.group):
-        return list_source(spec)
-    refuse_captions(spec.data)
-    root, _ = resolve_folder(spec.data)
-    listing = list_folder(root)
-    if has_caption_lists(str(root)):  # maybe meant for captions, and its folders are no classes
-        hint = "; for the captions in it, add --task caption"
-        listing.problems = [
-            dataclasses.replace(one, detail=one.detail + hint) if one.kind in NOT_CLASSES else one
-            for one in listing.problems
-        ]
-    return listing
-
-
-def list_source(spec: DatasetSpec) -> DatasetListing:
-    """List an image list, shards or a table."""
     errors: list[RowError] = []
+    spec = DatasetSpec(data) if isinstance(data, str) else data
     spec = dataclasses.replace(spec, all_splits=True, row_errors=errors)
     opened = read_source(spec)
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped, listing.columns = opened.has_groups, opened.columns
     for note in opened.notes:
         listing.report("source", note)
+    hint = ""
+    if not spec.captions and os.path.isdir(spec.data) and has_caption_lists(spec.data):
+        hint = "; for the captions in it, add --task caption"
     for row in errors:
-        listing.report(row.kind, str(row.error), *row.images)
-    paths: dict[str, dict[str, list[str]]] = {}  # by split and class
+        end = hint if row.kind in NOT_CLASSES else ""
+        listing.report(row.kind, f"{row.error}{end}", *row.images)
+    listing.classes = sorted({label for one in opened.train for label in one.labels})
+    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
+    known = {*listing.classes}
     for name, records in opened.splits.items():
-        split = name or ALL
-        paths[split] = defaultdict(list)
-        for record in records:
-            listing.images.append(ListedImage(record.path, split, record.labels, record.group))
-            for label in record.labels:
-                paths[split][label].append(record.path)
-    if listing.train_split not in paths:
-        there = join_names(paths) or "nothing"
-        listing.report("no_train", f"there is {there} but no train", str(opened.root))
+        for one in records:
+            labels = [
+                label if label in known else equal.get(unicodedata.normalize("NFC", label), label)
+                for label in one.labels
+            ]
+            listing.images.append(ListedImage(one.path, name or ALL, (*labels,), one.group))
+    if listing.train_split not in listing.splits:
+        if not {"no_train", "unclear_layout"} & {row.kind for row in errors}:
+            there = join_names(listing.splits) or "nothing"
+            listing.report("no_train", f"there is {there} but no train", str(opened.root))
         return listing
-    listing.classes = sorted(paths[listing.train_split])
     where = opened.locations.get(listing.train_split, spec.data)
-    is_listed = any(one.split == listing.train_split for one in listing.images)
-    if not (listing.classes if spec.labels else is_listed):
+    if any(row.kind in NOT_CLASSES for row in errors):
+        pass  # said already
+    elif not (listing.classes if spec.labels else opened.train):
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
-        listing.report("one_class", f"only one class ({only}), nothing to tell apart", spec.data)
-    for split, by_class in paths.items():
+        words = f"only one class ({only}), nothing to tell apart{hint}"
+        listing.report("one_class", words, spec.data)
+    for split in listing.splits:
         if split != listing.train_split:
-            match_classes(listing, split, Path(spec.data), by_class)
+            match_classes(listing, split)
     check_validation(listing)
     return listing
 
 
-def list_folder(root: Path) -> DatasetListing:
-    """List an image folder, whatever is wrong with it."""
-    listing = DatasetListing(root)
-    for name in SPLIT_NAMES:
-        if (root / name).is_file():
-            listing.report(
-                "split_is_file", f"{name} is a file, not a folder; {LAYOUT}", str(root / name)
-            )
-    walk = FolderWalker(str(root))
-    try:
-        folders, beside = split_folders(root, walk)
-    except DataError:  # a split is a file, or a folder cannot be listed
-        folders = {name: root / name for name in SPLIT_NAMES if (root / name).is_dir()}
-        beside = []
-    for note in renamed_splits(folders):
-        listing.report("source", note, str(root))
-    if note := without_classes(folders):
-        listing.report("source", note, str(folders.pop("test")))
-    if beside:
-        names = join_names(beside)
-        places = (str(root / name) for name in beside)
-        listing.report("beside_train", f"folders beside train are left out: {names}", *places)
-    if not folders and not listing.problems:
-        folders = {ALL: root}
-    for name, folder in folders.items():
-        list_split(listing, name, folder)
-    if folders and "train" not in folders and ALL not in folders:
-        there = join_names(folders)
-        listing.report("no_train", f"there is {there} but no train; {LAYOUT}", str(root))
-    elif folders:
-        check_validation(listing)
-    if folders and ALL not in folders:  # files beside the splits
-        walk_or_report(listing, root, lambda: walk.loose_images(str(root)))
-        listing.problems += skipped_files(walk)
-    return listing
-
-
-def list_split(listing: DatasetListing, name: str, folder: Path) -> None:
-    """Add the images of one split; its classes must be those of the first split."""
-    walk, first = FolderWalker(str(listing.root)), not listing.splits
-    listing.splits.append(name)
-    classes = walk_or_report(listing, folder, lambda: walk.subfolders(str(folder))) or []
-    walk_or_report(listing, folder, lambda: walk.loose_images(str(folder)))
-    found: dict[str, list[str]] = {}
-    unlisted = set()
-    for label in classes:
-        images = walk_or_report(listing, folder / label, partial(walk.images, str(folder / label)))
-        found[label] = images or []
-        if images is None:
-            unlisted.add(label)
-    where = printable(folder)
-    if not classes:
-        loose = plural(len(walk.unclassified), "image")
-        what = f"has no class folders ({loose} straight in it); {LAYOUT}"
-        if walk.unclassified:
-            what += "; --labels LIST checks those that a list labels, --task mae all without labels"
-        listing.report("no_classes", f"{where} {what}", str(folder))
-    elif first:
-        listing.classes = classes
-        check_training(listing, folder, found, unlisted)
-    else:
-        found = match_classes(listing, name, folder, found, unlisted)
-    for label, paths in found.items():
-        listing.images += [ListedImage(path, name, (label,)) for path in paths]
-    reported = {
-        os.path.relpath(path, listing.root)
-        for one in listing.problems
-        if one.kind in ("empty_class", "missing_class")
-        for path in one.images
-    }
-    walk.empty_folders = [path for path in walk.empty_folders if path not in reported]
-    listing.problems += skipped_files(walk)
-
-
-def walk_or_report(
-    listing: DatasetListing, folder: Path, walk: Callable[[], Found]
-) -> Found | None:
-    """Return what `walk` returns; report a problem and return None if it raises."""
-    try:
-        return walk()
-    except (DataError, OSError) as error:
-        words = str(error)
-        if isinstance(error, OSError):
-            words = f"{printable(error.filename or folder)}: {error.strerror}"
-        listing.report("folder_unreadable", words, str(folder))
-        return None
-
-
-def check_training(
-    listing: DatasetListing, folder: Path, found: dict[str, list[str]], unlisted: Collection[str]
-) -> None:
-    """Report empty training classes, and a training split with one class.
-
-    A class in `unlisted` has a folder that cannot be listed, and may have images.
-    """
-    where = printable(folder)
-    if not any(found.values()) and not unlisted:
-        listing.report("no_pictures", f"{where}: no images in its class folders", str(folder))
-        return
-    for name, paths in found.items():
-        if not paths and name not in unlisted:
-            words = f"class {printable(name)} {EMPTY_CLASS}"
-            listing.report("empty_class", words, str(folder / name))
-    if len(found) == 1:
-        only = printable(next(iter(found)))
-        listing.report("one_class", f"only one class ({only}), nothing to tell apart", str(folder))
-
-
-def match_classes(
-    listing: DatasetListing,
-    split: str,
-    folder: Path,
-    found: dict[str, list[str]],
-    unlisted: Collection[str] = (),
-) -> dict[str, list[str]]:
-    """`found` by the names of the training classes; others stay, and are reported.
-
-    A class in `unlisted` has a folder that cannot be listed, and is not reported as missing.
-    """
-    known = {*listing.classes}
-    hints = 0
-    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
-    matched: dict[str, list[str]] = {}
-    unknown = set()
-    for name, paths in found.items():
-        matching = name if name in known else equal.get(unicodedata.normalize("NFC", name))
-        if matching is None and paths:
-            hints += 1
-            near = []
-            if hints <= MAX_HINTS:
-                near = difflib.get_close_matches(name, listing.classes, n=1)
-            hint = f" (is it {printable(near[0])}?)" if near else ""
-            words = f"{split} has class {printable(name)}, which train does not have{hint}"
-            listing.report("unknown_class", words, str(folder / name))
-        matched.setdefault(matching or name, []).extend(paths)
-        if name in unlisted:
-            unknown.add(matching or name)
-    if split != UNSEEN:
-        for name in listing.classes:
-            if not matched.get(name) and name not in unknown:
-                words = f"{split} has no images of class {printable(name)}"
-                listing.report("missing_class", words, str(folder / name))
-    return matched
+def match_classes(listing: DatasetListing, split: str) -> None:
+    """Report classes that only this split or only the training split has."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for one in listing.images:
+        for label in one.labels if one.split == split else ():
+            paths[label].append(one.path)
+    for number, name in enumerate(name for name in paths if name not in {*listing.classes}):
+        near = []
+        if number < MAX_HINTS:
+            near = difflib.get_close_matches(name, listing.classes, n=1)
+        hint = f" (is it {printable(near[0])}?)" if near else ""
+        words = f"{split} has class {printable(name)}, which train does not have{hint}"
+        listing.report("unknown_class", words, *paths[name])
+    for name in listing.classes if split != UNSEEN else ():
+        if name not in paths:
+            words = f"{split} has no images of class {printable(name)}"
+            listing.report("missing_class", words)
 
 
 def check_validation(listing: DatasetListing) -> None:
@@ -338,38 +186,3 @@ def check_validation(listing: DatasetListing) -> None:
         return
     if not any(one.split == name for one in listing.images):
         listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))
-
-
-def skipped_files(walk: FolderWalker) -> list[Problem]:
-    """The files and folders that a walk skipped, one problem per reason."""
-    unsupported: list[str] = []
-    other: list[str] = []
-    for name in walk.ignored_files:
-        suffix = f".{name.lower().split('.')[-1]}"
-        (unsupported if suffix in UNSUPPORTED_SUFFIXES else other).append(name)
-    suffixes = {os.path.splitext(name)[1].lower() for name in unsupported}
-    convert = f"of a format that is not read{unsupported_advice(suffixes)}"
-    kinds = {
-        "foreign_format": (unsupported, "image", convert),
-        "ignored_file": (other, "file", "not taken for images"),
-        "hidden": (sorted(walk.hidden_paths), "hidden or system name", ""),
-        "empty_folder": (walk.empty_folders, "folder", "without images"),
-        "link": (
-            walk.skipped_links,
-            "link",
-            "to a folder of this dataset or around it, not followed",
-        ),
-        "outside_link": (walk.followed_links, "link", "to a folder outside, followed"),
-        "not_a_file": (walk.special_files, "special file", "(pipes, broken links), left out"),
-        "loose_picture": (walk.unclassified, "image", "in no class folder, left out"),
-    }
-    return [
-        Problem(
-            kind,
-            f"{plural(len(names), noun)} {words}".rstrip(),
-            tuple(os.path.join(walk.root, name) for name in names[:SHOWN]),
-            len(names) if len(names) > SHOWN else 0,
-        )
-        for kind, (names, noun, words) in kinds.items()
-        if names
-    ]

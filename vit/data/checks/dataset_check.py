@@ -29,6 +29,7 @@ from vit.data.sources.dataset_warnings import (
     lookalike_names,
     misspelt_names,
     similar_names,
+    undecodable_error,
 )
 from vit.text import Notify, plural, printable
 
@@ -265,7 +266,8 @@ def unreadable_images(
 
 def class_problems(listing: DatasetListing) -> list[Problem]:
     """Problems of class names and class sizes."""
-    problems = []
+    error = undecodable_error(listing.classes)
+    problems = [Problem("broken_class", error)] if error else []
     for form, names in lookalike_names(listing.classes).items():
         detail = (
             f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}; give "

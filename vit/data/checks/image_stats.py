@@ -28,9 +28,11 @@ from vit.data.image_io import (
     Fingerprint,
     file_fingerprint,
     has_more_frames,
+    max_pixels,
     read_header,
     read_image,
     read_intensities,
+    set_max_pixels,
 )
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
@@ -211,9 +213,10 @@ def compute_all_stats(
             process.stop()
 
 
-def serve_stats(pipe: Connection) -> None:
+def serve_stats(pipe: Connection, limit: int) -> None:
     """Main function of a worker: receives lists of paths, sends the statistics of each path."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops it
+    set_max_pixels(limit)
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         pipe.send(None)  # the process has started
         while True:
@@ -245,11 +248,7 @@ class StatsWorker:
             self.pipe.send([self.paths[index] for index in indices])
 
     def results(self, ready: bool) -> Iterator[tuple[int, StatsOrReason]]:
-        """Receive the results that are available; `ready` if the pipe has data, or is closed.
-
-        Raises:
-            DataError: The process cannot be started.
-        """
+        """Receive the results that are available; `ready` if the pipe has data, or is closed."""
         try:
             while self.assigned and (ready or self.pipe.poll()):
                 result = self.pipe.recv()
@@ -291,7 +290,7 @@ class StatsWorker:
         context: Any = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self.pipe: Connection = ours
-        self.process = context.Process(target=self.target, args=(theirs,), daemon=True)
+        self.process = context.Process(target=self.target, args=(theirs, max_pixels()), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -30,7 +30,7 @@ from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, EncodedImage, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, SYSTEM_NAMES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import casefold_name, is_device_name, path_argument
 from vit.text import join_names, plural, printable
@@ -289,12 +289,14 @@ def stream_dataset(
 
 
 def _finish(folder: Path, source: str, report: ExportReport) -> None:
-    """Write the marker file."""
+    """Write the marker files."""
     if not report.images:
         first = f", such as {report.bad[0]}" if report.bad else ""
         raise DataError(f"{printable(source)}: none of its images can be read{first}")
     marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
     (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:
+        (folder / OUTPUT_MARKER).touch()
 
 
 def _streamed_images(

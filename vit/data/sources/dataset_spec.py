@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 from vit.config import DataConfig, TrainingConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
-from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
+from vit.data.sources.input_hints import (
+    json_kind,
+    refuse_mistaken,
+    refuse_single_images,
+)
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, path_argument
 from vit.text import printable
@@ -107,6 +111,7 @@ class DatasetSpec:
         cls,
         data: DataConfig,
         *,
+        split: str | None = None,
         multilabel: bool | None = None,
         captions: bool = False,
         labels: bool = True,
@@ -122,6 +127,7 @@ class DatasetSpec:
             data.group,
             data.allow_outside,
             multilabel,
+            split=split,
             captions=captions,
             labels=labels,
             optional_labels=optional_labels,
@@ -200,10 +206,11 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
         return builtin_datasets.DATASETS[data](), []
     refuse_single_images(data)
     if root.exists():
-        raise DataError(
-            f"{printable(data)} is a file, not a folder; {LAYOUT}; or a list of images and "
-            "their classes in .csv or .jsonl; or, for a list of captions, --task caption"
+        kind = json_kind(data) or (
+            f"a file, not a folder; {LAYOUT}; or a list of images and their classes in .csv or "
+            ".jsonl; or, for a list of captions, --task caption"
         )
+        raise DataError(f"{printable(data)} is {kind}")
     names = ", ".join(builtin_datasets.DATASETS)
     hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
     raise DataError(

@@ -14,7 +14,7 @@ from typing import TypeVar
 from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
 from vit.errors import BadImage
-from vit.text import join_names, plural, printable
+from vit.text import is_unicode, join_names, plural, printable
 
 IMBALANCE = 10
 """Ratio of the largest class to the smallest one from which on there is a note."""
@@ -73,6 +73,17 @@ def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
         if near := difflib.get_close_matches(name, others, n=1, cutoff=SIMILARITY):
             found[name] = near[0]
     return [(name, found[name]) for name in rare if name in found]
+
+
+def undecodable_error(classes: Sequence[str]) -> str:
+    """Why classes with such a name cannot be learned; empty without one."""
+    names = [name for name in classes if not is_unicode(name)]
+    if not names:
+        return ""
+    return (
+        f"{plural(len(names), 'class', 'classes')} with a name that is not UTF-8, which other "
+        f"libraries cannot store ({join_names(names)}); rename the folder, or correct the list"
+    )
 
 
 def name_notes(classes: Sequence[str]) -> list[str]:

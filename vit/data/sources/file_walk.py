@@ -1,16 +1,18 @@
 """Recursive listing of image folders, with a note for everything that is left out.
 
-Hidden and system names are skipped. Links are followed, unless they lead to a folder that was
-visited already or that contains the current one.
+Hidden and system names are skipped, and so are folders that this toolkit wrote. Links are followed,
+unless they lead to a folder that was visited already or that contains the current one.
 """
 
+import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from vit.data.image_io import reads_heic
-from vit.errors import DataError
+from vit.data.image_io import read_header, reads_heic
+from vit.errors import BadImage, DataError
 from vit.text import join_names, plural, printable
 
 READABLE = (
@@ -21,7 +23,7 @@ IMAGE_SUFFIXES = frozenset(f".{name}" for name in READABLE.split())
 """Suffixes of files that are taken for images, whatever their content."""
 HEIC_SUFFIXES = frozenset((".heic", ".heif", ".hif"))
 """Suffixes of images that are read if pillow-heif is installed."""
-UNREADABLE = "jxl svg psd raw dng cr2 nef arw"
+UNREADABLE = "jxl svg psd raw dng cr2 nef arw dcm dicom"
 UNSUPPORTED_SUFFIXES = frozenset(f".{name}" for name in UNREADABLE.split())
 """Suffixes of image formats that have no decoder here."""
 if reads_heic():
@@ -33,6 +35,66 @@ SYSTEM_NAMES = frozenset(
 )
 MARKER_FILE = "vit-data.json"
 """Written to every exported folder; only a folder that has it is ever replaced."""
+OUTPUT_MARKER = ".vit-output"
+"""Written to folders of drawings, and to exports into the folder of their own data."""
+OUTPUT_FILE = re.compile(
+    r".+\.(csv|tsv|jsonl?|html|ya?ml|md|xlsx|parquet|np[yz]|safetensors|onnx|data|pt2|xml|bin|sqlite)"
+    r"|images-[0-9a-f]{24}(\.lock)?",
+    re.IGNORECASE,
+)
+"""Lists, reports, predictions, embeddings, networks and caches."""
+LEFT_OUT = {
+    "hidden": "left out hidden and system names",
+    "output": "left out folders of runs, lists, reports, networks or other output",
+    "empty_folder": "left out folders without images",
+    "link": "left out links to folders of this dataset or around them",
+    "outside_link": "followed links to folders outside",
+    "not_a_file": "left out special files (pipes, broken links)",
+    "loose_picture": "left out images that lie in no class folder",
+}
+"""Kind, as in vit.data.checks.problems -> what `FolderWalker.notes` says of it."""
+
+
+def is_run_folder(folder: str) -> bool:
+    """Whether `folder` is that of a training, even of one that was stopped in its first moments."""
+    begun = ("metrics.jsonl", "model.safetensors", ".lock")
+    has_settings = os.path.isfile(os.path.join(folder, "config.yaml"))
+    return has_settings and any(os.path.exists(os.path.join(folder, name)) for name in begun)
+
+
+def _is_marked(folder: str) -> bool:
+    return is_run_folder(folder) or os.path.exists(os.path.join(folder, OUTPUT_MARKER))
+
+
+def has_image(folder: str | os.PathLike[str]) -> bool:
+    """Whether an image is directly in `folder`, which is read up to the first one."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        names = (entry.name for entry in entries if entry.name[0] != ".")
+        return any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in names)
+    return False
+
+
+def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) -> bool:
+    """Whether all files under `folder`, and at least one, were written by this toolkit.
+
+    Images and other files of the suffixes `content` are data, except in a run folder and beside
+    OUTPUT_MARKER.
+    """
+    if has_image(folder) and not _is_marked(folder):  # spares listing it all
+        return False
+    result = False
+    for path, folders, files in os.walk(folder):
+        if _is_marked(path):
+            result = True
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name[0] != "." and name not in SYSTEM_NAMES]
+        shown = [name for name in files if name[0] != "."]
+        suffixes = {os.path.splitext(name)[1].lower() for name in shown}
+        if not suffixes.isdisjoint(content) or not all(map(OUTPUT_FILE.fullmatch, shown)):
+            return False
+        result = result or bool(shown)
+    return result
 
 
 def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
@@ -67,20 +129,14 @@ class FolderWalker:
         suffixes: Suffixes of the files to list, in lower case.
         visited: Visited folders, by device and inode.
 
-    The other fields are records for `notes`, as names relative to `root`; `hidden_names` are base
-    names, and `ignored_suffixes` counts the suffixes of those `ignored_files` that get a note.
+    The other fields are records for `notes`, as names relative to `root`; `ignored_suffixes` counts
+    the suffixes of those `ignored_files` that get a note.
     """
 
     root: str
     suffixes: frozenset[str] = IMAGE_SUFFIXES
     visited: set[tuple[int, int]] = field(default_factory=set)
-    hidden_names: set[str] = field(default_factory=set)
-    hidden_paths: set[str] = field(default_factory=set)
-    empty_folders: list[str] = field(default_factory=list)
-    skipped_links: list[str] = field(default_factory=list)
-    followed_links: list[str] = field(default_factory=list)
-    special_files: list[str] = field(default_factory=list)
-    unclassified: list[str] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in LEFT_OUT})
     ignored_files: list[str] = field(default_factory=list)
     ignored_suffixes: Counter[str] = field(default_factory=Counter)
 
@@ -99,6 +155,11 @@ class FolderWalker:
         entries = [entry for entry in self._scan(folder) if not self._is_hidden(entry)]
         return sorted(entry.name for entry in entries if self._is_folder(entry))
 
+    def class_folders(self, folder: str, known: Collection[str] = ()) -> list[str]:
+        """`subfolders`, without those that this toolkit wrote, which no `known` ones are."""
+        names = self.subfolders(folder)
+        return [x for x in names if x in known or not self._is_output(os.path.join(folder, x))]
+
     def loose_images(self, folder: str) -> list[str]:
         """Paths of the images directly in `folder`, where class folders are expected.
 
@@ -106,12 +167,12 @@ class FolderWalker:
         class folders are common, and no reason for a note in every training.
         """
         entries = [entry for entry in self._entries(folder) if self._is_file(entry)]
-        paths = [entry.path for entry in entries if self._suffix(entry) in self.suffixes]
-        self.unclassified += map(self.relative_name, paths)
+        paths = [entry.path for entry in entries if self._suffix(entry.name) in self.suffixes]
+        self.left_out["loose_picture"] += map(self.relative_name, paths)
         self.ignored_files += [
             self.relative_name(entry.path)
             for entry in entries
-            if self._suffix(entry) not in self.suffixes
+            if self._suffix(entry.name) not in self.suffixes
             and not self._is_hidden(entry)
             and entry.name != MARKER_FILE
         ]
@@ -125,17 +186,25 @@ class FolderWalker:
             if self._is_hidden(entry):
                 continue
             if self._is_folder(entry):
+                if self._is_output(entry.path):
+                    continue
                 if not entry.is_symlink() or self._may_follow(entry):
                     self._collect(entry.path, paths)
             elif not self._is_file(entry):
-                self.special_files.append(self.relative_name(entry.path))
-            elif self._suffix(entry) in self.suffixes:
+                self.left_out["not_a_file"].append(self.relative_name(entry.path))
+            elif self._suffix(entry.name) in self.suffixes:
                 paths.append(entry.path)
             else:
-                self.ignored_suffixes[self._suffix(entry) or "no suffix"] += 1
+                self.ignored_suffixes[self._suffix(entry.name) or "no suffix"] += 1
                 self.ignored_files.append(self.relative_name(entry.path))
         if len(paths) == before:
-            self.empty_folders.append(self.relative_name(folder))
+            self.left_out["empty_folder"].append(self.relative_name(folder))
+
+    def _is_output(self, folder: str) -> bool:
+        if not holds_output_only(folder, self.suffixes | IMAGE_SUFFIXES):
+            return False
+        self.left_out["output"].append(self.relative_name(folder))
+        return True
 
     def _enter(self, folder: str) -> bool:
         """Mark `folder` as visited; False if it already was."""
@@ -144,7 +213,7 @@ class FolderWalker:
         except OSError as error:
             raise _cannot_list(folder, error) from None
         if (status.st_dev, status.st_ino) in self.visited:
-            self.skipped_links.append(self.relative_name(folder))
+            self.left_out["link"].append(self.relative_name(folder))
             return False
         self.visited.add((status.st_dev, status.st_ino))
         return True
@@ -161,9 +230,8 @@ class FolderWalker:
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         hidden = entry.name.startswith(".") or entry.name in SYSTEM_NAMES
-        if hidden and (self._suffix(entry) in self.suffixes or self._is_folder(entry)):
-            self.hidden_names.add(entry.name)
-            self.hidden_paths.add(self.relative_name(entry.path))
+        if hidden and (self._suffix(entry.name) in self.suffixes or self._is_folder(entry)):
+            self.left_out["hidden"].append(self.relative_name(entry.path))
         return hidden
 
     def _may_follow(self, entry: os.DirEntry[str]) -> bool:
@@ -172,14 +240,14 @@ class FolderWalker:
         parent = os.path.realpath(os.path.dirname(entry.path))
         # A folder inside the dataset is listed in its own place, maybe as another class.
         if _contains(target, parent) or _contains(os.path.realpath(self.root), target):
-            self.skipped_links.append(self.relative_name(entry.path))
+            self.left_out["link"].append(self.relative_name(entry.path))
             return False
-        self.followed_links.append(self.relative_name(entry.path))
+        self.left_out["outside_link"].append(self.relative_name(entry.path))
         return True
 
     @staticmethod
-    def _suffix(entry: os.DirEntry[str]) -> str:
-        return os.path.splitext(entry.name)[1].lower()
+    def _suffix(name: str) -> str:
+        return os.path.splitext(name)[1].lower()
 
     @staticmethod
     def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -199,20 +267,47 @@ class FolderWalker:
         """`path` relative to the root, safe to print on a terminal."""
         return printable(os.path.relpath(path, self.root))
 
+    def other_files(self, folder: str) -> str:
+        """The end of an error about missing images: the files under `folder`, and a remedy."""
+        start = "" if folder == self.root else self.relative_name(folder) + os.sep
+        names = [name for name in self.ignored_files if name.startswith(start)]
+        suffixes = Counter(self._suffix(name) or "no suffix" for name in names)
+        return f"; {self._ignored_note(suffixes)}" if names else ""
+
+    def _ignored_note(self, suffixes: Counter[str]) -> str:
+        """The note on ignored files; those that are images by their content get a remedy."""
+        note = ignored_suffixes_note(suffixes, "file")
+        first = {self._suffix(name) or "no suffix": name for name in reversed(self.ignored_files)}
+        for name in (first[suffix] for suffix in suffixes):
+            with contextlib.suppress(BadImage):
+                kind = read_header(os.path.join(self.root, name)).format
+                suffix = f".{kind.lower()[:4]}"  # .jpeg for JPEG2000: the content decides
+                note += f"; {name} is a {kind} image: rename such files to end in {suffix}"
+        return note
+
     def notes(self) -> list[str]:
         """One line for each reason for which something was left out."""
         suffixes = self.ignored_suffixes
-        notes = [ignored_suffixes_note(suffixes, "file")] if suffixes else []
-        hidden = sorted(set(map(printable, self.hidden_names)))
-        lines = [
-            (hidden, "left out hidden and system names"),
-            (self.empty_folders, "left out folders without images"),
-            (self.skipped_links, "left out links to folders of this dataset or around them"),
-            (self.followed_links, "followed links to folders outside"),
-            (self.special_files, "left out special files (pipes, broken links)"),
-            (self.unclassified, "left out images that lie in no class folder"),
+        notes = [self._ignored_note(suffixes)] if suffixes else []
+        for kind, names in self.left_out.items():
+            shown = sorted({*map(os.path.basename, names)}) if kind == "hidden" else names
+            notes += [f"{LEFT_OUT[kind]}: {join_names(dict.fromkeys(shown))}"] if names else []
+        return notes
+
+    def problems(self) -> list[tuple[str, str, list[str]]]:
+        """(kind, reason, paths) of all that was left out, as `vit check` lists it."""
+        unread = {x for x in self.ignored_files if self._suffix(x) in UNSUPPORTED_SUFFIXES}
+        advice = unsupported_advice({self._suffix(name) for name in unread})
+        found = [
+            ("foreign_format", f"left out images of a format that is not read{advice}", unread),
+            ("ignored_file", "left out files not taken for images", {*self.ignored_files} - unread),
+            *((kind, LEFT_OUT[kind], {*names}) for kind, names in self.left_out.items()),
         ]
-        return notes + [f"{text}: {join_names(names)}" for names, text in lines if names]
+        return [
+            (kind, text, [os.path.join(self.root, name) for name in sorted(names)])
+            for kind, text, names in found
+            if names
+        ]
 
 
 def _contains(folder: str, path: str) -> bool:

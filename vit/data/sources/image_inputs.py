@@ -79,7 +79,8 @@ def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
     if not images and (packed := _list_packed(folder, notes)):
         return packed
     if not images:
-        raise DataError(f"{printable(folder)}: no images in this folder")
+        there = walker.other_files(folder)
+        raise DataError(f"{printable(folder)}: no images in this folder{there}")
     if notes is not None:
         notes += [f"{printable(folder)}: {note}" for note in walker.notes()]
     return images

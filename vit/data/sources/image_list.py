@@ -20,10 +20,10 @@ The data flow, the same for all:
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
@@ -34,6 +34,7 @@ from vit.data.sources.dataset_spec import (
     all_skipped_error,
     skip_or_raise,
 )
+from vit.data.sources.image_names import folder_names, suffix_notes
 from vit.data.sources.list_columns import (
     INSIDE,
     Columns,
@@ -41,13 +42,15 @@ from vit.data.sources.list_columns import (
     cell_group,
     cell_labels,
     cell_split,
+    check_inside,
     check_record,
     choose_columns,
-    clean_path,
     comma_notes,
     drop_uncaptioned,
     no_label,
+    tidy_path,
     unused_notes,
+    written_name,
 )
 from vit.data.sources.list_files import (
     METADATA,
@@ -55,13 +58,12 @@ from vit.data.sources.list_files import (
     common_folders,
     find_lists,
     images_folder,
-    suffixed_names,
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import csv_text, join_names, plural, printable, without_formula_guards
+from vit.text import join_names, plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
@@ -76,6 +78,8 @@ class Entry(NamedTuple):
     """In the order of the list; they may be empty or repeated."""
     cells: tuple[str, ...] = ()
     """Of the columns `DatasetSpec.columns`; empty where there is none."""
+    labelled: bool = True
+    """Whether the line says which classes the image has, or that it has none of them."""
 
 
 @dataclass
@@ -84,7 +88,7 @@ class ImageList:
 
     path: str
     entries: dict[str, Entry] = field(default_factory=dict)
-    """By name of the image, relative to the folder of the images or absolute."""
+    """By name of the image, as written until `placed` has found the image."""
     has_captions: bool = False
     """Whether it is a list of captions, where an image may have a line for each."""
     columns: Columns | None = None
@@ -98,10 +102,6 @@ class ImageList:
     """Receives errors of lines, with names of images as in `entries`; None: the first is raised."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
-    guarded: set[str] = field(default_factory=set)
-    """Names that may be cells of `csv_text`, with an apostrophe or escapes."""
-    without_label: dict[str, int] = field(default_factory=dict)
-    """Lines of records that lack the key of labels, by image."""
     guarded_labels: int = 0
     """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
 
@@ -129,6 +129,7 @@ class ImageList:
         self.entries[name] = earlier._replace(
             labels=tuple(dict.fromkeys((*earlier.labels, *entry.labels))),
             captions=earlier.captions + entry.captions,
+            labelled=earlier.labelled or entry.labelled,
         )
 
     def _repeat(self, name: str, earlier: Entry, entry: Entry) -> None:
@@ -155,7 +156,7 @@ class ImageList:
             if {*earlier.labels} == {*entry.labels}:
                 self._repeat(name, earlier, entry)
             else:
-                error = self._two_labels(name, earlier, entry)
+                error = self.two_labels(name, earlier, entry)
                 skip_or_raise(self.errors, "contradiction", error, name)
         for name, entry in [*self.entries.items()]:
             if not entry.labels and not self.has_captions:
@@ -165,18 +166,40 @@ class ImageList:
                 skip_or_raise(self.errors, "several_labels", self._several_labels(entry.line), name)
                 del self.entries[name]
 
-    def check_keys(self) -> None:
-        """Require the key of labels in each record, where an image may have none of the classes.
+    def placed(self, find: Callable[[str, Entry], str | None]) -> tuple["ImageList", list[str]]:
+        """The list by the images that its names mean, and the names that mean none.
 
         Raises:
-            DataError: A record lacks it, and errors are not collected.
+            DataError: Lines of one image contradict each other, or a name means several images.
         """
-        for name, line in self.without_label.items():
-            assert self.columns is not None
-            lacks = f"no {self.columns.label!r} in this record"
-            error = wrong(self.path, f"{lacks}; write null where it has none of the classes", line)
-            skip_or_raise(self.errors, "no_label", error, name)
-            self.entries.pop(name, None)
+        found: dict[str, str | None] = {}
+        moved = dataclasses.replace(self, entries={}, relabelled=[])
+        bad = BadLines()
+        for name, entry in self.entries.items():
+            kind = "bad_path"
+            try:
+                found[name] = place = find(name, entry)
+                kind = "contradiction"
+                if place is not None:
+                    moved.add(place, entry)
+            except DataError as error:
+                if self.errors is None:
+                    bad.add(error)
+                else:
+                    skip_or_raise(self.errors, kind, error, name)
+        bad.raise_all()
+        images = {name: place for name, place in found.items() if place is not None}
+        moved.relabelled = [
+            *((images[name], one, two) for name, one, two in self.relabelled if name in images),
+            *moved.relabelled,
+        ]
+        if self.errors is not None:
+            errors = [
+                one._replace(images=tuple(images.get(name, name) for name in one.images))
+                for one in self.errors
+            ]
+            moved.errors = sorted(errors, key=lambda one: getattr(one.error, "line", 0))
+        return moved, [name for name, place in found.items() if place is None]
 
     def report_merged(self, notes: list[str]) -> None:
         """Report the images whose lines have other labels: an image has all of them.
@@ -212,7 +235,8 @@ class ImageList:
         advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
         return wrong(self.path, f"several labels; {advice}", line)
 
-    def _two_labels(self, name: str, earlier: Entry, entry: Entry) -> DataError:
+    def two_labels(self, name: str, earlier: Entry, entry: Entry) -> DataError:
+        """The error for an image that has another class in another line."""
         both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, entry))
         return wrong(
             self.path,
@@ -303,24 +327,21 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
             kind_found = f"is {json_kind(written)}; expected a file name in each line"
             raise wrong(path, f"{columns.image} {kind_found}", line)
         kind = "bad_path"
-        name = clean_path(written, path, line, outside=spec.allow_outside)
-        if row.is_table and ("'" in written or "\\" in written):
-            contents.guarded.add(name)
+        name = written_name(written, path, line, outside=spec.allow_outside)
         kind = "bad_line"
         captions: list[str] = []
         for column in columns.captions:
             value = values.get(column)
             captions += cell_captions(value, column, path, line, is_table=row.is_table)
-        labels: tuple[str, ...] = ()
+        labels: tuple[str, ...] | None = ()
         if spec.labels:
-            if columns.label not in values and columns.label and not spec.captions:
-                contents.without_label[name] = line
             value = values.get(columns.label)
             if row.is_table and isinstance(value, str):
                 plain = without_formula_guards(value)
                 contents.guarded_labels += plain != value
                 value = plain
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
+        labelled, labels = labels is not None, labels or ()
         contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
         split = ""
         if columns.split and spec.reads_splits:
@@ -330,7 +351,7 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         cells = tuple(
             cell_group(values.get(column), path, line) if column else "" for column in columns.more
         )
-        contents.add(name, Entry(line, labels, split, group, tuple(captions), cells))
+        contents.add(name, Entry(line, labels, split, group, tuple(captions), cells, labelled))
     except DataError as error:
         skip_or_raise(contents.errors, kind, error, *filter(None, [name]))
 
@@ -365,7 +386,6 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
         if not multilabel and (spec.labels or spec.captions):
             contents.check_single()
             continue
-        contents.check_keys()
         contents.report_merged(notes)
         if contents.multilabel and spec.row_errors is not None:
             advice = "so an image may have several, or none, as --task multilabel learns them"
@@ -508,6 +528,15 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     return [*_placed("", contents, spec, collected).entries]
 
 
+def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
+    """Image path -> the cells of the first line that names it, by column, as the list has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in _read_files(find_lists(spec), spec, []):
+        rows = {row.line: row.values for row in read_rows(one.contents.path, spec, [])}
+        found |= {path: rows[entry.line] for path, entry in one.entries.items() if entry.line}
+    return found
+
+
 def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:
     """Read the lists, for evaluation only those of the split that is needed."""
     splits = [*found.files]
@@ -522,91 +551,26 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
     """The images of a list by path."""
-    base = images_folder(contents.path, contents.entries, spec.images, notes)
-    contents = _with_suffixes(_with_original_names(contents, base), base, notes)
+    path = contents.path
+    base = images_folder(path, contents.entries, spec.images, notes, is_table=contents.is_table)
     # a list of captions may name images anywhere, unless their folder is given
     outside = spec.allow_outside or (spec.captions and spec.images is None)
-    if any(os.path.isabs(name) for name in contents.entries):
-        contents = _relative_to(contents, os.path.abspath(base), outside=outside)
+    above = os.path.join(os.path.abspath(base), "")
+    names = folder_names(base)
+    renamed: list[tuple[str, str]] = []
+
+    def find(written: str, entry: Entry) -> str:
+        name = names.find(written, contents.is_table) or tidy_path(written, path, entry.line)
+        check_inside(name, path, entry.line, outside=spec.allow_outside)
+        if os.path.isabs(name) and not name.startswith(above) and not outside:
+            raise wrong(path, f"{name} lies outside of {above[:-1]}; {INSIDE}", entry.line)
+        renamed.append((written, name))
+        return name.removeprefix(above)
+
+    contents, _ = contents.placed(find)
+    notes += suffix_notes(path, renamed)
     entries = {_path_of(name, base): entry for name, entry in contents.entries.items()}
     return PlacedList(split, contents, base, entries)
-
-
-def _with_original_names(contents: ImageList, base: str) -> ImageList:
-    """`contents` with the names of files for those that are cells of `csv_text`.
-
-    The rows that `vit predict` and `vit evaluate` write name images so, for spreadsheets.
-    """
-    lacking = [name for name in contents.guarded if not os.path.lexists(_path_of(name, base))]
-    if not lacking:
-        return contents
-    below: dict[str, dict[str, str]] = {}
-    original = {name: original_name(name, base, below) for name in lacking}
-    entries = {original.get(name, name): entry for name, entry in contents.entries.items()}
-    return dataclasses.replace(contents, entries=entries)
-
-
-def _with_suffixes(contents: ImageList, base: str, notes: list[str]) -> ImageList:
-    """`contents` with the names of files for names that lack their suffix, with a note."""
-    found = {
-        name: file
-        for name, file in suffixed_names(base, contents.entries).items()
-        if file not in contents.entries
-    }
-    if not found:
-        return contents
-    name, file = next(iter(found.items()))
-    notes.append(
-        f"{printable(contents.path)}: {plural(len(found), 'name')} without a suffix: "
-        f"{printable(name)} is read as {printable(file)}"
-    )
-    entries = {found.get(name, name): entry for name, entry in contents.entries.items()}
-    relabelled = [(found.get(name, name), a, b) for name, a, b in contents.relabelled]
-    return dataclasses.replace(contents, entries=entries, relabelled=relabelled)
-
-
-def original_name(cell: str, base: str, below: dict[str, dict[str, str]]) -> str:
-    """The name of the file that `csv_text` wrote as `cell`; `cell` if there is none.
-
-    Args:
-        cell: The cell with slashes for backslashes, those of escapes too.
-        base: Folder that it is relative to, unless it is absolute.
-        below: Names in a folder by their cells, by the folder; filled as folders are listed.
-    """
-    first = not os.path.isabs(cell)
-    left = cell if first else cell[1:]
-    folder, found = (base, "") if first else (os.sep, os.sep)
-    while left:
-        if folder not in below:
-            try:
-                names = os.listdir(folder)
-            except OSError:
-                names = []
-            # behind a slash nothing is taken for the beginning of a formula
-            below[folder] = {csv_text(f"/{name}")[1:].replace("\\", "/"): name for name in names}
-        words = (left, left.removeprefix("'")) if first and left.startswith("'") else (left,)
-        match = next(
-            (
-                (below[folder][start], word[len(start) :])
-                for word in words
-                for start in _starts(word)
-                if start in below[folder]
-            ),
-            None,
-        )
-        if match is None:
-            return cell
-        folder, found = os.path.join(folder, match[0]), os.path.join(found, match[0])
-        left, first = match[1].removeprefix("/"), False
-    return found
-
-
-def _starts(path: str) -> Iterator[str]:
-    """`path`, and what is before each of its slashes, the longest first."""
-    yield path
-    while slash := path.rfind("/") + 1:
-        path = path[: slash - 1]
-        yield path
 
 
 def _path_of(name: str, base: str) -> str:
@@ -626,21 +590,3 @@ def _without_errors(placed: Sequence[PlacedList], errors: list[RowError]) -> lis
     if not any(one.entries for one in kept):
         raise all_skipped_error(errors)
     return kept
-
-
-def _relative_to(contents: ImageList, base: str, *, outside: bool) -> ImageList:
-    """`contents` with absolute names that lie in `base` relative to it."""
-    above = os.path.join(base, "")
-    relabelled = [(name.removeprefix(above), a, b) for name, a, b in contents.relabelled]
-    moved = dataclasses.replace(contents, entries={}, relabelled=relabelled)
-    for name, entry in contents.entries.items():
-        kind = "bad_path"
-        try:
-            if os.path.isabs(name) and not name.startswith(above) and not outside:
-                advice = f"lies outside of {base}; {INSIDE}"
-                raise wrong(contents.path, f"{name} {advice}", entry.line)
-            kind = "contradiction"
-            moved.add(name.removeprefix(above), entry)
-        except DataError as error:
-            skip_or_raise(moved.errors, kind, error, name)
-    return moved

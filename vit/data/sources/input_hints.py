@@ -1,47 +1,93 @@
 """Errors for inputs that are no dataset: spreadsheets, archives, single images, globs."""
 
+import mmap
 import os
 import re
 from collections.abc import Sequence
 
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, is_run_folder
 from vit.errors import DataError
-from vit.paths import did_you_mean
+from vit.paths import did_you_mean, names_in
 from vit.text import printable
 
-EXCEL = "an Excel workbook", "File > Save As > CSV UTF-8 (Comma delimited) (*.csv)"
-CALC = "a LibreOffice spreadsheet", "File > Save As > Text CSV (.csv)"
-SHEETS = "a link to a Google sheet", "File > Download > Comma-separated values (.csv)"
-SPREADSHEETS = {
-    **dict.fromkeys((".xls", ".xlsm", ".xlsb"), EXCEL),
-    **dict.fromkeys((".ods", ".fods"), CALC),
-    ".numbers": ("a Numbers spreadsheet", "File > Export To > CSV..."),
-    ".gsheet": SHEETS,
+SAVE = "not a list: save it as CSV ({}) and give that file"
+FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"
+KINDS = {
+    ".xls .xlsm .xlsb": "an Excel workbook, "
+    + SAVE.format("File > Save As > CSV UTF-8 (Comma delimited) (*.csv)"),
+    ".ods .fods": "a LibreOffice spreadsheet, " + SAVE.format("File > Save As > Text CSV (.csv)"),
+    ".numbers": "a Numbers spreadsheet, " + SAVE.format("File > Export To > CSV..."),
+    ".gsheet": "a link to a Google sheet, "
+    + SAVE.format("File > Download > Comma-separated values (.csv)"),
+    ".zip .rar .7z .tgz .gz .bz2 .xz .zst .txz .tbz .tbz2": "an archive: unpack it first, and give "
+    "the folder or the list",
+    ".parquet .pq": "a Parquet table: if it has images, give it as hf:PATH (pip install "
+    "'vit-toolkit[datasets]'); if it has names of files, save it as CSV",
+    ".arrow .feather": "an Arrow table: if it has images, give the folder that the library "
+    "datasets has saved as hf:FOLDER; if it has names of files, save it as CSV",
+    ".tfrecord .tfrecords": f"a file of TensorFlow records: {FILES}",
+    ".h5 .hdf5 .npz .npy .mat .mdb .lmdb": f"a file of arrays or a database: {FILES}",
+    ".pkl .pickle .pt .pth": f"a Python pickle, which may run code: {FILES}",
 }
-"""Suffix -> kind of file, and the menu that exports it as CSV."""
-ARCHIVES = (".zip", ".rar", ".7z", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".txz", ".tbz", ".tbz2")
+"""Suffixes of files that are no data here -> kind of file, and the way to use it."""
+STORES = (".parquet", ".tfrecord", ".mdb")
+"""Suffixes of files whose folder is one dataset."""
+PART = re.compile(r"-\d+-of-\d+$")
+"""Behind the suffix of a file that is a part of several."""
 EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
 WILDCARDS = re.compile(r"[*?]")
-RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""In every run folder."""
 
 
 def refuse_mistaken(data: str) -> None:
-    """Refuse spreadsheets, archives and run folders.
+    """Refuse files of other kinds, such as spreadsheets and archives; and run folders.
 
     Raises:
         DataError: `data` is one; the message gives the remedy.
     """
-    name, suffix = printable(data), os.path.splitext(data)[1].lower()
-    if suffix in SPREADSHEETS and (os.path.isfile(data) or _is_numbers_package(data)):
-        kind, menu = SPREADSHEETS[suffix]
-        raise DataError(f"{name} is {kind}, not a list: save it as CSV ({menu}) and give that file")
-    if suffix in ARCHIVES and os.path.isfile(data):
-        raise DataError(f"{name} is an archive: unpack it first, and give the folder or the list")
-    if all(os.path.isfile(os.path.join(data, file)) for file in RUN_FILES):
+    names = names_in(data)
+    stored = [name for name in names if _suffix(name) in STORES]
+    if stored and any(os.path.isdir(os.path.join(data, name)) for name in names):
+        stored = []  # class folders, beside such a file
+    if os.path.isfile(data) or _is_numbers_package(data) or stored:
+        suffix = _suffix(stored[0] if stored else data)
+        for suffixes, kind in KINDS.items():
+            if suffix in suffixes.split():
+                raise DataError(f"{printable(data)} {'has' if stored else 'is'} {kind}")
+    if is_run_folder(data):
         raise DataError(
-            f"{name} is a run folder, a trained network: give a folder or list of images"
+            f"{printable(data)} is a run folder, a trained network: give a folder or list of images"
         )
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(PART.sub("", name))[1].lower()
+
+
+def json_kind(path: str) -> str:
+    """What a JSON file without captions is, and the way to use it; empty of other files."""
+    if not path.lower().endswith(".json"):
+        return ""
+    if has_json_key(path, "category_id"):
+        return (
+            "COCO's annotations with categories, not a list: write one (.csv) with file_name of "
+            "images, and as label the name in categories of the image's annotations (several with "
+            "| between them)"
+        )
+    if has_json_key(path, "choices"):
+        return "an export of Label Studio: export it there as CSV, and add --label-column choice"
+    return (
+        'not a list: write one object, such as {"image": "1.jpg", "label": "cat"}, in each line '
+        "of a .jsonl (jq -c '.[]' does so with an array)"
+    )
+
+
+def has_json_key(path: str, key: str) -> bool:
+    """Whether a JSON file has a key anywhere, without parsing it."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(f'"{key}"'.encode()) >= 0
 
 
 def refuse_single_images(data: str) -> None:
@@ -56,9 +102,15 @@ def refuse_single_images(data: str) -> None:
         raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
 
 
-def extra_arguments_message(data: str, extra: Sequence[str]) -> str:
-    """The error for arguments after DATA, which are mostly a glob that the shell has expanded."""
+def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
+    """The error for arguments after DATA: an expanded glob, or a name with spaces.
+
+    `before` is the word before the first extra one.
+    """
     first = printable(data)
+    for end in range(len(extra), 0, -1):
+        if os.path.lexists(name := " ".join([before, *extra[:end]])):
+            return f'a name with spaces needs quotes: "{printable(name)}"'
     if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
         return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
     if is_image(data):

@@ -12,263 +12,189 @@ apostrophe before names that would be formulas, and escapes for control characte
 """
 
 import dataclasses
-import itertools
-import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
 from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.file_walk import IMAGE_SUFFIXES
-from vit.data.sources.image_list import Entry, read_list
-from vit.data.sources.list_columns import SEPARATORS, Columns
+from vit.data.sources.image_list import Entry, ImageList, read_list
+from vit.data.sources.image_names import Find, index_finder, suffix_notes
+from vit.data.sources.list_columns import SEPARATORS
+from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
 from vit.text import csv_text, plural, printable
 
 
-def apply_labels(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
-    """The images of `index` that `spec.label_list` labels, with those labels.
+def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
+    """`index` with the labels of the lists of `spec`, and without the images that one excludes.
 
-    Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
-    those of the training split are kept apart. A column `split` replaces the split of the source,
-    and a column of the name `spec.group` its groups, of rows without a label too. The columns of
-    images and labels that `spec` names are those of the list.
+    Each list may name any image of the source, also those that the others leave out.
 
     Raises:
-        DataError: The list cannot be read, has no label, names no image of the data, or has several
-            labels of an image where it has one.
+        DataError: A list cannot be read, contradicts itself, names no image of the data, or
+            corrects to a class that is not in the data.
+        ConfigError: Labels are corrected where none are read.
     """
+    if (spec.label_list, spec.exclude, spec.corrections) == (None, None, None):
+        return index
+    find = index_finder(index)
+    index = dataclasses.replace(index, notes=[*index.notes])
+    if spec.label_list is not None:
+        index = _apply_labels(index, spec, find)
+    if spec.exclude is not None:
+        columns = DatasetSpec(spec.exclude, allow_outside=True, labels=False, reads_splits=False)
+        gone, lacking = _placed_list(columns, find, index, "exclude", required=spec.split is None)
+        index = dataclasses.replace(
+            index,
+            splits={
+                split: [record for record in records if record.path not in gone.entries]
+                for split, records in index.splits.items()
+            },
+            unlabelled=[one for one in index.unlabelled if one.path not in gone.entries],
+        )
+        images = _counted(gone.entries, "image", lacking)
+        index.notes.append(f"{printable(spec.exclude)}: {images} left out")
+    return index if spec.corrections is None else _correct(index, spec, find)
+
+
+def _placed_list(
+    columns: DatasetSpec, find: Find, index: DatasetIndex, setting: str, *, required: bool = True
+) -> tuple[ImageList, list[str]]:
+    """The list `columns.data` by the paths of its images, and the names that are not in the data.
+
+    Notes about it are added to those of `index`.
+    """
+    contents = read_list(columns.data, columns, index.notes)
+    found: list[tuple[str, str]] = []
+
+    def place(name: str, _: Entry) -> str | None:
+        path = find(name, contents.is_table)
+        found.append((name, relative(path or name, index.root)))
+        return path
+
+    placed, lacking = contents.placed(place)
+    index.notes.extend(suffix_notes(columns.data, found))
+    # of a list of labels, those that a person has filled in
+    named = {name for name, entry in contents.entries.items() if entry.labelled}
+    lacking = [name for name in lacking if name in named]
+    if named and len(lacking) == len(named) and required:
+        what = plural(len(named), "labelled image" if setting == "labels" else "image")
+        raise DataError(
+            f"{setting}={printable(columns.data)}: none of its {what}, such as "
+            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
+        )
+    return placed, lacking
+
+
+def _counted(found: Collection[str], noun: str, lacking: Collection[str]) -> str:
+    more = f" ({plural(len(lacking), 'other')} not in the data)" if lacking else ""
+    return plural(len(found), noun) + more
+
+
+def label_list_spec(spec: DatasetSpec) -> DatasetSpec:
+    """How `spec.label_list` is read; the columns that `spec` names are those of the list."""
     assert spec.label_list is not None
-    labels = read_labels(
+    return DatasetSpec(
         spec.label_list,
-        index,
+        allow_outside=True,
         multilabel=spec.multilabel,
         image_column=spec.image_column,
         label_column=spec.label_column,
         group=spec.group,
     )
-    columns = labels.columns
-    splits: dict[str, list[ImageRecord]] = {}
-    unlabelled: list[ImageRecord] = []
-    for split, records in index.splits.items():
-        for record in records:
-            entry = labels.entries.get(record.path)
-            row = entry or labels.unlabelled.get(record.path)
-            part = (row and row.split) or split
-            group = row.group if row and columns.group else record.group
-            if entry is not None:
-                labelled = record._replace(labels=entry.labels, group=group)
-                splits.setdefault(part, []).append(labelled)
-            elif spec.unlabelled and part in ("train", ""):
-                unlabelled.append(record._replace(group=group))
-    others = sum(map(len, index.splits.values())) - sum(map(len, splits.values()))
-    notes = [*index.notes, *labels.notes]
-    if others := others - len(unlabelled):
-        training = not (spec.split or spec.all_splits or spec.unlabelled)
-        use = " (with --teacher RUN a training learns from those of train)" if training else ""
-        notes.append(f"{plural(others, 'image')} without a label: not used{use}")
-    lists = dict.fromkeys(splits, printable(spec.label_list))
-    locations = {name: index.locations.get(name, lists[name]) for name in splits}
-    return dataclasses.replace(
-        index,
-        splits=splits,
-        locations=locations,
-        notes=notes,
-        multilabel=labels.multilabel,
-        has_groups=index.has_groups or bool(columns.group),
-        columns=(*dict.fromkeys((*index.columns, *columns.unused)),),
-        unlabelled=unlabelled,
-    )
 
 
-@dataclass(frozen=True)
-class LabelList:
-    """The labelled images of a list that a person fills in."""
+def _apply_labels(index: DatasetIndex, spec: DatasetSpec, find: Find) -> DatasetIndex:
+    """The images of `index` that `spec.label_list` labels, with those labels.
 
-    entries: dict[str, Entry]
-    """Those with labels, by the path of the image."""
-    unlabelled: dict[str, Entry]
-    """Rows without a label, by the path of the image."""
-    multilabel: bool
-    """Whether an image may have several labels."""
-    columns: Columns
-    notes: list[str]
-    """About the list; the last has the numbers of labelled images, and of rows without a label."""
-
-
-def read_labels(
-    path: str,
-    index: DatasetIndex,
-    *,
-    multilabel: bool | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    group: str | None = None,
-) -> LabelList:
-    """The labelled images of a list that a person fills in.
-
-    Args:
-        path: The list. Rows without a label are not labelled yet.
-        index: The images that it may name.
-        multilabel: Whether an image may have several labels; None: whether one has in the list.
-        image_column, label_column: Its columns; None: found by their usual names.
-        group: Column of groups, if the list has it.
-
-    Raises:
-        DataError: As for `apply_labels`.
+    Images that it does not name, and rows without a label, are not used; with `spec.unlabelled`
+    those of the training split are kept apart. A column `split` replaces the split of the source,
+    and a column of the name `spec.group` its groups, of rows without a label too.
     """
-    spec = DatasetSpec(
-        path,
-        allow_outside=True,
-        multilabel=multilabel,
-        image_column=image_column,
-        label_column=label_column,
-        group=group,
-    )
-    notes: list[str] = []
-    contents = read_list(path, spec, notes)
-    name, rows = printable(path), contents.entries
-    contents.entries = {image: one for image, one in rows.items() if one.labels}
+    listed = label_list_spec(spec)
+    name = printable(listed.data)
+    contents, lacking = _placed_list(listed, find, index, "labels")
+    rows = contents.entries
+    contents.entries = {image: entry for image, entry in rows.items() if entry.labelled}
     # a row that was left empty does not contradict a later one with the label
     contents.relabelled = [
-        found for found in contents.relabelled if found[1].labels and found[2].labels
+        found for found in contents.relabelled if found[1].labelled and found[2].labelled
     ]
+    column = printable(contents.columns.label) if contents.columns else ""
     if not contents.entries:
-        column = printable(label_column or "label")
         raise DataError(
             f"{name}: none of its {plural(len(rows), 'row')} has a label yet; fill in the column "
             f"{column}"
         )
-    several = bool(contents.multilabel) if multilabel is None else multilabel
+    several = bool(contents.multilabel) if spec.multilabel is None else spec.multilabel
     if several:
-        contents.report_merged(notes)
+        contents.report_merged(index.notes)
     else:
         contents.check_single()
-    find = _finder(index)
-    places = {image: find(image) for image in contents.entries}
-    found = _by_place(places, contents.entries, path)
-    lacking = [image for image, place in places.items() if place is None]
-    if not found:
-        raise DataError(
-            f"labels={name}: none of its {plural(len(places), 'labelled image')}, such as "
-            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
-        )
-    note = f"{name}: {plural(len(found), 'labelled image')}"
-    if lacking:
-        note += f" ({plural(len(lacking), 'other')} not in the data)"
-    files = {image: relative(place, index.root) for image, place in places.items() if place}
-    stems = {
-        image: file
-        for image, file in files.items()
-        if file != image and os.path.splitext(file)[0] == image
-    }
-    if stems:
-        pair = " is read as ".join(map(printable, next(iter(stems.items()))))
-        notes.append(f"{name}: {plural(len(stems), 'name')} without a suffix: {pair}")
-    left = [image for image in rows if image not in places]
-    if left:
-        note += f"; {plural(len(left), 'row')} without a label"
-    unlabelled = {place: rows[image] for image in left if (place := find(image)) is not None}
+    note = f"{name}: {_counted(contents.entries, 'labelled image', lacking)}"
+    if left := len(rows) - len(contents.entries):
+        none = f": not used ([] in {column} is none of the classes)" if several else ""
+        note += f"; {plural(left, 'row')} without a label{none}"
+    splits: dict[str, list[ImageRecord]] = {}
+    unlabelled: list[ImageRecord] = []
+    others = 0
+    for split, records in index.splits.items():
+        for record in records:
+            row = rows.get(record.path)
+            part = (row and row.split) or split
+            grouped = row and contents.columns and contents.columns.group
+            record = record._replace(group=row.group) if row and grouped else record
+            if record.path in contents.entries:
+                labels = contents.entries[record.path].labels
+                splits.setdefault(part, []).append(record._replace(labels=labels))
+            elif spec.unlabelled and part in ("train", ""):
+                unlabelled.append(record)
+            else:
+                others += 1
+    notes = [*index.notes, note]
+    if others:
+        training = not (spec.split or spec.all_splits or spec.unlabelled)
+        use = " (with --teacher RUN a training learns from those of train)" if training else ""
+        notes.append(f"{plural(others, 'image')} without a label: not used{use}")
     assert contents.columns is not None  # a list with entries has rows
-    return LabelList(found, unlabelled, several, contents.columns, [*notes, note])
-
-
-def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
-    """`index` without the images of `spec.exclude`, and with the labels of `spec.corrections`.
-
-    Raises:
-        DataError: A list cannot be read, names no image of the data, or has a class that is not in
-            the data, or several where an image has one.
-        ConfigError: Labels are corrected where none are read.
-    """
-    notes, splits, unlabelled = [*index.notes], index.splits, index.unlabelled
-    find = _finder(index)
-    if spec.exclude is not None:
-        gone, note = _matched(spec.exclude, spec, find, "exclude", notes, labels=False)
-        notes.append(f"{note} left out")
-        splits = {
-            split: [record for record in records if record.path not in gone]
-            for split, records in splits.items()
-        }
-        unlabelled = [record for record in unlabelled if record.path not in gone]
-    if spec.corrections is not None:
-        if not spec.labels:
-            raise ConfigError("corrections: these data have no labels; leave it out")
-        fixed, note = _matched(spec.corrections, spec, find, "corrections", notes, labels=True)
-        fixed = _checked_labels(fixed, index, spec)
-        changed = 0
-
-        def correct(record: ImageRecord) -> ImageRecord:
-            nonlocal changed
-            entry = fixed.get(record.path)
-            if entry is None or entry.labels == record.labels:
-                return record
-            changed += 1
-            return record._replace(labels=entry.labels)
-
-        splits = {split: [*map(correct, records)] for split, records in splits.items()}
-        notes.append(f"{note} read, {plural(changed, 'label')} corrected")
-    return dataclasses.replace(index, splits=splits, notes=notes, unlabelled=unlabelled)
-
-
-def _matched(
-    path: str,
-    spec: DatasetSpec,
-    find: Callable[[str], str | None],
-    setting: str,
-    notes: list[str],
-    *,
-    labels: bool,
-) -> tuple[dict[str, Entry], str]:
-    """The entries of a list by the path of the image, and the beginning of a note.
-
-    `notes` receives those about the list itself.
-    """
-    columns = DatasetSpec(
-        path,
-        allow_outside=True,
-        labels=labels,
-        multilabel=spec.multilabel,
-        reads_splits=False,
+    return dataclasses.replace(
+        index,
+        splits=splits,
+        locations={split: index.locations.get(split, name) for split in splits},
+        notes=notes,
+        multilabel=several,
+        has_groups=index.has_groups or bool(contents.columns.group),
+        columns=(*dict.fromkeys((*index.columns, *contents.columns.unused)),),
+        unlabelled=unlabelled,
     )
-    entries = read_list(path, columns, notes).entries
-    places = {name: find(name) for name in entries}
-    found = _by_place(places, entries, path)
-    lacking = [name for name, place in places.items() if place is None]
-    if not found and spec.split is None:
-        raise DataError(
-            f"{setting}={printable(path)}: none of its {plural(len(entries), 'image')}, such as "
-            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
-        )
-    more = f" ({plural(len(lacking), 'other')} not in the data)" if lacking else ""
-    return found, f"{printable(path)}: {plural(len(found), 'image')}{more}"
 
 
-def _by_place(
-    places: Mapping[str, str | None], entries: Mapping[str, Entry], path: str
-) -> dict[str, Entry]:
-    """The entries of a list by the path of the image, which may have several names.
-
-    Raises:
-        DataError: Two lines name an image differently and contradict each other.
-    """
-    found: dict[str, tuple[str, Entry]] = {}
-    for name, place in places.items():
-        if place is None:
-            continue
-        entry = entries[name]
-        other, earlier = found.setdefault(place, (name, entry))
-        one, two = ((set(e.labels), e.split, e.group) for e in (earlier, entry))
-        if one != two:
-            raise DataError(
-                f"{printable(path)}, lines {earlier.line} and {entry.line}: {printable(other)} and "
-                f"{printable(name)} are one image, with other values; leave one of the lines out"
-            )
-    return {place: entry for place, (_, entry) in found.items()}
+def _correct(index: DatasetIndex, spec: DatasetSpec, find: Find) -> DatasetIndex:
+    """`index` with the labels of `spec.corrections`."""
+    assert spec.corrections is not None
+    if not spec.labels:
+        raise ConfigError("corrections: these data have no labels; leave it out")
+    columns = DatasetSpec(
+        spec.corrections, allow_outside=True, multilabel=spec.multilabel, reads_splits=False
+    )
+    contents, lacking = _placed_list(
+        columns, find, index, "corrections", required=spec.split is None
+    )
+    fixed = _checked_labels(contents, index, spec)
+    changed = 0
+    splits: dict[str, list[ImageRecord]] = {}
+    for split, records in index.splits.items():
+        labels = [fixed.get(record.path, record.labels) for record in records]
+        splits[split] = [one._replace(labels=new) for one, new in zip(records, labels, strict=True)]
+        changed += sum(one.labels != new for one, new in zip(records, labels, strict=True))
+    images = _counted(fixed, "image", lacking)
+    index.notes.append(
+        f"{printable(spec.corrections)}: {images} read, {plural(changed, 'label')} corrected"
+    )
+    return dataclasses.replace(index, splits=splits)
 
 
 def review_names(paths: Collection[str], root: Path) -> dict[str, str]:
@@ -281,93 +207,37 @@ def review_names(paths: Collection[str], root: Path) -> dict[str, str]:
     return {path: name if counts[name] == 1 else path for path, name in names.items()}
 
 
-def _finder(index: DatasetIndex) -> Callable[[str], str | None]:
-    """The path of the image that a name in a list means, which may lack its suffix.
-
-    Raises:
-        DataError: When called with a name that several images have.
-    """
-    every = itertools.chain(*index.splits.values(), index.unlabelled)
-    paths = [record.path for record in every]
-    by_name: dict[str, str] = {}
-    ambiguous: dict[str, tuple[str, str]] = {}
-    for path in paths:
-        name = relative(path, index.root)
-        if (other := by_name.setdefault(name, path)) != path:
-            ambiguous.setdefault(name, (other, path))
-    real: dict[str, str] = {}
-    by_cell: dict[str, str] = {}
-
-    def add_spellings() -> None:
-        """Fill `by_cell` and `real`, which cost time and are needed for unusual names only."""
-        # a list is read with slashes for backslashes, those of escapes too
-        for name, path in (*by_name.items(), *zip(paths, paths, strict=True)):
-            by_cell[csv_text(name).replace("\\", "/")] = path
-        real.update((os.path.realpath(path), path) for path in paths)
-
-    by_stem: dict[str, set[str]] | None = None
-
-    def without_suffix(name: str) -> str | None:
-        """The path of the only image of this name with a suffix."""
-        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
-            return None
-        nonlocal by_stem
-        if by_stem is None:
-            by_stem = {}
-            for one, path in by_name.items():
-                stem, suffix = os.path.splitext(one)
-                if suffix.lower() in IMAGE_SUFFIXES:
-                    by_stem.setdefault(stem, set()).update((path, *ambiguous.get(one, ())))
-        found = by_stem.get(name, ())
-        return next(iter(found)) if len(found) == 1 else None
-
-    def find(name: str) -> str | None:
-        if name in ambiguous:
-            one, two = map(printable, ambiguous[name])
-            raise DataError(
-                f"{printable(name)} is the name of several images, such as {one} and {two}: give "
-                "their whole paths"
-            )
-        if name in by_name:
-            return by_name[name]
-        if (found := without_suffix(name)) is not None:
-            return found
-        if not real:
-            add_spellings()
-        found = real.get(os.path.realpath(name)) or real.get(os.path.realpath(index.root / name))
-        return found or by_cell.get(name)
-
-    return find
-
-
 def _checked_labels(
-    fixed: dict[str, Entry], index: DatasetIndex, spec: DatasetSpec
-) -> dict[str, Entry]:
-    """The corrections with names of classes as the data have them.
+    contents: ImageList, index: DatasetIndex, spec: DatasetSpec
+) -> dict[str, tuple[str, ...]]:
+    """The corrections of images by path, with names of classes as the data have them.
 
     One split may lack a class of the others: its corrections are those that a training checked.
 
     Raises:
-        DataError: A correction has a class that is not in the data, or several.
+        DataError: A correction has a class that is not in the data, none, or several.
     """
     records = (record for records in index.splits.values() for record in records)
     known = sorted({label for record in records for label in record.labels})
-    by_cell = {csv_text(label): label for label in known} | {label: label for label in known}
+    by_cell = {csv_text(label).strip(): label for label in known} | {one: one for one in known}
     checked = {}
-    for image, entry in fixed.items():
-        where = f"{printable(spec.corrections or '')}, line {entry.line}"
+    if contents.relabelled and not index.multilabel:
+        raise contents.two_labels(*contents.relabelled[0])
+    for image, entry in contents.entries.items():
         labels = entry.labels
         if len(labels) != 1 and not index.multilabel:
             # a class whose name has the separator of several
             whole = [mark.join(labels) for mark in SEPARATORS if mark.join(labels) in by_cell]
             if not whole:
-                raise DataError(f"{where}: {len(labels)} classes; an image has one here")
+                what = f"{len(labels)} classes; an image has one here"
+                raise wrong(contents.path, what, entry.line)
             labels = (whole[0],)
+        if not entry.labelled:
+            what = "no label; write one, or [] for none of the classes"
+            raise wrong(contents.path, what, entry.line)
         for label in labels:
             if label not in by_cell and spec.split is None:
-                raise DataError(
-                    f"{where}: no image of the data is labelled {printable(label)}"
-                    f"{nearest(label, known)}"
-                )
-        checked[image] = entry._replace(labels=tuple(by_cell.get(label, label) for label in labels))
+                what = f"no image of the data is labelled {label}{nearest(label, known)}"
+                raise wrong(contents.path, what, entry.line)
+        checked[image] = tuple(by_cell.get(label, label) for label in labels)
     return checked

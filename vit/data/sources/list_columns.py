@@ -11,15 +11,17 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from vit.config.parser import nearest
 from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.image_names import is_plain
 from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.data.workbook import is_workbook
 from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import is_unicode, join_names, plural, printable
 
 IMAGE_COLUMNS = (
     *("file_name", "filename", "image", "image_name", "image_path", "image_file"),
@@ -40,12 +42,15 @@ SEPARATORS = "|;"
 """Between the classes of one cell of a table: the first of these that is in it."""
 INSIDE = "say which folder holds the images with --images, or take it with --allow-outside"
 DRIVE = re.compile("[A-Za-z]:/")
+ESCAPE = re.compile(r"\\([tnr]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+"""Of `printable`, at the beginning of a name."""
 MIDNIGHT = "T00:00:00"
 WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
 """A date in a cell, as `cell_text` has it."""
 WHOLE_NUMBER = re.compile(r"\d+\.0")
 LIST_IN_CELL = re.compile(r"\[\s*(?:['\"]|\d+[\s,]+\d).*\]", re.DOTALL)
 """A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
+EMPTY_LIST = re.compile(r"\s*\[\s*\]\s*")
 
 
 SPREADSHEET_ERRORS = frozenset(
@@ -223,45 +228,63 @@ def check_record(
             there = f"the first one has {column!r}" if column else "the first one does not"
             advice = "give every record the same keys"
             raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
-        if column == columns.group and column and column not in names:
-            raise wrong(path, f"no {column!r} in this record; write null where it has none", line)
+        if column and column != columns.split and column not in names:
+            none = "null where it has none"
+            if column == columns.label:
+                none = '[] where it has none of the classes, or "" where it has no label yet'
+            raise wrong(path, f"no {column!r} in this record; write {none}", line)
 
 
-def clean_path(written: str, path: str, line: int, *, outside: bool = False) -> str:
-    """A file name with forward slashes and without `.` and `..` inside.
-
-    Args:
-        written: The name as the list has it; it may be absolute.
-        path: The list.
-        line: Its line there.
-        outside: Whether a relative name may lead out of the folder.
+def written_name(written: str, path: str, line: int, *, outside: bool) -> str:
+    """A file name of a list: tidy if it has one spelling only, else as it is written.
 
     Raises:
-        DataError: It is empty, a web address, or leads out of the folder.
+        DataError: It is empty, a web address, no name of a file, or leads out of the folder.
     """
     name = written.strip()
     if not name:
         raise wrong(path, "no file name; give one, or delete the line", line)
-    check_unicode(name, path, line)
-    if "\0" in name:
-        raise wrong(path, "a file name with a NUL character", line)
-    if "://" in name:
+    if name.startswith("file://"):
+        name = written = unquote(urlsplit(name).path, errors="surrogateescape")
+    elif "://" in name:
         raise wrong(path, f"{name} is a web address; download the images first", line)
-    if os.path.isabs(name):
+    try:
+        if b"\0" in os.fsencode(name):
+            raise wrong(path, "a file name with a NUL character", line)
+    except UnicodeEncodeError:
+        check_unicode(name, path, line)
+    if not is_plain(written):
+        return written
+    check_inside(tidy := os.path.normpath(name), path, line, outside=outside)
+    return tidy
+
+
+def tidy_path(written: str, path: str, line: int) -> str:
+    """The name of a missing file with forward slashes, as Windows may have written it.
+
+    Raises:
+        DataError: It is on another computer.
+    """
+    name = written.strip()
+    if os.path.isabs(name) or ESCAPE.match(name):
         return os.path.normpath(name)
     tidy = posixpath.normpath(name.replace("\\", "/"))
     if DRIVE.match(tidy) or tidy.startswith("/"):
         raise wrong(path, f"{name} is a place on another computer; expected a file here", line)
-    if (tidy == ".." or tidy.startswith("../")) and not outside:
-        raise wrong(path, f"{name} leads out of the folder; {INSIDE}", line)
-    if tidy == ".":
-        raise wrong(path, f"{name} is a folder; expected an image", line)
     return tidy
+
+
+def check_inside(name: str, path: str, line: int, *, outside: bool) -> None:
+    """Refuse a relative name that is no file, or leads out of the folder unless it may."""
+    if (name == ".." or name.startswith("../")) and not outside:
+        raise wrong(path, f"{name} leads out of the folder; {INSIDE}", line)
+    if name == ".":
+        raise wrong(path, f"{name} is a folder; expected an image", line)
 
 
 def check_unicode(text: str, path: str, line: int) -> None:
     """Refuse lone surrogates, which neither file names nor text can have."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_unicode(text):
         raise wrong(path, f"half a character (a lone surrogate) in {text[:40]!a}", line)
 
 
@@ -363,21 +386,26 @@ def cell_group(value: Any, path: str, line: int) -> str:
     return text.removesuffix(".0") if WHOLE_NUMBER.fullmatch(text) else text
 
 
-def cell_labels(value: Any, path: str, line: int, *, is_table: bool = False) -> tuple[str, ...]:
-    """The classes that a cell of a table, or a value of JSON, names: none, one or several.
+def cell_labels(
+    value: Any, path: str, line: int, *, is_table: bool = False
+) -> tuple[str, ...] | None:
+    """The classes that a cell of a table, or a value of JSON, names; None if nothing is written.
 
-    A cell `a|b` or `a;b` names two. In JSON a list does, and a text is one class as it stands.
+    A cell `a|b` or `a;b` names two, and `[]` or a separator none of the classes. In JSON a list
+    does, and a text is one class as it stands.
 
     Raises:
         DataError: It is no name, number or list of them, or a Python list in a table.
     """
     if is_table and LIST_IN_CELL.fullmatch(value.strip()):
         raise wrong(path, f"a list in a cell: {value[:40]!r}; write cat|dog, or JSON lines", line)
-    if is_table and (separator := next((mark for mark in SEPARATORS if mark in value), None)):
+    if is_table and EMPTY_LIST.fullmatch(value):
+        value = []
+    elif is_table and (separator := next((mark for mark in SEPARATORS if mark in value), None)):
         value = [part.strip() for part in value.split(separator) if part.strip()]
     if isinstance(value, list):
         return tuple(dict.fromkeys(_class_name(item, path, line) for item in value))
-    return (name,) if (name := _class_name(value, path, line, may_lack=True)) else ()
+    return (name,) if (name := _class_name(value, path, line, may_lack=True)) else None
 
 
 def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> str:

@@ -23,7 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, FolderWalker
+from vit.data.sources.file_walk import FolderWalker
+from vit.data.sources.image_names import folder_names
 from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
 from vit.data.sources.list_columns import choose_columns
 from vit.data.sources.list_formats import has_captions, has_classes, read_rows
@@ -238,17 +239,20 @@ def _no_list(root: Path, spec: DatasetSpec) -> DataError:
     return DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
 
 
-def images_folder(path: str, names: Iterable[str], images: str | None, notes: list[str]) -> str:
+def images_folder(
+    path: str, names: Iterable[str], images: str | None, notes: list[str], *, is_table: bool
+) -> str:
     """Find the folder that the file names in a list are relative to.
 
     It is the first that has any of the images: that of the list, the folder of COCO's layout, or
-    the only sibling folder.
+    the only sibling folder, or the working folder.
 
     Args:
         path: The list.
         names: The file names in it; absolute ones are ignored.
         images: The folder that the user gave, if any.
         notes: Receives the folder, unless it is the given one or that of the list.
+        is_table: Whether the names are cells of a table.
 
     Raises:
         DataError: Several sibling folders have such images.
@@ -261,17 +265,19 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
     tail = f"{coco[1]}{coco[2]}" if coco else ""
     coco_folders = [os.path.join(parent, "images", tail), os.path.join(parent, tail)]
     candidates = (own, *(coco_folders if tail else ()))
-    found = [folder for folder in candidates if _has_any(folder, sample)][:1]
+    found = [folder for folder in candidates if _has_any(folder, sample, is_table)][:1]
     if not found and images is None:
         parents = dict.fromkeys((own, parent or os.curdir))
         siblings = (os.path.join(at, n) for at in parents for n in FolderWalker(at).subfolders(at))
-        found = [folder for folder in siblings if _has_any(folder, sample)]
+        found = [folder for folder in siblings if _has_any(folder, sample, is_table)]
         if len(found) > 1:
             folders = join_names(found)
             raise DataError(
                 f"{printable(path)}: its images are in several folders: {folders}; write the "
                 "folder before each name, or say which with --images"
             )
+        if not found and _has_any(os.curdir, sample, is_table):  # as rows of vit predict
+            found = [os.curdir]
         if sample and not found:
             notes.append(
                 f"{printable(path)}: its images, such as {printable(sample[0])}, are neither "
@@ -282,35 +288,11 @@ def images_folder(path: str, names: Iterable[str], images: str | None, notes: li
     return found[0] if found else own
 
 
-def _has_any(folder: str, names: Sequence[str]) -> bool:
-    """Whether any of these files exists in `folder`, perhaps with a suffix that the name lacks."""
-    return os.path.isdir(folder) and (
-        any(os.path.lexists(os.path.join(folder, name)) for name in names)
-        or bool(suffixed_names(folder, names))
-    )
-
-
-def suffixed_names(folder: str, names: Iterable[str]) -> dict[str, str]:
-    """Names of images that lack their suffix, such as ids, and those of their files.
-
-    Only names that are no file, and of which there is one image in `folder`.
-    """
-    found: dict[str, str] = {}
-    below: dict[str, dict[str, list[str]]] = {}  # by folder and name without suffix
-    for name in names:
-        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES or os.path.isabs(name):
-            continue
-        head, tail = os.path.split(name)
-        if head not in below:
-            below[head] = {}
-            for file in _listed(os.path.join(folder, head)):
-                stem, suffix = os.path.splitext(file)
-                if suffix.lower() in IMAGE_SUFFIXES:
-                    below[head].setdefault(stem, []).append(file)
-        files = below[head].get(tail, ())
-        if len(files) == 1 and not os.path.lexists(os.path.join(folder, name)):
-            found[name] = os.path.join(head, files[0])
-    return found
+def _has_any(folder: str, names: Sequence[str], is_table: bool) -> bool:
+    """Whether any of these files exists in `folder`."""
+    files = folder_names(folder)
+    found = (files.find(name, is_table) for name in names)
+    return any(name is not None and os.path.lexists(os.path.join(folder, name)) for name in found)
 
 
 def common_folders(base: str, names: Iterable[str]) -> list[str]:

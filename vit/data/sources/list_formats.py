@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.input_hints import is_image
+from vit.data.sources.input_hints import has_json_key, is_image
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
@@ -69,8 +69,13 @@ class Row(NamedTuple):
     """The line of the names."""
     values: dict[str, Any]
     """By name: text in tables, any JSON value otherwise."""
-    is_table: bool = False
-    """Whether the values are cells of a table."""
+    delimiter: str = ""
+    """Between the cells of a table; empty where the values are no cells."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the values are cells of a table."""
+        return bool(self.delimiter)
 
 
 Reader = Callable[[str, DatasetSpec, list[str], OnError], Iterator[Row]]
@@ -189,7 +194,7 @@ def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
         return False
     first = start.lstrip().split("\n", 1)[0]
     if kind == "COCO":
-        return bool(re.search(r'"(images|annotations)"\s*:', start))
+        return has_json_key(path, "caption")
     if kind in ("token file", "pairs"):
         return True
     if kind == "JSON lines":
@@ -237,7 +242,7 @@ def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnErro
         raise wrong(path, f"two columns are called {join_names(repeated)}; rename one", table.line)
     for line, cells in table.rows:
         values = dict(zip(table.names, cells, strict=True))
-        yield Row(line, table.names, table.line, values, is_table=True)
+        yield Row(line, table.names, table.line, values, table.delimiter)
     notes += table.blank_notes(path)
 
 
@@ -245,7 +250,7 @@ def _pair_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) -
     delimiter = pair_delimiter(beginning(path).lstrip().partition("\n")[0])
     table = read_pairs(path, PAIR, delimiter, on_error)
     for line, cells in table.rows:
-        yield Row(line, PAIR, 0, dict(zip(PAIR, cells, strict=True)), is_table=True)
+        yield Row(line, PAIR, 0, dict(zip(PAIR, cells, strict=True)), delimiter)
     mark = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
     notes.append(f"{printable(path)}: no header, so all after the first {mark} is the caption")
     notes += table.blank_notes(path)
@@ -275,7 +280,7 @@ def _bar_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) ->
         except DataError as error:
             on_error(error)
             continue
-        yield Row(line, names, header, dict(zip(names, cells, strict=True)), is_table=True)
+        yield Row(line, names, header, dict(zip(names, cells, strict=True)), "|")
     if repaired:
         lines = join_names(repaired)
         notes.append(f"{printable(path)}: no bar after the number in line {lines}; read so")

@@ -31,10 +31,12 @@ from vit.data.sources.dataset_warnings import (
     equal_notes,
     name_notes,
     search_identical,
+    undecodable_error,
 )
+from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import lines_of, read_lists
-from vit.data.sources.label_review import apply_labels, apply_review
+from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.remote_shards import is_remote, read_remote
@@ -50,8 +52,6 @@ from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
-HeldOut = Callable[[Path, Collection[str]], Collection[str]]
-"""Returns the names that training held out, given the root of a dataset and the names in it."""
 
 
 def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
@@ -137,7 +137,17 @@ def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
 
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of any source.
+    """Index the images of any source, with what lists beside it leave out and label.
+
+    Raises:
+        DataError: There is no such source, or it or a list cannot be read.
+        ConfigError: A setting does not apply to this kind of source.
+    """
+    return apply_review(*read_whole_source(spec))
+
+
+def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
+    """Index all images of any source; and the specification for `apply_review`.
 
     Raises:
         DataError: There is no such source, or it cannot be read.
@@ -154,7 +164,12 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             "learn them with --task caption"
         )
     if spec.label_list is not None:
-        index = _with_label_list(read, spec)
+        if spec.captions:
+            raise ConfigError(
+                f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
+                "here; leave it out"
+            )
+        index = read(_unlabelled_source(spec))
     else:
         index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
     if index.multilabel and spec.multilabel is False:
@@ -163,20 +178,9 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
             "--task multilabel learns them"
         )
     index = dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
-    reviewed = spec.exclude is not None or spec.corrections is not None
-    return apply_review(index, spec) if reviewed else index
-
-
-def _with_label_list(read: Reader, spec: DatasetSpec) -> DatasetIndex:
-    """The labelled images of `spec.label_list`; their split is that of the source."""
-    if spec.captions:
-        raise ConfigError(
-            f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
-            "here; leave it out"
-        )
-    own_column = has_image_column(spec.data)
-    listed = dataclasses.replace(spec, image_column=None) if own_column else spec
-    return apply_labels(read(_unlabelled_source(spec)), listed)
+    # the column of images is that of a table of images, else of the list of labels
+    own_column = spec.label_list is not None and has_image_column(spec.data)
+    return index, dataclasses.replace(spec, image_column=None) if own_column else spec
 
 
 def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
@@ -254,8 +258,10 @@ def open_splits(
     index = listing.index if listing is not None and reusable else read_source(spec)
     images = index.train
     if not images:
-        available = join_names(index.locations) or "nothing"
-        raise DataError(f"{printable(spec.data)} has {available} but no images for train")
+        lists = join_names(filter(None, (spec.label_list, spec.exclude)))
+        named = join_names(filter(None, index.locations))
+        end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
+        raise DataError(f"{printable(spec.data)} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels and not spec.optional_labels:
         _check_classes(index, classes)
@@ -342,7 +348,7 @@ def open_eval_split(
     *,
     split: str,
     classes: Sequence[str],
-    held_out: Collection[str] | HeldOut = (),
+    held_out: HeldOutSplit | None = None,
     unshared_classes: Collection[str] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
     """Open one split for evaluation; labels are indices into `classes`.
@@ -351,9 +357,8 @@ def open_eval_split(
         data: As in `open_splits`.
         split: `train`, `test`..., or `val` for the first validation split there is.
         classes: Class names of the model.
-        held_out: Images that training held out, as `relative` names, or a function that returns
-            them. Used if the dataset has no validation split other than `test`, and contains any
-            of them.
+        held_out: Images that training held out. Used if the dataset has no validation split other
+            than `test`, and contains any of them.
         unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
             are left out, with a note.
 
@@ -369,9 +374,10 @@ def open_eval_split(
     if spec.captions and split == "train":
         candidates = ("train", "")
     name = next((name for name in candidates if name in index.splits), None)
-    held_out_names = _present_held_out(index, held_out)
-    if split == "val" and name == TEST and held_out_names:
-        name = None
+    match = None
+    if held_out is not None and split == "val" and name in (None, TEST):
+        match = held_out.find([record.path for record in index.train], index.root)
+        name = None if match.paths else name
     use_held_out = name is None
     available = index.locations.keys() - {""}
     if name is None and (split != "val" or available - {"train", "test"}):
@@ -389,8 +395,11 @@ def open_eval_split(
     notes = [*index.notes]
     records: Sequence[ImageRecord] = index.splits[name]
     if use_held_out:
-        records, note = _select_held_out(records, held_out_names, index)
-        notes = [note, *notes]
+        taken = f"took all {len(records):,} images"
+        if match is not None:
+            taken = match.describe(len(records))
+            records = [one for one in records if one.path in match.paths] or records
+        notes = [f"no validation {index.split_kind}: {taken}", *notes]
     elif name != split:
         notes.append(f"measured on {name}" + ("/" if index.split_kind == "folder" else ""))
     location = index.locations[name]
@@ -509,35 +518,14 @@ def _relabel(
     return [*records], notes + _missing_class_notes(_by_class(records, classes), location)
 
 
-def _present_held_out(index: DatasetIndex, held_out: Collection[str] | HeldOut) -> Collection[str]:
-    """The names that training held out, if the dataset contains any of them."""
-    records = index.train
-    present = {relative(record.path, index.root) for record in records}
-    names = held_out(index.root, present) if callable(held_out) else held_out
-    return names if present & set(names) else ()
-
-
-def _select_held_out(
-    records: Sequence[ImageRecord], held_out: Collection[str], index: DatasetIndex
-) -> tuple[Sequence[ImageRecord], str]:
-    """The records that training held out, or all if it held out none of them, and a note."""
-    names = set(held_out)
-    selected = [record for record in records if relative(record.path, index.root) in names]
-    reason = f"no validation {index.split_kind}"
-    if selected:
-        images = plural(len(selected), "image")
-        if len(selected) < len(names):
-            images = f"{images} left of the {len(names):,}"
-        return selected, f"{reason}: took the {images} that training held out"
-    return records, f"{reason}: took all {len(records):,} images"
-
-
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
-    """Require two classes, or one for multi-label classification."""
+    """Require two classes, or one for multi-label classification, whose names are text."""
     names = join_names(classes)
     if len(classes) < 1 + (not index.multilabel):
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+    if error := undecodable_error(classes):
+        raise DataError(f"{printable(index.root)}: {error}")
 
 
 def _leakage_notes(

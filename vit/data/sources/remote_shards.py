@@ -33,6 +33,8 @@ VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
 def is_remote(data: str) -> bool:
     """Whether `data` is an address such as s3://bucket/train-{0000..0099}.tar."""
     scheme, colon, _ = data.partition("://")
+    if scheme == "file" and ".tar" not in data:
+        return False  # a path, which its reader names
     return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
 
 

@@ -125,7 +125,8 @@ def _sheet_lines(path: str) -> Iterator[str]:
     check_file(path, MAX_BYTES)
     for cells in read_sheet(path):
         row = io.StringIO()
-        csv.writer(row, lineterminator="\n").writerow(" ".join(cell.split("\n")) for cell in cells)
+        writer = csv.writer(row, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        writer.writerow(" ".join(cell.split("\n")) for cell in cells)
         yield row.getvalue()
 
 
@@ -358,6 +359,7 @@ def _rows(
             yield line
 
     def new_reader() -> Iterator[list[str]]:
+        csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
         spaces = delimiter != " "
         return csv.reader(lines(), delimiter=delimiter, skipinitialspace=spaces, strict=True)
 

@@ -106,7 +106,7 @@ def _shards_in_folder(folder: str) -> list[str]:
     for a shard.
     """
     walk = FolderWalker(folder)
-    names = walk.subfolders(folder)
+    names = walk.class_folders(folder)
     if not names:
         tars = _tars(folder)
         if tars and _count_images(folder) > len(tars):

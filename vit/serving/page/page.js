@@ -69,7 +69,7 @@ function showModel() {
   const kind = one.captions ? "writes captions"
     : `${count.toLocaleString("en")} ${count === 1 ? "class" : "classes"}${one.multilabel ? ", several an image" : ""}`;
   const scores = one.captions || !one.probabilities ? ""
-    : one.calibrated ? " · scores are calibrated" : " · scores are not calibrated";
+    : one.calibrated ? " · scores are calibrated" : " · raw scores";
   $("about").textContent = `${one.name} · ${kind}${scores} · ${one.engine}, ${one.precision}, ${one.device}`;
   $("top-option").hidden = count === 0;
   $("reject-option").hidden = !one.rejects;

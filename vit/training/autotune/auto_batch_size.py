@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
@@ -19,9 +20,10 @@ from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
+from vit.evaluation.model_summary import cost_of
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
-from vit.text import Notify
+from vit.text import Notify, format_bytes, plural
 from vit.training.autotune.dry_run import dry_run
 from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.distributed.collectives import max_over_processes
@@ -36,6 +38,29 @@ STEPS = 2
 # fp16 skips steps until its loss scale fits
 MAX_STEPS = 12
 GIB = 2**30
+MANY_TOKENS = 2**14
+"""Of an image, above which the cost of a step is named before it: 2048 px in patches of 16."""
+
+
+def note_many_tokens(config: Config, accelerator: Accelerator, notify: Notify) -> None:
+    """Name the cost of a step with very many tokens, which may end at the first one, or never."""
+    model, data, device = config.model, config.data, accelerator.device
+    tokens = math.prod(model.grid)
+    if tokens <= MANY_TOKENS:
+        return
+    images = data.batch_size // (data.accumulate or 1) // accelerator.num_processes or 1
+    cost = cost_of(model, batch_size=images)
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
+    notify(
+        f"note: image_size={model.image_size} is {tokens:,} tokens an image: a step of "
+        f"{plural(images, 'image')} takes about {format_bytes(cost.memory.training)} "
+        f"({format_bytes(free)} are free) and {3 * images * cost.flops / 1e12:,.0f} TFLOPs; a "
+        "smaller --image-size or a larger --patch-size takes less"
+    )
 
 
 def fit_memory(
@@ -48,9 +73,6 @@ def fit_memory(
         accelerator: The devices.
         notify: Receives the result as one line.
         splits: The data, with the tokenizer of captions; not needed for classification.
-
-    Raises:
-        RunError: Not even the smallest micro-batch fits.
     """
     data, device = config.data, accelerator.device
     if data.accumulate is not None:

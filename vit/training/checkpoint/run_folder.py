@@ -10,11 +10,18 @@ from typing import Any, BinaryIO
 
 from vit.config import Config
 from vit.config.parser import flatten, make_config, with_settings, write_settings
-from vit.config.stored_config import HEADER, has_stored_config, stored_config
+from vit.config.stored_config import (
+    DATA_PATHS,
+    HEADER,
+    LISTS,
+    PATHS_FILE,
+    has_stored_config,
+    stored_config,
+    write_paths,
+)
 from vit.config.training_config import TIME_DECIDES
-from vit.data.archives import relative
 from vit.data.dataset_types import Splits
-from vit.data.sources.held_out_split import SPLIT_FILE
+from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.file_lock import lock_file
@@ -36,11 +43,13 @@ TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
-    DISTANCE_FILE,
+    *(DISTANCE_FILE, PATHS_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
+PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: "*"}
+"""Folders in a run folder, and the names of the files that a training writes there."""
 
 # settings that may change on resume, since they do not change what is computed, but for the numbers
 # that dropout draws in other micro-batches; accumulate only where no loss compares their images
@@ -125,9 +134,9 @@ def delete_run(folder: Path) -> None:
     """Delete what a training wrote in `folder`, and nothing else."""
     clean_leftovers(folder)
     shutil.rmtree(folder / TRACKING, ignore_errors=True)
-    for path in (*folder.glob(f"{CHECKPOINTS}/step-*"), *folder.glob(f"{BEST}/epoch-*")):
-        path.unlink()
-    for name in (CHECKPOINTS, BEST):
+    for name, pattern in PATTERNS.items():
+        for path in folder.glob(f"{name}/{pattern}"):
+            path.unlink()
         with contextlib.suppress(OSError):  # missing, or with files of somebody else
             (folder / name).rmdir()
     # config.yaml identifies a run folder: deleted last, since a kill may come in between
@@ -137,10 +146,9 @@ def delete_run(folder: Path) -> None:
 
 def foreign_files(folder: Path) -> list[Path]:
     """What `delete_run` leaves in `folder`; a new run is then refused there."""
-    patterns = {CHECKPOINTS: "step-*", BEST: "epoch-*"}
-    known = {*FILES, *patterns, TRACKING, LOCK}
+    known = {*FILES, *PATTERNS, TRACKING, LOCK}
     found = [path for path in folder.glob("*") if path.name not in known]
-    for name, pattern in patterns.items():
+    for name, pattern in PATTERNS.items():
         found += [path for path in folder.glob(f"{name}/*") if not path.match(pattern)]
     return sorted(path for path in found if path.suffix != ".tmp")
 
@@ -176,16 +184,21 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
     return with_settings(config, **measured)
 
 
-def require_same_settings(config: Config, folder: Path) -> None:
+def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     """Refuse to resume a run with settings that change what it computes.
 
-    Raises:
-        ConfigError: The message has the first such setting with both values.
+    Data and lists may be in another place: a checkpoint has the names and labels of their images.
     """
     where = printable(folder)
     ours, theirs = flatten(config), flatten(stored_config(folder))
+    split = read_split(folder)
+    if split is not None and split.root != splits.root.resolve():
+        match = split.find((one.path for one in splits.val), splits.root)
+        if len(match.paths) < match.recorded and match.known:
+            there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
+            raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
-    allowed = RESUMABLE_CHANGES - fixed
+    allowed = (RESUMABLE_CHANGES | {*DATA_PATHS}) - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
     if changed:
         name = "num_classes" if "num_classes" in changed else changed[0]
@@ -237,7 +250,8 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a locked folder, and write settings, tokenizer, teacher's answers, and a made split."""
     with explain_write_errors(folder):
         delete_run(folder)
-    write_config(folder, config)
+        write_config(folder, config)
+        write_paths(folder, config)
     if splits.tokenizer is not None:
         write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
     if splits.teacher_answers is not None:
@@ -245,12 +259,11 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
     if splits.made:
         record = {
-            "root": str(Path(splits.root).resolve()),
             "seed": config.training.seed,
             "val_share": config.data.val_share,
             "group": config.data.group,
             "folds": config.data.folds,
             "fold": config.data.fold,
-            "val": [relative(sample.path, splits.root) for sample in splits.val],
+            **split_record([sample.path for sample in splits.val], splits.root),
         }
         write_text(folder / SPLIT_FILE, json.dumps(record, indent=1) + "\n")

@@ -17,12 +17,12 @@ from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import flatten, make_config
 from vit.config.presets import preset
 from vit.config.stored_config import (
+    EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
     with_effect,
 )
-from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.held_out_split import HeldOutSplit, read_split
@@ -54,8 +54,6 @@ ADDED_CLASS_EPOCHS, ADDED_CLASS_STEPS = 2, 250
 """Epochs, and steps, after the probe where classes are added, at least (measured:
 docs/fine-tuning.md)."""
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "betas", "clip_grad", "layer_decay")
-REVIEW_LISTS = ("labels", "corrections", "exclude", "group")
-"""Settings of the data that name a list of a review, and groups."""
 RECIPE = (
     *(*OPTIMIZER_SETTINGS, "smoothing", "balance", "drop_path"),
     *(field.name for field in dataclasses.fields(AugmentConfig)),
@@ -214,7 +212,7 @@ def dropped_lists_note(config: Config) -> str | None:
     if found is None:
         return None
     run, before = found
-    lists = {name: getattr(before.data, name) for name in REVIEW_LISTS}
+    lists = {name: getattr(before.data, name) for name in (*EDITED_LISTS, "group")}
     dropped = {
         name: path for name, path in lists.items() if path and not getattr(config.data, name)
     }
@@ -232,8 +230,8 @@ def seen_images_note(
 ) -> str | None:
     """A note where the run `weights` may have learned labels of validation images of `splits`.
 
-    Its training images are all labelled ones of the same folder, or of one with all the names that
-    it held out (a copy), but those, and those of classes that are not among the `known` ones.
+    Its training images are all labelled ones of the same folder, or of data with images that it
+    held out, but those, and those of classes that are not among the `known` ones.
     """
     found = run_of(weights) if splits.made else None
     if found is None or found[1].training.pretrains:
@@ -241,16 +239,11 @@ def seen_images_note(
     path = Path(found[1].data.data).resolve()
     # without split.json it learned from all training images
     split = read_split(found[0]) or HeldOutSplit(path if path.is_dir() else path.parent, [])
-    held_out, root = {*split.val}, splits.root
-    if split.root != root.resolve():
-        names = {relative(one.path, root) for one in (*splits.train, *splits.val)}
-        if not held_out or not held_out <= names:
-            return None
+    held_out = split.find((one.path for one in (*splits.train, *splits.val)), splits.root).paths
+    if not held_out and split.root != splits.root.resolve():
+        return None
     new = {n for n, name in enumerate(splits.classes) if known is not None and name not in known}
-    other = sum(
-        relative(one.path, splits.root) not in held_out and one.label not in new
-        for one in splits.val
-    )
+    other = sum(one.path not in held_out and one.label not in new for one in splits.val)
     if not other:
         return None
     return (

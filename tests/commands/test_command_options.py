@@ -1,0 +1,80 @@
+"""The flags of DATA are the same in every command, and lists of one command are read by others."""
+
+import csv
+import importlib
+import json
+import os
+import shutil
+
+import pytest
+
+from vit.commands.command_options import DATA_SETTINGS, dataset_spec
+from vit.commands.command_parser import CommandParser
+from vit.commands.main import main
+
+POSITIONAL = {"compare": ["A", "B"], "evaluate": ["RUN"], "calibrate": ["RUN"]}
+FIXED = ["--device", "cpu", "--precision", "fp32", "-j", "1"]
+
+
+@pytest.mark.parametrize("command", ["check", "data", "evaluate", "compare", "calibrate"])
+def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
+    module = importlib.import_module(f"vit.commands.{command}_command")
+    parser = CommandParser(prog=command)
+    module.add_arguments(parser)
+    names = [name for name in DATA_SETTINGS if name != "group" or command != "data"]
+    values = [name for name in names if name != "allow_outside"]
+    flags = [word for name in values for word in (f"--{name.replace('_', '-')}", name.upper())]
+    words = [*POSITIONAL.get(command, ()), "DATA", *flags, "--allow-outside"]
+    more = ["--to", "folder", "--out", str(tmp_path)] if command == "data" else []
+    spec = dataset_spec(parser.parse([*words, *more]))
+    found = {**vars(spec), "labels": spec.label_list}
+    assert {name: found[name] for name in values} == {name: name.upper() for name in values}
+    assert spec.allow_outside
+    assert spec.split == (None if command in ("check", "data") else "val")
+
+
+@pytest.fixture
+def photos(tiny_data, tmp_path, monkeypatch):
+    """The images of tiny_data straight in a folder, some of them with hostile names."""
+    hostile = [b"=1+1", b"-a", b"\\x1b", b"\x1b", b" a", b"\xff", b"a\n", b"\xe2\x80\xae", b"a,'b"]
+    (tmp_path / "photos").mkdir()
+    for path in tiny_data.rglob("*.*"):
+        name = hostile[int(path.stem)] + os.fsencode(path.suffix)
+        to = os.fsencode(tmp_path / "photos") + b"/" + path.parent.name.encode() + name
+        shutil.copy(path, to)
+    monkeypatch.chdir(tmp_path)
+    return "photos"
+
+
+def test_lists_go_from_command_to_command(photos, tiny_run, monkeypatch, capsys):
+    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
+        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
+    run = shutil.copytree(tiny_run, "run")
+    for suffix in ("csv", "jsonl"):
+        first, second = f"first.{suffix}", f"second.{suffix}"
+        assert main(["predict", str(run), photos, "--out", first, *FIXED]) == 0
+        assert main(["predict", str(run), first, "--out", second, *FIXED]) == 0
+        with open(first, "rb") as one, open(second, "rb") as other:
+            assert one.read() == other.read()
+    with open("first.csv", encoding="utf-8-sig", newline="") as file:
+        names = [row["image"] for row in csv.DictReader(file)]
+    assert len(names) == 27
+    labels = ["--labels", "first.csv", "--label-column", "label_1"]
+    assert main(["evaluate", str(run), photos, *labels, "--json", "e.json", *FIXED]) == 0
+    with open("e.json", encoding="utf-8") as file:
+        assert (found := json.load(file))["top1"] == 1.0  # the labels are its own answers
+        assert found["count"] == 27
+    assert main(["calibrate", str(run), photos, *labels, "--json", "c.json", *FIXED]) == 0
+    with open("c.json", encoding="utf-8") as file:
+        assert json.load(file)["calibration"]["images"] == 27
+    assert main(["compare", str(run), str(tiny_run), photos, *labels, *FIXED]) == 0
+    assert main(["data", photos, *labels, "--to", "folder", "--out", "copied"]) == 0
+    assert sum(len(files) for _, _, files in os.walk("copied")) == 28  # and vit-data.json
+    capsys.readouterr()
+    words = ["suggest", photos, "--weights", str(run), "--out", "list.csv", "-n", "9", *FIXED]
+    assert main([*words, "--exclude", "first.csv"]) == 2
+    assert "no images to suggest from" in capsys.readouterr().err
+    assert main(words) == 0
+    assert main(["predict", str(run), "list.csv", "--out", "third.csv", *FIXED]) == 0
+    with open("third.csv", "rb") as file:
+        assert file.read().count(b"\r\n") == 10

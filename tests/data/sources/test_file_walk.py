@@ -1,0 +1,151 @@
+"""Listing of images: what this toolkit wrote is no data, and files of other suffixes are named."""
+
+import pytest
+from PIL import Image
+
+from vit.commands.main import main
+from vit.data.checks.check_listing import list_dataset
+from vit.data.sources.dataset_export import export_data
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.file_walk import OUTPUT_MARKER, FolderWalker, holds_output_only
+from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import open_splits, read_source
+from vit.errors import DataError
+
+RUN = ("config.yaml", "metrics.jsonl")
+
+
+@pytest.fixture
+def photos(make_tree):
+    return make_tree({"cat": 6, "dog": 6})
+
+
+def write(folder, *names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"runs/photos": (*RUN, "report.html")},
+        {"anything": RUN},
+        {"runs/stopped": ("config.yaml", ".lock")},
+        {"runs": ("overview.html",), "runs/photos": RUN, "runs/empty": ()},
+        {"cv/fold-1": RUN, "cv/fold-2": RUN, "cv": ("folds.json", "rows.jsonl")},
+        {"runs/photos": RUN, "runs/photos/drawn": ("0.png", "1.png")},
+        {"drawn": (OUTPUT_MARKER, "0001-cat.png", "0001-cat.json")},
+        {"export": ("m.onnx", "m.onnx.data"), "vino": ("m.xml", "m.bin")},
+        {"out": ("rows.csv", "Rows.JSONL", "vectors.npz", "check.html", "list.xlsx")},
+        {"cache": ("images-0123456789abcdef01234567", "images-0123456789abcdef01234567.lock")},
+    ],
+)
+def test_what_vit_wrote_is_no_data(photos, files):
+    for folder, names in files.items():
+        write(photos / folder, *names)
+    folders = ", ".join(sorted({name.split("/")[0] for name in files}))
+    note = f"left out folders of runs, lists, reports, networks or other output: {folders}"
+    splits = open_splits(str(photos), val_share=0.25, seed=0)
+    assert splits.classes == ("cat", "dog")
+    assert note in splits.notes
+    unlabelled = read_source(DatasetSpec(str(photos), labels=False))
+    assert (len(unlabelled.train), note in unlabelled.notes) == (12, True)
+    notes: list[str] = []
+    assert len(list_images([str(photos)], notes=notes)) == 12
+    assert notes == [f"{photos}: {note}"]
+    assert {one.kind for one in list_dataset(str(photos)).problems} == {"no_val", "output"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"fox": ()},
+        {"fox": ("a.txt",)},
+        {"fox": ("0.dcm",)},
+        {"fox": ("config.yaml", "notes.doc")},
+        {"fox/a": RUN, "fox/b": ("0.psd",)},
+    ],
+)
+def test_other_folders_without_images_are_empty_classes(photos, files):
+    for folder, names in files.items():
+        write(photos / folder, *names)
+    with pytest.raises(DataError, match="class fox has no images"):
+        open_splits(str(photos), val_share=0.25, seed=0)
+
+
+def test_images_beside_lists_and_runs_are_data(photos):
+    write(photos / "cat", "labels.csv", "model.onnx")
+    write(photos / "cat/run", *RUN)
+    assert not holds_output_only(str(photos / "cat"))
+    walker = FolderWalker(str(photos))
+    assert len(walker.images(str(photos / "cat"))) == 6
+    assert walker.left_out["output"] == ["cat/run"]
+
+
+@pytest.mark.parametrize("to", ["folder", "shards"])
+def test_an_export_into_its_own_data_is_left_out_there_and_read_elsewhere(photos, to):
+    export_data(str(photos), str(photos / "copy"), to=to)
+    export_data(str(photos / "copy"), str(photos.parent / "other"), to=to)
+    assert not (photos.parent / "other" / OUTPUT_MARKER).exists()
+    for data in (photos, photos / "copy", photos.parent / "other"):
+        assert len(read_source(DatasetSpec(str(data))).train) == 12
+
+
+def test_a_list_of_captions_alone_in_a_folder_is_data(make_tree):
+    root = make_tree({"images": 2, "train": 0})
+    (root / "train/captions.txt").write_text("../images/0.png,a dog\n")
+    (root / "train/metadata.csv").write_text("file_name,text\n../images/0.png,a dog\n")
+    suffixes = frozenset({".csv"})
+    found = FolderWalker(str(root), suffixes=suffixes).images(str(root))
+    assert found == [str(root / "train/metadata.csv")]
+
+
+def test_tar_shards_beside_a_run_are_still_shards(photos):
+    shards = photos.parent / "shards"
+    export_data(str(photos), str(shards), to="shards")
+    write(shards / "runs/shards", *RUN)
+    assert len(read_source(DatasetSpec(str(shards))).train) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.jpg_large", r".jpg_large 2; cat/x.jpg_large is a PNG image: rename .* end in .png"),
+        ("x", r"no suffix 2; cat/x is a PNG image: rename such files to end in .png"),
+        ("x.dcm", r"\.dcm 2; convert \.dcm to JPEG or PNG"),
+    ],
+)
+def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, name, message):
+    for label in ("cat", "dog"):
+        write(tmp_path / label, name)
+        if "dcm" not in name:
+            Image.new("RGB", (9, 9)).save(tmp_path / label / name, format="PNG")
+    there = f"left out 2 files not taken for images: {message}"
+    with pytest.raises(DataError, match=f"no images in the class folders cat, dog; {there}"):
+        open_splits(str(tmp_path), val_share=0.2, seed=0)
+    for folder in ("cat", "dog"):
+        with pytest.raises(DataError, match=message.split()[-1]):
+            read_source(DatasetSpec(str(tmp_path / folder), labels=False))
+    problems = {one.kind: one.detail for one in list_dataset(str(tmp_path)).problems}
+    assert message.split()[-1].lstrip(r"\.") in problems["no_pictures"]
+
+
+def test_one_class_without_images_names_its_files(photos):
+    write(photos / "fox", "a.dcm", "b.dcm")
+    write(photos / "cat", "notes.txt")
+    with pytest.raises(DataError, match=r"fox has no images; left out 2 files .*: \.dcm 2;"):
+        open_splits(str(photos), val_share=0.2, seed=0)
+
+
+@pytest.mark.slow
+def test_training_inside_of_the_images_may_be_repeated(photos, monkeypatch, capsys):
+    monkeypatch.chdir(photos)
+    sizes = "--steps 1 --dim 32 --depth 1 --image-size 16 --patch-size 8 -j 0 --precision fp32"
+    for words in (["--out", "first"], ["--out", "first", "--resume"], []):
+        assert main(["train", ".", *sizes.split(), *words]) == 0
+    assert "left out folders of runs, lists, reports, networks or other output: first" in (
+        capsys.readouterr().err
+    )
+    assert main(["predict", "first", ".", "--format", "csv", "--precision", "fp32"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 13

@@ -1,0 +1,153 @@
+"""Layouts of image folders: the table of docs/data.md, row by row, on disk."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vit.commands.main import main
+from vit.data.checks.check_listing import list_dataset
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.folder_layout import LAYOUTS, split_name
+from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
+from vit.errors import DataError
+
+DOCS = Path(__file__).parents[3] / "docs/data.md"
+GROUP = "^[^/]+"
+SPLITS = ("train", "test")
+SAID = ("source", "layout", "beside_train", "unclear_layout")
+SETS = {f"fold{n}/{label}": 6 for n in (1, 2, 3) for label in ("cat", "dog")}
+
+
+def rows() -> list[tuple[str, ...]]:
+    """(layout, folders, what is read, line) of each row of the table."""
+    text = DOCS.read_text(encoding="utf-8")
+    table = text.partition("| layout | folders in DATA | read as | line |\n|---|---|---|---|\n")[2]
+    found: list[tuple[str, ...]] = []
+    for line in table.partition("\n\n")[0].splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split(" | ")]
+        name, *others = (cell.strip(" |") for cell in (*cells, "")[:4])
+        found.append((name or found[-1][0], *others))
+    return found
+
+
+def expand(folders: str) -> list[str]:
+    """The folders that patterns such as {a,b}/c mean."""
+    found = folders.split()
+    while any("{" in one for one in found):
+        found = [
+            one.replace(f"{{{inner[1]}}}", word, 1) if inner else one
+            for one in found
+            for inner in [re.search(r"{(.*?)}", one)]
+            for word in (inner[1].split(",") if inner else [""])
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "folders", "read", "line"), rows())
+def test_each_row_of_the_documented_table_is_read_as_it_says(
+    make_tree, layout, folders, read, line
+):
+    root = make_tree(dict.fromkeys(expand(folders), 5))
+    names = sorted(one.name for one in root.iterdir())
+    assert layout == next(x for x, find in LAYOUTS.items() if find(root, names, root, None))
+    if read == "refused":
+        with pytest.raises(DataError, match=re.escape(line)):
+            open_splits(str(root), val_share=0.2, seed=0)
+    else:
+        index = read_source(DatasetSpec(str(root), all_splits=True))
+        splits = "" if "" in index.splits else f"splits {', '.join(index.splits)}; "
+        classes = sorted({label for one in index.train for label in one.labels})
+        assert f"{splits}classes {', '.join(classes)}" == read
+        notes = [note.replace(str(root), "DATA") for note in index.notes]
+        assert notes == ([line] if line else [])
+    said = [one.detail for one in list_dataset(str(root)).problems if one.kind in SAID]
+    assert [line in one.replace(str(root), "DATA") for one in said] == ([True] if line else [])
+
+
+def test_the_documented_table_has_all_layouts_in_their_order():
+    assert [*dict.fromkeys(layout for layout, *_ in rows())] == [*LAYOUTS]
+
+
+def test_sets_are_groups_if_the_group_tells_them_apart(make_tree):
+    root = make_tree(SETS)
+    splits = open_splits(DatasetSpec(str(root), group=GROUP), val_share=0.2, seed=0)
+    assert splits.classes == ("cat", "dog")
+    assert len({Path(one.path).parents[1] for one in splits.val}) == 1
+    assert {Path(one.path).parents[1] for one in (*splits.train, *splits.val)} == {*root.iterdir()}
+    assert list_dataset(DatasetSpec(str(root), group=GROUP)).classes == ["cat", "dog"]
+    with pytest.raises(DataError, match="hold folders of the same names"):
+        open_splits(DatasetSpec(str(root), group="fold"), val_share=0.2, seed=0)
+
+
+def test_the_group_of_a_refusal_works_as_it_is_printed(make_tree, capsys):
+    root = make_tree({f"archive/photos/{name}": count for name, count in SETS.items()})
+    assert main(["check", str(root)]) == 1
+    expression = re.search(r"--group '(.*?)'", capsys.readouterr().out)[1]
+    assert main(["check", str(root), "--group", expression]) == 0
+    assert "in 2 classes" in capsys.readouterr().out
+
+
+def test_classes_in_train_may_hold_the_same_folders(make_tree):
+    root = make_tree({f"train/{name}": count for name, count in SETS.items()})
+    splits = open_splits(str(root), val_share=0.2, seed=0)
+    assert splits.classes == ("fold1", "fold2", "fold3")
+    assert any("which hold folders of the same names: cat, dog" in note for note in splits.notes)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"Animalia/Mammalia/cat": 3, "Animalia/Aves/owl": 3, "Plantae/Rosids/rose": 3},
+        {"2022": 3, "2023": 3},
+        {"fold": 3, "unfold": 3},
+        {"cat/left": 3, "cat/right": 3, "dog": 3},
+        {"cat/0": 3, "dog/0": 3},  # one folder in common
+        {"site1/cat": 3, "site1/dog": 3, "site2/fox": 3, "site2/owl": 3},
+        {"cat/train": 3, "dog/steam": 3},  # no split beside train
+        {"blood test": 3, "urine test": 3, "none": 3},
+        {"valid": 3, "invalid": 3, "unclear": 3},
+    ],
+)
+def test_classes_may_hold_folders_of_any_names(make_tree, tree):
+    splits = open_splits(str(make_tree(tree)), val_share=0.2, seed=0)
+    assert splits.classes == tuple(sorted({name.split("/")[0] for name in tree}))
+
+
+@pytest.mark.parametrize(
+    "names", [("site A", "site B"), ("2022", "2023"), ("day-1", "day-02"), ("siteA", "siteB")]
+)
+def test_sets_with_nearly_equal_classes_are_refused(make_tree, names):
+    tree = {f"{name}/{label}": 3 for name in names for label in ("cat", "dog")}
+    with pytest.raises(DataError, match=r"hold folders of the same names \(cat, dog\)"):
+        open_splits(str(make_tree(tree | {f"{names[0]}/fox": 3})), val_share=0.2, seed=0)
+
+
+def test_several_datasets_are_refused(make_tree):
+    tree = [f"{name}/{split}/{label}" for name in "xy" for split in SPLITS for label in "ab"]
+    with pytest.raises(DataError, match=r"of several datasets, give one, such as .*data/x$"):
+        open_splits(str(make_tree(dict.fromkeys(tree, 2))), val_share=0.2, seed=0)
+
+
+def test_unsorted_images_are_evaluated_as_no_split(make_tree):
+    root = make_tree({"cat": 9, "dog": 9, "test": 4})
+    found, _ = open_eval_split(str(root), split="val", classes=("cat", "dog"))
+    assert len(found) == 18
+    with pytest.raises(DataError, match="test has no class folders"):
+        open_eval_split(str(root), split="test", classes=("cat", "dog"))
+    unlabelled = read_source(DatasetSpec(str(root), labels=False))
+    assert len(unlabelled.train) == 22
+
+
+def test_a_folder_around_itself_ends(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(DataError, match="no images"):
+        open_splits(str(tmp_path), val_share=0.2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "split"),
+    [("seg_train", "train"), ("Test-Images", "test"), ("training_test", None), ("cat", None)],
+)
+def test_a_split_is_named_by_one_word(folder, split):
+    assert split_name(folder) == split
