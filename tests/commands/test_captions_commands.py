@@ -156,7 +156,7 @@ def test_explain_plots_the_words_of_captions(vit, run, input_images, bad_images,
     plain = vit("predict", run, *words)
     drawn = vit("predict", run, *words, "--explain", tmp_path / "x")
     assert drawn == plain
-    names = sorted(os.listdir(tmp_path / "x"))
+    names = sorted(name for name in os.listdir(tmp_path / "x") if name[0] != ".")
     assert names == ["0001-0.json", "0001-0.png", "0002-1.json", "0002-1.png"]
     code, out, err = vit("predict", run, *words, "--explain", tmp_path / "x")
     assert (code, out, len(err)) == (2, [], 1)

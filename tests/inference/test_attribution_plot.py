@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.data import text_rendering
+from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.data.text_rendering import break_lines, draw_centred, escape_missing
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
@@ -134,7 +135,7 @@ def test_every_image_has_a_plot_and_a_json_file(run, input_images, bad_images, t
     assert found == predictor(images)
     stems = [plot_name(place + 1, path) for place, path in enumerate(images) if place != 2]
     names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
-    assert sorted(os.listdir(folder)) == sorted(names)
+    assert sorted(os.listdir(folder)) == sorted([*names, OUTPUT_MARKER])
     for stem, told in zip(stems, [p for p in found if p.error is None], strict=True):
         record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
         assert record.keys() == {"image", "caption", "words"}
@@ -161,7 +162,7 @@ def test_plot_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_pat
         images.append(str(path))
     folder = tmp_path / "to"
     assert all(found.error is None for found in draw_explanations(Predictor(run), images, folder))
-    assert len(os.listdir(folder)) == 10
+    assert len(os.listdir(folder)) == 11
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
     for name in ("../../x.png", "/etc/passwd", "..", "", "\udcff\n.png", "猫" * 300 + ".png"):
         stem = plot_name(12345, name)
@@ -372,4 +373,4 @@ def test_an_explanation_that_overflows_is_the_error_of_its_image(
     assert [one.error is None for one in found] == [True, False, True]
     assert found[1].error == "gradients overflowed, so it cannot be explained"
     assert found[1].predictions == predictor(input_images[:3])[1].predictions
-    assert len(os.listdir(tmp_path / "x")) == 4
+    assert len(os.listdir(tmp_path / "x")) == 5

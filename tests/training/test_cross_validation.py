@@ -15,6 +15,8 @@ from scipy import stats
 
 import vit
 from vit.commands.main import main
+from vit.config.merge_settings import collect_settings
+from vit.config.parser import make_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.temperature_scaling import fit_temperature
 from vit.evaluation.wilson_interval import wilson_interval
@@ -62,7 +64,6 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     ).read_bytes()
 
 
-@pytest.mark.auto_precision
 def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkeypatch):
     shutil.copytree(colour_data / "train", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
@@ -76,7 +77,8 @@ def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkey
     (tmp_path / "fixed.csv").write_text("image,label\nred/2.png,blue\n")
     for _ in range(2):  # the second time with the settings that the first one wrote
         shutil.rmtree(weights.parent)
-        assert main(["train", "../photos", "--resume", "--out", str(tmp_path / "out")]) == 0
+        values, _ = collect_settings({"data": "../photos"}, out=tmp_path / "out", resume=True)
+        train_folds(make_config(values), tmp_path / "out", measure=measured, resume=True)
         assert weights.read_bytes() == before
 
 

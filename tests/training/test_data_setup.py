@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from vit.config.parser import make_config, read_settings
-from vit.data.image_io import read_image
+from vit.data.image_io import MAX_PIXELS, read_image, set_max_pixels
+from vit.errors import BadImage, DataError
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -142,3 +143,42 @@ def test_a_share_without_effect_is_named(low_byte, tmp_path, capsys):
     train(make_config(settings), tmp_path / "run")
     told = "note: val_share=0.3 is not used: the data have their own validation images"
     assert told in capsys.readouterr().err
+
+
+@pytest.fixture
+def noise(tmp_path):
+    """Writes a folder with images of noise for each class; names of files are not UTF-8."""
+    random = np.random.default_rng(0)
+
+    def write(*classes: str) -> Path:
+        for name in classes:
+            (tmp_path / "data" / name).mkdir(parents=True)
+            for number in range(6):
+                pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / name / f"\udcff{number}.png")
+        return tmp_path / "data"
+
+    return write
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused_before_training(noise, tmp_path):
+    data = noise("caf\udce9", "dog")
+    with pytest.raises(DataError, match=r"1 class .* not UTF-8, .* \(caf\\udce9\); rename the fol"):
+        train(make_config({**SETTINGS, "data": str(data)}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (data / "caf\udce9").rename(data / "café")
+    settings = make_config({**SETTINGS, "data": str(data), "batch_size": 4})
+    result = train(settings, tmp_path / "run")
+    assert result.classes == ("café", "dog")
+
+
+def test_good_images_above_the_limit_are_refused_with_the_setting(noise, tmp_path):
+    settings = make_config({**SETTINGS, "data": str(noise("a", "b")), "max_pixels": 255})
+    try:
+        with pytest.raises(
+            BadImage, match="16 x 16 is more than 255 pixels; raise --max-"
+        ) as refused:
+            train(settings, tmp_path / "run")
+    finally:
+        set_max_pixels(MAX_PIXELS)
+    assert "mend" not in str(refused.value)

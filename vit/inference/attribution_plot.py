@@ -122,7 +122,6 @@ def draw_explanations(
     folder = Path(folder)
     with explain_write_errors(folder):
         folder.mkdir(exist_ok=True)
-        (folder / OUTPUT_MARKER).touch()
     outputs = (output for batch in predictor.batches(images) for output in batch)
     tested: list[Deletion] = []
     for number, output in enumerate(outputs, 1):
@@ -177,6 +176,7 @@ def _plot_classes(
 def _write(path: Path, plot: Image.Image, record: object) -> None:
     png = path.with_name(f"{path.name}.png")
     atomic_write(png, lambda beside: plot.save(beside, format="PNG"))
+    (path.parent / OUTPUT_MARKER).touch()
     write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
 
 

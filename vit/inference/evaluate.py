@@ -572,10 +572,12 @@ def with_training_settings(
         if (value := getattr(stored, name)) is not None and getattr(found, name) is None
     ]
     if missing:
-        other = f"{printable(spec.data)} is not its data; if it should be, give it again"
+        why = f"{printable(spec.data)} is not its data; if it should be, give it again"
+        if own:  # an earlier version did not store where they are
+            why = "the files are not found; start in the folder in which it was trained"
         notify(
             f"note: {printable(run)} was trained with {', '.join(missing)} on "
-            f"{printable(data.data)}, not applied: {'the files are gone' if own else other}"
+            f"{printable(data.data)}, not applied: {why}"
         )
     return found
 

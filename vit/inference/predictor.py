@@ -142,7 +142,8 @@ class Predictor:
             loaded = run
         elif exported_engine(run):
             raise ConfigError(
-                f"{printable(os.fspath(run))} is a file of vit export, which torch does not run: "
+                f"{printable(os.fspath(run))} is a file of vit export, which torch does not run; "
+                "give the run it was exported from; in Python: "
                 "from vit.exported.load_exported import load_exported; "
                 f"load_exported({os.fspath(run)!r})([image, ...])"
             )

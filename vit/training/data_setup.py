@@ -16,12 +16,13 @@ from vit.data.image_io import set_max_pixels
 from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_warnings import undecodable_error
 from vit.data.sources.held_out_split import read_split
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
-from vit.errors import BadImage, ConfigError
+from vit.errors import BadImage, ConfigError, DataError
 from vit.tasks.task import Task, get_task
-from vit.text import Notify
+from vit.text import Notify, printable
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
 from vit.training.finetune.finetuning import (
@@ -60,6 +61,9 @@ def prepare_data(
     splits = open_data(config, listing, resumed=resumed)
     config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete_for_data(config, splits, given, notify)
+    error = undecodable_error(splits.classes) if config.model.num_classes else ""
+    if error and resumed is None:
+        raise DataError(f"{printable(config.data.data)}: {error}")
     if source is not None:
         config = complete_for_added_classes(
             config, source, splits.classes, len(splits.train), given, notify

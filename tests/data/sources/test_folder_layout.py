@@ -15,7 +15,7 @@ from vit.errors import DataError
 DOCS = Path(__file__).parents[3] / "docs/data.md"
 GROUP = "^[^/]+"
 SPLITS = ("train", "test")
-SAID = ("source", "layout", "beside_train", "unclear_layout")
+SAID = ("source", "layout", "beside_train", "loose_picture", "unclear_layout")
 SETS = {f"fold{n}/{label}": 6 for n in (1, 2, 3) for label in ("cat", "dog")}
 
 
@@ -123,6 +123,40 @@ def test_sets_with_nearly_equal_classes_are_refused(make_tree, names):
         open_splits(str(make_tree(tree | {f"{names[0]}/fox": 3})), val_share=0.2, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("tree", "notes"),
+    [
+        (
+            {"train/train/cat": 9, "train/train/dog": 9, "test/test": 3},
+            ["left out test/test, which has no class folders", "read train/train as train"],
+        ),
+        (
+            {"cat": 9, "dog": 9, "Test": 3, "VAL": 3},
+            [
+                f"left out {name}, which has no class folders; if it is a class, move all classes "
+                "to DATA/train"
+                for name in ("VAL", "Test")
+            ],
+        ),
+    ],
+)
+def test_unsorted_images_are_left_out_and_named(make_tree, tree, notes):
+    index = read_source(DatasetSpec(str(make_tree(tree))))
+    assert sorted(index.notes) == sorted(notes)
+    assert len(index.train) == 18
+
+
+def test_one_class_in_val_is_no_folder_around_others(make_tree):
+    root = make_tree({"train/cat": 9, "train/dog": 9, "val/cat": 2, "val/cat/day": 1})
+    splits = open_splits(str(root), val_share=0.2, seed=0)
+    assert (splits.classes, len(splits.val)) == (("cat", "dog"), 3)
+
+
+def test_the_way_to_have_sets_as_classes_works_in_a_wrapper(make_tree):
+    root = make_tree({f"archive/train/{name}": count for name, count in SETS.items()})
+    assert open_splits(str(root), val_share=0.2, seed=0).classes == ("fold1", "fold2", "fold3")
+
+
 def test_several_datasets_are_refused(make_tree):
     tree = [f"{name}/{split}/{label}" for name in "xy" for split in SPLITS for label in "ab"]
     with pytest.raises(DataError, match=r"of several datasets, give one, such as .*data/x$"):
@@ -137,6 +171,18 @@ def test_unsorted_images_are_evaluated_as_no_split(make_tree):
         open_eval_split(str(root), split="test", classes=("cat", "dog"))
     unlabelled = read_source(DatasetSpec(str(root), labels=False))
     assert len(unlabelled.train) == 22
+
+
+def test_without_labels_split_folders_need_no_classes(make_tree):
+    root = make_tree({"train": 9, "more": 2, "test": 4})
+    for optional in (False, True):
+        spec = DatasetSpec(str(root), labels=optional, optional_labels=optional, all_splits=True)
+        index = read_source(spec)
+        assert {name: len(records) for name, records in index.splits.items()} == {
+            "train": 9,
+            "test": 4,
+        }
+        assert index.notes == ["left out folders beside train: more"]
 
 
 def test_a_folder_around_itself_ends(tmp_path):

@@ -26,8 +26,10 @@ SPLIT_ALIASES = {name: name for name in SPLIT_NAMES} | {
 """Words for splits in lower case -> ours."""
 UNSORTED = ("test", "val", "validation")
 """Folders of these names, in any case, are no classes if they hold images beside class folders."""
-NOTES = ("source", "layout", "beside_train")
+NOTES = ("source", "layout", "beside_train", "loose_picture")
 """Kinds of findings that do not refuse a layout."""
+OF_CLASSES = ("layout", "loose_picture", "no_classes")
+"""Kinds of findings that only matter if folders are classes."""
 
 
 class SplitFolders(NamedTuple):
@@ -89,8 +91,10 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
     paths = {split: folder / name for split, name in pairs}
     if not paths or len(paths) < len(pairs):
         return None
-    if "train" in paths and _unwrapped(paths["train"]) != paths["train"]:
-        paths = {split: _unwrapped(path) for split, path in paths.items()}
+    inner = {split: _only_folder(path) for split, path in paths.items()}
+    train_folder = inner.get("train", folder)
+    if train_folder != paths.get("train", folder) and len(_names_only(train_folder)) > 1:
+        paths = inner  # such as train/train/CLASS
     layout = FolderLayout({split: _split(path, _names(path)) for split, path in paths.items()})
     beside = [name for name in names if name not in dict(pairs).values()]
     classes = {split: {name for name, _ in one.classes} for split, one in layout.splits.items()}
@@ -104,10 +108,6 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
         or ("train" not in paths and not all(loose.values()))
     ):
         return None
-    renamed = {split: one for split, one in paths.items() if one != folder / split}
-    if renamed:
-        text = join_names(f"{one.relative_to(folder)} as {split}" for split, one in renamed.items())
-        layout.say("source", f"read {text}", folder)
     if "train" in paths:
         _check_train(layout, paths["train"], beside)
         loose = {} if paths.keys() & {*VAL_NAMES} else loose  # val needs classes
@@ -119,13 +119,19 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
         is_divided = len(loose) < len(classes)
         if is_divided:
             text = f"read the folders beside {join_names(dict(pairs).values())} as train"
-            layout.say("source", text, folder)
+            layout.say("source", text)
         layout.splits = {"train" if is_divided else "": _split(folder, beside), **layout.splits}
-    for split in (split for split, holds_images in loose.items() if holds_images):
-        layout.splits[split] = layout.splits[split]._replace(is_unsorted=True)
-        hint = "" if "train" in paths else "; if it is a class, move all classes to DATA/train"
-        text = f"left out {printable(paths[split].name)}, which has no class folders{hint}"
-        layout.say("source", text, paths[split])
+    renamed = []
+    for split, path in paths.items():
+        name = printable(path.relative_to(folder))
+        if loose.get(split):
+            layout.splits[split] = layout.splits[split]._replace(is_unsorted=True)
+            hint = "" if "train" in paths else "; if it is a class, move all classes to DATA/train"
+            layout.say("loose_picture", f"left out {name}, which has no class folders{hint}")
+        elif name != split:
+            renamed.append(f"{name} as {split}")
+    if renamed:
+        layout.say("source", f"read {join_names(renamed)}")
     return layout
 
 
@@ -156,13 +162,13 @@ def _wrapper(
 ) -> FolderLayout | None:
     """One folder around all others, as a zip file has it; maybe several, one in the other."""
     inner = folder
-    while len(names) == 1 and (deeper := _names_only(inner / names[0])):
+    while len(names) == 1 and names[0] != "train" and (deeper := _names_only(inner / names[0])):
         inner, names = inner / names[0], deeper
-    if inner == folder or len(names) == 1:
+    if inner == folder or (len(names) == 1 and names[0] != "train"):
         return None
     layout = _find(inner, root, group)
     text = f"read {printable(inner.relative_to(folder))}, the only folder in {printable(folder)}"
-    layout.say("source", text, inner)
+    layout.say("source", text)
     return layout
 
 
@@ -183,7 +189,7 @@ def _splits_in_classes(folder: Path, names: Sequence[str], *_: object) -> Folder
         for split in (name for name in SPLIT_NAMES if any(name in one for one in found.values())):
             pairs = tuple((name, one[split]) for name, one in found.items() if split in one)
             layout.splits[split] = SplitFolders(folder, pairs)
-        layout.say("source", f"read {inside} in each class folder as splits", folder)
+        layout.say("source", f"read {inside} in each class folder as splits")
         return layout
     text = (
         f"{printable(folder)}: {printable(first)} has the folders {inside}, which are splits only "
@@ -210,7 +216,7 @@ def _sets_of_classes(
             inner = [(x, folder / name / x) for name in sets for x in _names(folder / name)]
             layout.splits = {"": SplitFolders(folder, tuple(inner))}
             text = f"read the folders in {join_names(sets)} as classes: {join_names(shared)}"
-            layout.say("source", text, folder)
+            layout.say("source", text)
             return layout
     if not _is_series(sets):
         _say_nested(layout, folder, sets, shared)
@@ -288,8 +294,7 @@ def _split(folder: Path, names: Sequence[str]) -> SplitFolders:
     return SplitFolders(folder, tuple((name, folder / name) for name in names))
 
 
-def _unwrapped(folder: Path) -> Path:
-    """The folder in `folder`, if it is the only one and holds class folders; else `folder`."""
+def _only_folder(folder: Path) -> Path:
+    """The folder in `folder`, if it is the only one and there are no images; else `folder`."""
     names = _names_only(folder)
-    is_wrapper = len(names) == 1 and len(_names_only(folder / names[0])) > 1
-    return folder / names[0] if is_wrapper else folder
+    return folder / names[0] if len(names) == 1 else folder

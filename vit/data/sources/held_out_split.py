@@ -34,15 +34,16 @@ class HeldOutMatch(NamedTuple):
         """Which of `total` images are measured."""
         if self.paths:
             less = f" left of the {self.recorded:,}" if len(self.paths) < self.recorded else ""
-            more = f"; {self.changed:,} others have other content now" if self.changed else ""
-            return f"took the {plural(len(self.paths), 'image')}{less} that training held out{more}"
+            taken = f"took the {plural(len(self.paths), 'image')}{less} that training held out"
+            changed = f"; the content of {plural(self.changed, 'other')} has changed"
+            return taken + (changed if self.changed else "")
         reason = "training held out none of them"
         if not self.known:
             reason = "the run knows its images by name only, and they were in another folder"
         if self.changed:
             reason += (
-                f", but {self.changed:,} have names of images that it held out, and other content: "
-                "if they are its data in another encoding, the numbers are too good"
+                f"; equal in name, but not in content: {plural(self.changed, 'image')}. If these "
+                "are its data in another encoding, the numbers are too good"
             )
         return f"took all {total:,} images: {reason}"
 
@@ -61,10 +62,7 @@ class HeldOutSplit(NamedTuple):
         return any(self.find([str(folder / name)], folder).paths for name in self.val[:9])
 
     def find(self, paths: Iterable[str], root: Path) -> HeldOutMatch:
-        """The held-out images among `paths`, of a dataset in `root`.
-
-        Without digests, names count where they are those of the recorded files.
-        """
+        """The held-out images among `paths`; without digests, those that are the recorded files."""
         every, place = [*paths], root.resolve()
         named = {relative(path, root): path for path in every}
         if self.digests is None:

@@ -18,12 +18,18 @@ from vit.data.sources.dataset_spec import (
     skip_or_raise,
 )
 from vit.data.sources.file_walk import FolderWalker
-from vit.data.sources.folder_layout import NOTES, FolderLayout, SplitFolders, find_layout
+from vit.data.sources.folder_layout import (
+    NOTES,
+    OF_CLASSES,
+    FolderLayout,
+    SplitFolders,
+    find_layout,
+)
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
 UNLABELLED = (
-    "; if a list has the labels of these images, vit train --labels LIST; without labels, vit "
+    "; if a list has the labels of these images, add --labels LIST; without labels, vit "
     "pretrain learns from them, and vit suggest names those to label first"
 )
 
@@ -47,15 +53,18 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     if not spec.labels and any(one.parent == root for one in layout.splits.values()):
         layout = FolderLayout({"": SplitFolders(root)})
     for kind, error, places in layout.findings:
+        if not spec.labels and kind in OF_CLASSES:
+            continue
         if kind in NOTES and spec.row_errors is None:
             notes.append(str(error))
         elif kind != "no_train" or spec.split is None:  # else a split is read by its name
             skip_or_raise(spec.row_errors, kind, error, *places)
     splits: dict[str, list[ImageRecord]] = {}
     selected = spec.select_splits(layout.splits)
-    read = [name for name in selected if not layout.splits[name].is_unsorted] or selected
+    if spec.labels:
+        selected = [x for x in selected if not layout.splits[x].is_unsorted] or selected
     walker = FolderWalker(str(root))
-    for name in read:
+    for name in selected:
         folders = layout.splits[name]
         walker.visited.clear()  # a validation folder may be a link to another split
         if not spec.labels:
@@ -82,7 +91,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     locations = {
         name: printable(one.parent)
         for name, one in layout.splits.items()
-        if name in read or not one.is_unsorted
+        if name in selected or not one.is_unsorted
     }
     return DatasetIndex(root, splits, locations, notes)
 

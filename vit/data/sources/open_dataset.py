@@ -31,7 +31,6 @@ from vit.data.sources.dataset_warnings import (
     equal_notes,
     name_notes,
     search_identical,
-    undecodable_error,
 )
 from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
@@ -519,13 +518,11 @@ def _relabel(
 
 
 def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
-    """Require two classes, or one for multi-label classification, whose names are text."""
+    """Require two classes, or one for multi-label classification."""
     names = join_names(classes)
     if len(classes) < 1 + (not index.multilabel):
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
-    if error := undecodable_error(classes):
-        raise DataError(f"{printable(index.root)}: {error}")
 
 
 def _leakage_notes(
