@@ -5,8 +5,9 @@ import json
 import pytest
 
 from vit.commands.main import main
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import images_in
-from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import DataError
 
 
@@ -142,3 +143,16 @@ def test_a_path_of_another_notation_is_named_by_its_own(make_tree, monkeypatch):
     for image in (f"file://{root}/a%20b/x/0.png", "a b/x/0.png"):
         (root / "list.csv").write_text(f"image\n{image}\n")
         assert images_in("list.csv") == ["a b/x/0.png"]
+
+
+@pytest.mark.parametrize("setting", ["label_list", "exclude", "corrections"])
+def test_lists_beside_the_data_are_named_in_the_same_way(make_tree, setting):
+    root = make_tree({"x": 5, "y": 5})
+    for name, message in (("l.parquet", "is a Parquet table"), ("l.zip", "is an archive")):
+        (root / name).write_bytes(b"PAR1")
+        with pytest.raises(DataError, match=message):
+            read_source(DatasetSpec(str(root), **{setting: str(root / name)}))
+    (root / "l.csv").write_text("image,label\nx/0.png,y\n")
+    for name in (f"file://{root}/l.csv", f"{root}/ll.csv"):
+        with pytest.raises(DataError, match=r"No such file or directory\); did you mean .*/l\.csv"):
+            read_source(DatasetSpec(str(root), **{setting: name}))

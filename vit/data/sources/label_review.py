@@ -6,9 +6,7 @@
 
 The lists are those of `vit suggest` and `vit check --write-list`, or any other list
 (vit/data/sources/image_list.py).
-Names are relative to the folder of the data, or paths. CSV files for spreadsheets have an
-apostrophe before names that would be formulas, and escapes for control characters: `'=a/1.jpg` is
-`=a/1.jpg`.
+Names are relative to the folder of the data, or paths (vit/data/sources/image_names.py).
 """
 
 import dataclasses
@@ -22,6 +20,7 @@ from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, ImageList, read_list
 from vit.data.sources.image_names import Find, index_finder, suffix_notes
+from vit.data.sources.input_hints import refuse_mistaken
 from vit.data.sources.list_columns import SEPARATORS
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
@@ -62,6 +61,7 @@ def _placed_list(
 
     Notes about it are added to those of `index`.
     """
+    refuse_mistaken(columns.data)
     contents = read_list(columns.data, columns, index.notes)
     found: list[tuple[str, str]] = []
 

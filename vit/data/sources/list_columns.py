@@ -406,7 +406,7 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
 def no_label(path: str, line: int) -> DataError:
     """The error for an image without a class where each image needs one."""
     advice = (
-        "give it one, or remove the line; vit train IMAGES --labels LIST skips such lines, and "
+        "give it one, or remove the line; vit train IMAGES --labels LIST skips empty cells, and "
         "where an image may have several labels (--task multilabel) it may have none"
     )
     return wrong(path, f"no label; {advice}", line)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from vit.data.workbook import is_workbook, read_sheet
 from vit.errors import DataError
+from vit.paths import did_you_mean
 from vit.text import join_names, plural, printable
 
 MAX_BYTES = 10 * 2**30
@@ -167,7 +168,8 @@ def check_file(path: str, most: int) -> None:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise wrong(path, f"cannot be read ({error.strerror})") from None
+        what = f"cannot be read ({error.strerror})"
+        raise wrong(path, what + did_you_mean(path)) from None
     if not stat.S_ISREG(status.st_mode):
         raise wrong(path, "no regular file")
     if not status.st_size:
