@@ -349,7 +349,7 @@ def test_test_images_are_measured_once_with_the_best_weights(
     assert event["test_images"] == found["count"]
     assert event["test_top1"] == result.test_scores["top1"] == found["top1"]
     assert event["test_loss"] == pytest.approx(found["loss"])
-    line = f"test top-1 {found['top1']:.2%} of {found['count']} images that nothing was chosen by"
+    line = f"test top-1 {found['top1']:.2%} of {found['count']} images, measured once, at the end"
     assert line in capsys.readouterr().err
     report(result.folder)
     assert line in (result.folder / "report.html").read_text(encoding="utf-8")

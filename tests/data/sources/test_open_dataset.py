@@ -56,7 +56,7 @@ def test_test_images_choose_nothing(make_tree):
     assert names(splits.test, root) == [
         f"test/{n}.png" for n in ("a/0", "a/1", "a/2", "b/0", "b/1")
     ]
-    assert has_note(splits, "5 test images: nothing is chosen by them")
+    assert has_note(splits, "5 test images kept for the end")
     more = open_data(root, val_share=0.5)
     assert (len(more.train), len(more.val), more.test) == (12, 12, splits.test)
     older = open_splits(DatasetSpec(str(root), validates_on_test=True), val_share=0.25, seed=0)

@@ -286,7 +286,7 @@ def open_splits(
         notes += [*more, *_leakage_notes(images, others, index.root)]
     val, test = (val, others) if held_out else (others, [])
     if test:
-        notes.append(f"{plural(len(test), 'test image')}: nothing is chosen by them")
+        notes.append(f"{plural(len(test), 'test image')} kept for the end")
     if not val:
         reason = ": each class has one image, or copies of it" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")

@@ -226,7 +226,7 @@ def test_result(task: Task, event: Mapping[str, Any]) -> str:
     """The scores of an event of test images in words."""
     scores = {name.replace("test_", "val_", 1): score for name, score in event.items()}
     result = task.format_result(scores).replace("validation", "test", 1)
-    return f"{result} of {plural(event['test_images'], 'image')} that nothing was chosen by"
+    return f"{result} of {plural(event['test_images'], 'image')}, measured once, at the end"
 
 
 def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
