@@ -312,8 +312,9 @@ def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
     except UnusableFile as error:
         raise BadImage(name, str(error)) from None
     except Image.DecompressionBombError:
-        reason = f"declares more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
-        raise BadImage(name, reason) from None
+        raise BadImage(
+            name, f"declares more than {max_pixels():,} pixels; raise --max-pixels if it is good"
+        ) from None
     except Exception as error:  # any parser, any exception: one file must not end a run
         raise BadImage(name, f"damaged or cut short ({error_text(error, 120)})") from None
 

@@ -205,6 +205,7 @@ def test_every_reason_of_a_bad_image_has_a_problem_kind():
         "7 x 7 is more than 7 pixels7; raise --max-pixels (in Python vit.set_max_pixels), or make "
         "it smaller",
         "declares more than 7 pixels",
+        "declares more than 7 pixels; raise --max-pixels if it is good",
         "7 bytes are more than the limit of 7",
         "7 scans of 7 x 7 pixels: too many",
     }

@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import psutil
+import psutil  # accelerate brings it
 import torch
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
