@@ -101,7 +101,8 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
     train = classes.pop("train", {*beside})
     loose = {split: has_image(paths[split]) for split, found in classes.items() if not found}
     if not is_usual and (
-        len(train) < 2
+        len(names) == 1  # around all others, as train_data/{train,val}
+        or len(train) < 2
         or any(len(found) > 0 and len(found & train) < 2 for found in classes.values())
         or ("train" in paths and beside and not any(classes.values()))
         or ("train" not in paths and any(paths[x].name.casefold() not in UNSORTED for x in loose))
