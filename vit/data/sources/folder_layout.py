@@ -214,8 +214,9 @@ def _sets_of_classes(
         starts = [f"{(folder / name).relative_to(root).as_posix()}/" for name in sets]
         found = [re.search(group, start) for start in starts] if group else []
         if len({one[one.re.groups > 0] for one in found if one}) > 1:
-            inner = [(x, folder / name / x) for name in sets for x in _names(folder / name)]
-            layout.splits = {"": SplitFolders(folder, tuple(inner))}
+            inside = [_set_folder(folder / name) for name in sets]
+            classes = tuple((x, one / x) for one in inside for x in _names(one))
+            layout.splits = {"": SplitFolders(folder, classes)}
             text = f"read the folders in {join_names(sets)} as classes: {join_names(shared)}"
             layout.say("source", text)
             return layout
@@ -235,14 +236,20 @@ def _sets_of_classes(
 
 def _find_sets(folder: Path, names: Sequence[str]) -> tuple[Sequence[str], list[str]]:
     """`names`, and the names of folders in several of them, if those are at least half."""
-    inner: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
     for name in names:
-        inner[name] = _names_only(folder / name)
-        if not inner[name]:  # mostly the first class folder
+        inner = _names_only(_set_folder(folder / name))
+        if not inner:  # mostly the first class folder
             return [], []
-    counts = Counter(name for found in inner.values() for name in found)
+        counts.update(inner)
     shared = sorted(name for name, count in counts.items() if count > 1)
     return (names, shared) if len(shared) > 1 and 2 * len(shared) >= len(counts) else ([], [])
+
+
+def _set_folder(folder: Path) -> Path:
+    """Where the class folders of a set are: in it, or in its only folder, as in site1/images."""
+    only = _only_folder(folder)
+    return only if _names_only(only) else folder
 
 
 def _say_nested(
