@@ -132,10 +132,12 @@ def test_hidden_and_system_names_are_left_out_with_a_note(make_tree):
     root = make_tree(SPLIT | junk)
     (root / "train/a/._0.png").write_bytes(b"\0")
     (root / "train/a/.DS_Store").write_bytes(b"\0")
+    (root / "train/.z.png").write_bytes(b"\0")
     splits = open_data(root)
     assert splits.classes == ("a", "b")
     assert len(splits.train) == 24
     assert has_note(splits, "left out hidden and system names: ._0.png, .git, .ipynb_checkpoints")
+    assert not has_note(splits, "lie in no class folder")
 
 
 def test_files_that_are_no_images_are_counted(make_tree):

@@ -166,15 +166,14 @@ class FolderWalker:
         Other files are in `ignored_files` and not in `ignored_suffixes`: lists and texts beside
         class folders are common, and no reason for a note in every training.
         """
-        entries = [entry for entry in self._entries(folder) if self._is_file(entry)]
+        files = [one for one in self._entries(folder) if self._is_file(one)]
+        entries = [one for one in files if not self._is_hidden(one) and one.name != MARKER_FILE]
         paths = [entry.path for entry in entries if self._suffix(entry.name) in self.suffixes]
         self.left_out["loose_picture"] += map(self.relative_name, paths)
         self.ignored_files += [
             self.relative_name(entry.path)
             for entry in entries
             if self._suffix(entry.name) not in self.suffixes
-            and not self._is_hidden(entry)
-            and entry.name != MARKER_FILE
         ]
         return paths
 
