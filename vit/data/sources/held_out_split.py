@@ -41,10 +41,9 @@ class HeldOutMatch(NamedTuple):
         if not self.known:
             reason = "the run knows its images by name only, and they were in another folder"
         if self.changed:
-            reason += (
-                f"; equal in name, but not in content: {plural(self.changed, 'image')}. If these "
-                "are its data in another encoding, the numbers are too good"
-            )
+            reason += f"; equal in name, but not in content: {plural(self.changed, 'image')}"
+        if self.changed or not self.known:
+            reason += ". If these are its data, the numbers are too good"
         return f"took all {total:,} images: {reason}"
 
 

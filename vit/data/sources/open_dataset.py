@@ -288,7 +288,7 @@ def open_splits(
     if test:
         notes.append(f"{plural(len(test), 'test image')} kept for the end")
     if not val:
-        reason = ": each class has one image, or copies of it" if held_out and classes else ""
+        reason = ": each class has one image or group, or copies" if held_out and classes else ""
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
     total = len(train) if index.multilabel else None
     if classes:
