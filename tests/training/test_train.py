@@ -281,6 +281,9 @@ def test_a_run_resumes_with_moved_data_but_not_with_others(relative_run, tmp_pat
     (tmp_path / "elsewhere").mkdir()
     data = (relative_run / "photos").rename(tmp_path / "elsewhere" / "photos")
     words = ["train", str(data), "--resume", "--out", str(run)]
+    assert main(["train", "--resume", "--out", str(run)]) == 2
+    remedy = "if it moved, give it: vit train DATA --resume --out RUN, vit report RUN DATA"
+    assert remedy in capsys.readouterr().err
     assert main(words) == 0
     capsys.readouterr()
     for path in data.rglob("*.png"):  # the same names

@@ -1,6 +1,7 @@
 """Opens the dataset, and completes the settings that it decides, before anything is built."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from math import ceil, lcm
 from pathlib import Path
@@ -58,7 +59,13 @@ def prepare_data(
     Returns:
         Settings, the images, and the unreadable images with the reason.
     """
-    splits = open_data(config, listing, resumed=resumed)
+    try:
+        splits = open_data(config, listing, resumed=resumed)
+    except DataError as failure:
+        if resumed is None or os.path.exists(config.data.data):
+            raise
+        hint = "if it moved, give it: vit train DATA --resume --out RUN, vit report RUN DATA"
+        raise DataError(f"{failure}; {hint}") from None
     config, splits = task_of(config).check_data(config, splits, given, notify)
     config = complete_for_data(config, splits, given, notify)
     error = undecodable_error(splits.classes) if config.model.num_classes else ""
