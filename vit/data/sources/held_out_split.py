@@ -125,6 +125,8 @@ def read_split(run: Path) -> HeldOutSplit | None:
         names, digests = [os.fspath(name) for name in record["val"]], record.get("val_digests")
         if digests is not None and len(digests) != len(names):
             raise ValueError(f"{len(digests)} digests of {plural(len(names), 'image')}")
+        if not all(isinstance(one, str | None) for one in digests or ()) or "\0" in "".join(names):
+            raise ValueError("a digest or name is none")
         return HeldOutSplit(Path(record["root"]), names, digests)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None

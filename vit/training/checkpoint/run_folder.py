@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from vit.config import Config
 from vit.config.parser import flatten, make_config, with_settings, write_settings
 from vit.config.stored_config import (
+    COPY,
     DATA_PATHS,
     HEADER,
     LISTS,
@@ -48,7 +49,7 @@ FILES = (
 WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
-PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: "*"}
+PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: f"{COPY}*"}
 """Folders in a run folder, and the names of the files that a training writes there."""
 
 # settings that may change on resume, since they do not change what is computed, but for the numbers
