@@ -44,11 +44,7 @@ def has_stored_config(folder: Path) -> bool:
 
 
 def stored_config(folder: Path, notify: Notify = lambda _note: None) -> Config:
-    """Read the completed settings of the run in `folder`; `notify` is that of `located`.
-
-    Raises:
-        ConfigError: The file is missing or damaged.
-    """
+    """Read the completed settings of the run in `folder`; `notify` is that of `located`."""
     return make_config(stored_settings(folder / "config.yaml", notify), complete=True)
 
 
@@ -66,9 +62,6 @@ def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> di
 
     It has all settings; those of other tasks are the defaults of the version that wrote it, which
     another version would take for settings that somebody chose, and refuse.
-
-    Raises:
-        ConfigError: The file is missing or damaged.
     """
     return located(settings_of_task(read_stored_settings(path)), Path(path).parent, notify)
 

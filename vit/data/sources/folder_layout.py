@@ -59,9 +59,6 @@ def find_layout(root: Path, *, group: str | None = None, labels: bool = True) ->
     """The layout of an image folder; without `labels`, its folders are splits or nothing.
 
     `group` is that of `DatasetSpec`: folders that it tells apart are groups, and no classes.
-
-    Raises:
-        DataError: The folder cannot be listed.
     """
     FolderWalker(str(root)).subfolders(str(root))
     layout = _find(root, root, group, labels=labels)
