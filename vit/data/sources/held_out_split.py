@@ -7,7 +7,7 @@ are looked up first, so that unchanged data are not read as a whole.
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,19 +77,24 @@ class HeldOutSplit(NamedTuple):
         matched = {path: it for path, it in first if path and it in wanted and it == seen[path]}
         if missing := wanted - {*matched.values()}:
             sizes = {digest.partition(":")[0] for digest in missing if digest}
-            others = file_digests(path for path in every if _size(path) in sizes)
-            matched |= {path: digest for path, digest in others.items() if digest in missing}
+            seen |= file_digests((path for path in every if path not in seen), sizes)
+            matched |= {path: digest for path, digest in seen.items() if digest in missing}
         lost = wanted - {*matched.values()}
         changed = sum(path is not None and digest in lost for path, digest in first)
         return HeldOutMatch(frozenset(matched), len(self.val), changed)
 
 
-def file_digests(paths: Iterable[str]) -> dict[str, str | None]:
-    """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones."""
+def file_digests(
+    paths: Iterable[str], sizes: Collection[str] | None = None
+) -> dict[str, str | None]:
+    """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones.
+
+    Also None of those of other `sizes`, if given, which are not read.
+    """
 
     def digest(path: str) -> str | None:
         with contextlib.suppress(OSError, BadImage):
-            if size := _size(path):
+            if (size := _size(path)) and (sizes is None or size in sizes):
                 return f"{size}:{content_digest(path).hex()}"
         return None
 
