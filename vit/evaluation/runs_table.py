@@ -404,7 +404,7 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         grouped = settings.get("group") is not None
         facts = {} if chosen is None else score_facts(chosen, epochs, grouped=grouped)
     except (ValueError, KeyError, TypeError):
-        reasons.append(f"{METRICS_FILE} has scores that are none")
+        reasons.append(f"{METRICS_FILE} has scores that are no numbers")
     if has_weights:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)

@@ -72,15 +72,15 @@ class HeldOutSplit(NamedTuple):
             found = frozenset(named[name] for name in own if name in named)
             return HeldOutMatch(found, len(self.val), known=place == self.root or bool(found))
         wanted = {*self.digests} - {None}
-        first = [(named.get(name), it) for name, it in zip(self.val, self.digests, strict=True)]
-        seen = file_digests(path for path, _ in first if path)
-        matched = {path: it for path, it in first if path and it in wanted and it == seen[path]}
+        recorded = [*zip(map(named.get, self.val), self.digests, strict=True)]
+        seen = file_digests(path for path, _ in recorded if path)
+        matched = {path: own for path, own in recorded if path and own and own == seen[path]}
         if missing := wanted - {*matched.values()}:
             sizes = {digest.partition(":")[0] for digest in missing if digest}
             seen |= file_digests((path for path in every if path not in seen), sizes)
             matched |= {path: digest for path, digest in seen.items() if digest in missing}
         lost = wanted - {*matched.values()}
-        changed = sum(path is not None and digest in lost for path, digest in first)
+        changed = sum(path is not None and digest in lost for path, digest in recorded)
         return HeldOutMatch(frozenset(matched), len(self.val), changed)
 
 
@@ -131,7 +131,7 @@ def read_split(run: Path) -> HeldOutSplit | None:
         if digests is not None and len(digests) != len(names):
             raise ValueError(f"{len(digests)} digests of {plural(len(names), 'image')}")
         if not all(isinstance(one, str | None) for one in digests or ()) or "\0" in "".join(names):
-            raise ValueError("a digest or name is none")
+            raise ValueError("a digest is no text, or a name has a NUL character")
         return HeldOutSplit(Path(record["root"]), names, digests)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
