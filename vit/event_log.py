@@ -15,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 NUMBERS = {"epoch": ("epoch", "val_loss"), "soup": ("better",), "test": ("test_images",)}
 """Keys of the numbers that every event of a kind has."""
 MIN_CIDER_IMAGES = 100
-"""Captioned validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
+"""Captioned validation images from which on CIDEr ranks epochs: of fewer it is too noisy."""
 
 Event = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -69,7 +69,7 @@ def ranking_metric(event: Event) -> str:
         return str(event["chosen_by"])
     if "val_cider" in event:
         images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
-        few = images < MIN_CIDER_IMAGES
+        few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
         return "val_loss" if few or "val_top1" in event else "val_cider"
     return "val_top1" if "val_top1" in event else "val_loss"
 
