@@ -74,7 +74,9 @@ class HeldOutSplit(NamedTuple):
         wanted = {*self.digests} - {None}
         recorded = [*zip(map(named.get, self.val), self.digests, strict=True)]
         seen = file_digests(path for path, _ in recorded if path)
-        matched = {path: own for path, own in recorded if path and own and own == seen[path]}
+        matched = {
+            path: own for path, own in recorded if path and own in wanted and own == seen[path]
+        }
         if missing := wanted - {*matched.values()}:
             sizes = {digest.partition(":")[0] for digest in missing if digest}
             seen |= file_digests((path for path in every if path not in seen), sizes)
