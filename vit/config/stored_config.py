@@ -80,7 +80,9 @@ def write_paths(folder: Path, config: Config) -> None:
                 (folder / LISTS).mkdir(exist_ok=True)
                 (folder / copy).write_bytes(content)
                 record[name] |= {"copy": copy, "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / PATHS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    beside = folder / f".{PATHS_FILE}.tmp"
+    beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / PATHS_FILE)
 
 
 def located(

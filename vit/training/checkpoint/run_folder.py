@@ -249,15 +249,13 @@ def write_config(folder: Path, config: Config) -> None:
 
 def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a locked folder, and write settings, tokenizer, teacher's answers, and a made split."""
+    # read before the run exists: one that is resumed without split.json held no images out
+    val = [sample.path for sample in splits.val] if splits.made else []
+    held_out = split_record(val, splits.root)
     with explain_write_errors(folder):
         delete_run(folder)
         write_config(folder, config)
         write_paths(folder, config)
-    if splits.tokenizer is not None:
-        write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
-    if splits.teacher_answers is not None:
-        answers = {TEACHER_ANSWERS: splits.teacher_answers}
-        write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
     if splits.made:
         record = {
             "seed": config.training.seed,
@@ -265,6 +263,11 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
             "group": config.data.group,
             "folds": config.data.folds,
             "fold": config.data.fold,
-            **split_record([sample.path for sample in splits.val], splits.root),
+            **held_out,
         }
         write_text(folder / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
+    if splits.tokenizer is not None:
+        write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
+    if splits.teacher_answers is not None:
+        answers = {TEACHER_ANSWERS: splits.teacher_answers}
+        write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
