@@ -22,6 +22,8 @@ EPOCH = json.dumps({"event": "epoch", "epoch": 1, "val_loss": 1.0, "seconds": 2.
         (b"7\n\n", 3, False),
         (b'{"epoch": 1}\n', 3, False),
         (b'{"event": "epoch"}\n', 3, False),
+        (b'{"event": "epoch", "epoch": 2, "val_loss": "1"}\n', 3, False),
+        (b'{"event": ["epoch"]}\n', 3, False),
         (b"[" * 100_000 + b"\n", 3, False),
     ],
 )

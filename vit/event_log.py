@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from vit.text import plural
 
 METRICS_FILE = "metrics.jsonl"
-NEEDED = {"epoch": {"epoch", "val_loss"}}
-"""Keys that every event of a kind has."""
+NUMBERS = {"epoch": ("epoch", "val_loss"), "soup": ("better",), "test": ("test_images",)}
+"""Keys of the numbers that every event of a kind has."""
 MIN_CIDER_IMAGES = 100
-"""Captioned validation images from which on CIDEr ranks epochs, as in vit/tasks/captioning.py."""
+"""Captioned validation images from which on CIDEr ranks epochs: of fewer it is too noisy."""
 
 Event = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -49,9 +49,12 @@ def read_event_log(path: Path, *kinds: str, key: str = "event") -> EventLog:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not (isinstance(row, dict) and {key, *NEEDED.get(str(row.get(key)), ())} <= row.keys()):
+        kind = row.get(key) if isinstance(row, dict) else None
+        if not isinstance(kind, str) or not all(
+            isinstance(row.get(name), int | float) for name in NUMBERS.get(kind, ())
+        ):
             damaged.append(number)
-        elif not kinds or row[key] in kinds:
+        elif not kinds or kind in kinds:
             events.append(row)
     if not damaged:
         return EventLog(events)
@@ -66,7 +69,7 @@ def ranking_metric(event: Event) -> str:
         return str(event["chosen_by"])
     if "val_cider" in event:
         images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
-        few = images < MIN_CIDER_IMAGES
+        few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
         return "val_loss" if few or "val_top1" in event else "val_cider"
     return "val_top1" if "val_top1" in event else "val_loss"
 

@@ -81,6 +81,13 @@ def is_saved_model(path: str) -> bool:
     return all(os.path.isfile(os.path.join(path, name)) for name in MODEL_FILES)
 
 
+def is_run_folder(folder: str) -> bool:
+    """Whether `folder` is that of a training, even of one that was stopped in its first moments."""
+    begun = ("metrics.jsonl", "model.safetensors", ".lock", "checkpoints")
+    has_settings = os.path.isfile(os.path.join(folder, "config.yaml"))
+    return has_settings and any(os.path.exists(os.path.join(folder, name)) for name in begun)
+
+
 def names_in(folder: str | os.PathLike[str]) -> list[str]:
     """Sorted names in a folder that are not hidden, of its first MAX_NAMES entries."""
     try:

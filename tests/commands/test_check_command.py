@@ -8,6 +8,7 @@ import pytest
 
 import vit
 from vit.commands.main import main
+from vit.data import image_io
 
 
 def checked(data, folder, *words):
@@ -42,6 +43,21 @@ def test_a_dataset_without_errors_gives_exit_code_0(tiny_data, tmp_path, capsys)
     assert code == 0
     assert not told["severities"]["error"]
     assert "27 images" in capsys.readouterr().out
+
+
+def test_the_limit_of_pixels_is_a_flag_whatever_was_checked_before(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(image_io, "_limit", [image_io.MAX_PIXELS])  # is set back after the test
+    words = ["check", str(tiny_data / "val"), "-j", "1"]
+    assert main(words) == 0
+    assert main([*words, "--max-pixels", "50"]) == 1
+    assert "more than 50 pixels; raise --max-pixels" in capsys.readouterr().out
+    suggest = ["suggest", str(tiny_data / "val"), "--weights", "missing", "--max-pixels", "50"]
+    suggest += ["--precision", "fp32", "--device", "cpu"]
+    assert main(suggest) == 2
+    assert "--max-pixels" not in capsys.readouterr().err
 
 
 def test_invalid_arguments_give_exit_code_2(tmp_path, tiny_data, capsys):

@@ -224,6 +224,8 @@ def test_every_command_measures_the_images_that_it_says(
         '{"val": [1], "root": "x"}',
         '{"val": []}',
         '{"root": "x", "val": ["a"], "val_digests": []}',
+        '{"root": "x", "val": ["a"], "val_digests": [5]}',
+        '{"root": "x", "val": ["a\\u0000"], "val_digests": ["3:ab"]}',
     ],
 )
 def test_a_damaged_split_file_is_an_error(tiny_run, tiny_data, tmp_path, text):
@@ -317,7 +319,7 @@ def test_a_list_that_was_changed_since_the_training_is_named(tmp_path, monkeypat
         (work / "bad.csv").unlink()
     notes: list[str] = []
     found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
-    copy = run.resolve() / "lists" / "exclude.csv"
+    copy = run.resolve() / "lists" / "copy-exclude.csv"
     assert (found.exclude, copy.read_text()) == (str(copy), "image\n")
     assert notes == [
         f"note: exclude=bad.csv has changed since the training, or is gone: its copy {copy} is used"
@@ -353,7 +355,7 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     assert "not applied: the files are not found; start in the folder in" in second
 
 
-@pytest.mark.parametrize("text", ["{", "[]x", "3"])
+@pytest.mark.parametrize("text", ["{", "[]x", "3", pytest.param("[" * 10**5, id="nested")])
 def test_damaged_paths_of_a_run_are_an_error(tmp_path, text):
     (tmp_path / "config.yaml").write_text("data: photos\n")
     (tmp_path / "paths.json").write_text(text)

@@ -78,7 +78,7 @@ def test_a_number_of_classes_that_is_none_is_refused(tiny_run, input_images, tmp
 def test_settings_have_the_names_of_the_flags():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    flags = {action.dest for action in parser._actions} - {"help", *SEARCH_FIELDS}
+    flags = {action.dest for action in parser._actions} - {"help", "max_pixels", *SEARCH_FIELDS}
     assert flags == {one.name for one in fields(PredictionConfig)} - {"search"}
 
 

@@ -15,6 +15,7 @@ from tests.training.runs import events
 from vit.commands.main import main
 from vit.config.parser import make_config
 from vit.config.stored_config import stored_config
+from vit.data.dataset_types import Splits
 from vit.data.image_objects import to_rgb_image
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
@@ -92,7 +93,8 @@ def test_a_run_whose_loss_compares_images_keeps_its_micro_batches(
     write_config(tmp_path, config_of(method, accumulate=1))
     one_line = pytest.raises(ConfigError, match=r"accumulate=2 differs from 1 in .*resumes with")
     with one_line if refused else contextlib.nullcontext():
-        require_same_settings(config_of(method, accumulate=2), tmp_path)
+        splits = Splits((), (), (), (), made=True, root=tmp_path)
+        require_same_settings(config_of(method, accumulate=2), tmp_path, splits)
 
 
 @pytest.mark.usefixtures("known_speed")

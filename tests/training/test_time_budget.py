@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -119,6 +120,17 @@ def test_the_schedule_ends_within_the_time(clock, fit):
     assert int(match[1].replace(",", "")) == steps
     assert len(said) == 1
     assert fit.budget is None  # a cosine cannot settle its length on the way
+
+
+def test_the_pass_over_test_images_counts_towards_the_time(clock, fit, tiny_config, tmp_path):
+    shutil.copytree(tiny_config().data.data, tmp_path / "data")
+    (tmp_path / "data/val").rename(tmp_path / "data/test")
+    settings = {"time": "5m", "data": str(tmp_path / "data")}
+    fit(clock.now, **settings)  # compiles
+    with_test = fit(clock.now, **settings)[2].training.steps
+    shutil.rmtree(tmp_path / "data/test")
+    steps = fit(clock.now, **settings)[2].training.steps
+    assert steps - with_test == pytest.approx(VALIDATION / STEP, abs=1)
 
 
 def test_images_that_grow_cost_less_at_first(clock, fit):

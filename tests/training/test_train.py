@@ -270,7 +270,7 @@ def test_a_run_with_relative_paths_resumes_from_any_folder(relative_run, monkeyp
         file.write("red/0.png,blue\n")
     assert main(words) == 0  # with its own copy
     told = "note: labels=labels.csv has changed since the training, or is gone: its copy "
-    assert f"{told}{run}/lists/labels.csv is used" in capsys.readouterr().err
+    assert f"{told}{run}/lists/copy-labels.csv is used" in capsys.readouterr().err
     moved = relative_run.rename(relative_run.parent / "moved")
     assert main(["train", "--resume", "--out", str(moved / "runs" / "run")]) == 0
     assert (moved / "runs" / "run" / "model.safetensors").read_bytes() == before
@@ -297,7 +297,11 @@ def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_pa
     (relative_run / "labels.csv").unlink()
     again = train(run / "config.yaml", tmp_path / "again").folder
     assert (again / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
-    assert (again / "lists/labels.csv").read_bytes() == (run / "lists/labels.csv").read_bytes()
+    copy = "lists/copy-labels.csv"
+    assert (again / copy).read_bytes() == (run / copy).read_bytes()
+    (mine := again / "lists" / "mine.csv").write_text("image")
+    delete_run(again)
+    assert [*again.rglob("*.csv")] == [mine]
 
 
 def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):

@@ -5,6 +5,7 @@ import argparse
 from vit.commands.command_options import (
     add_data_options,
     add_json_option,
+    add_max_pixels,
     add_task_option,
     data_files,
     dataset_spec,
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_task_option(parser, "what a training would learn")
     add_data_options(parser)
+    add_max_pixels(parser)
     add_json_option(parser, "where all problems are written; an older file is replaced")
     parser.add_argument(
         "--html",

@@ -6,6 +6,7 @@ import os
 from vit.commands.command_options import (
     add_data_options,
     add_json_option,
+    add_max_pixels,
     add_setting,
     count,
     positive_int,
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
     add_data_options(parser, without=("caption_column", "labels", "group"))
     add_setting(parser, all_settings()["exclude"])
+    add_max_pixels(parser)
     parser.add_argument(
         "-b",
         "--batch-size",

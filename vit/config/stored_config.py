@@ -5,6 +5,7 @@ they are found from any working folder, also where run and data were moved toget
 copies of the lists that people edit.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -23,7 +24,8 @@ from vit.text import Notify, printable
 
 HEADER = "Settings of a finished or running training."
 """The first line of the file, a comment."""
-PATHS_FILE, LISTS = "paths.json", "lists"
+PATHS_FILE, LISTS, COPY = "paths.json", "lists", "copy-"
+"""The last begins the names of copies in LISTS."""
 EDITED_LISTS = ("labels", "corrections", "exclude")
 """Settings that name a list which people edit."""
 DATA_PATHS = ("data", "images", *EDITED_LISTS)
@@ -42,11 +44,7 @@ def has_stored_config(folder: Path) -> bool:
 
 
 def stored_config(folder: Path, notify: Notify = lambda _note: None) -> Config:
-    """Read the completed settings of the run in `folder`; `notify` is that of `located`.
-
-    Raises:
-        ConfigError: The file is missing or damaged.
-    """
+    """Read the completed settings of the run in `folder`; `notify` is that of `located`."""
     return make_config(stored_settings(folder / "config.yaml", notify), complete=True)
 
 
@@ -64,9 +62,6 @@ def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> di
 
     It has all settings; those of other tasks are the defaults of the version that wrote it, which
     another version would take for settings that somebody chose, and refuse.
-
-    Raises:
-        ConfigError: The file is missing or damaged.
     """
     return located(settings_of_task(read_stored_settings(path)), Path(path).parent, notify)
 
@@ -76,15 +71,18 @@ def write_paths(folder: Path, config: Config) -> None:
     record, values = {}, flatten(config)
     for name in PATHS:
         if (given := values[name]) is not None:
-            path = os.path.abspath(given)
-            places = {"from_run": os.path.relpath(path, os.path.realpath(folder)), "absolute": path}
-            record[name] = {"given": given, **places}
+            path = from_run = os.path.abspath(given)
+            with contextlib.suppress(ValueError):  # another drive of Windows
+                from_run = os.path.relpath(path, os.path.realpath(folder))
+            record[name] = {"given": given, "from_run": from_run, "absolute": path}
             if name in EDITED_LISTS:
-                copy, content = f"{LISTS}/{name}{Path(path).suffix}", Path(path).read_bytes()
+                copy, content = f"{LISTS}/{COPY}{name}{Path(path).suffix}", Path(path).read_bytes()
                 (folder / LISTS).mkdir(exist_ok=True)
                 (folder / copy).write_bytes(content)
                 record[name] |= {"copy": copy, "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / PATHS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    beside = folder / f".{PATHS_FILE}.tmp"
+    beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / PATHS_FILE)
 
 
 def located(
@@ -102,7 +100,7 @@ def located(
             for name, one in record.items()
             if values.get(name) in (one["given"], one["absolute"])
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
     for name, (given, key, place) in places.items():
         if place and os.path.realpath(given) != place:

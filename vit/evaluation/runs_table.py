@@ -39,7 +39,7 @@ from vit.event_log import (
     saved_event,
 )
 from vit.file_lock import lock_file
-from vit.paths import did_you_mean, path_argument
+from vit.paths import did_you_mean, is_run_folder, path_argument
 from vit.score_calibration import ScoreCalibration
 from vit.text import align_columns, format_duration, format_parameters, percent, printable
 
@@ -369,9 +369,7 @@ def find_runs(root: Path) -> Iterator[Path]:
     """
     for place, folders, files in os.walk(root):
         inside = {*folders, *files}
-        is_run = METRICS_FILE in inside or (
-            SETTINGS in inside and bool(inside & {".lock", WEIGHTS, "checkpoints"})
-        )
+        is_run = METRICS_FILE in inside or is_run_folder(place)
         if is_run:
             yield Path(place)
         folders[:] = sorted(
@@ -406,7 +404,7 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         grouped = settings.get("group") is not None
         facts = {} if chosen is None else score_facts(chosen, epochs, grouped=grouped)
     except (ValueError, KeyError, TypeError):
-        reasons.append(f"{METRICS_FILE} has scores that are none")
+        reasons.append(f"{METRICS_FILE} has scores that are no numbers")
     if has_weights:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)

@@ -446,9 +446,6 @@ def load_samples(
     If the training of `model` held out images of the same data, only those; all where it is None.
     Of `unshared_classes`, in NFC, none. `label_settings`, fields of `spec`, replace those of the
     training.
-
-    Raises:
-        ConfigError: The labels, or a setting of the data, do not suit the network.
     """
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
     spec = evaluated_spec(task, run, spec, classes, notify)
@@ -476,9 +473,6 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
     """How many of `samples` the training of `run` learned from, if it held out its own images.
 
     Its data are read again if images of `samples` are in their folder; 0 if they are gone.
-
-    Raises:
-        RunError: split.json of the run is damaged.
     """
     record = read_split(run)
     if record is None:
@@ -552,14 +546,16 @@ def with_training_settings(
     """
     if run is None or not has_stored_config(run):
         return spec
-    data = stored_config(run).data
+    changed_lists: list[str] = []
+    data = stored_config(run, changed_lists.append).data
     split, own = read_split(run), os.path.realpath(spec.data) == os.path.realpath(data.data)
     own = own or (split is not None and split.lies_in(Path(spec.data)))
     stored, files = DatasetSpec.from_config(data), ("exclude", "corrections", "label_list")
     columns: tuple[str, ...] = ("image_column", "label_column", "caption_column")
     usable = columns if own or is_list(spec.data) else ()
     if own:
-        stored_config(run, notify)  # with notes about lists that were changed
+        for note in changed_lists:
+            notify(note)
         lists = [name for name in ("images", *files) if os.path.exists(getattr(stored, name) or "")]
         usable = (*columns, *lists, "allow_outside", "group")
     chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}

@@ -219,11 +219,11 @@ def byte_order_mark(layout: Layout) -> str:
 
     Without the mark Excel reads UTF-8 as the machine's old code page.
     """
-    cells = map(layout.list_texts, layout.cells)
     free_text = layout.n_best > 0 or "references" in layout.truth
     if layout.separator_chosen or free_text:
         return BOM
-    return csv_mark((*layout.classes, *layout.images, *layout.list_columns, *chain(*cells)))
+    cells = chain.from_iterable(map(layout.list_texts, layout.cells))
+    return csv_mark((*layout.classes, *layout.images, *layout.list_columns, *cells))
 
 
 Line = Callable[[Prediction], str]
@@ -405,16 +405,11 @@ def unended_note(unended: int, captions: int) -> str:
 
 def csv_row(cells: Sequence[str], separator: str = ",") -> str:
     """A row of RFC 4180; white space at an end of a cell, which readers may drop, is in quotes."""
-    special = {separator, '"', "\r", "\n"}
-    return (
-        separator.join(
-            '"' + cell.replace('"', '""') + '"'
-            if special & {*cell} or cell != cell.strip()
-            else cell
-            for cell in cells
-        )
-        + "\r\n"
+    special = re.compile(rf'[{separator}"\r\n]|^\s|\s$')
+    quoted = (
+        '"' + cell.replace('"', '""') + '"' if special.search(cell) else cell for cell in cells
     )
+    return separator.join(quoted) + "\r\n"
 
 
 def table_lines(layout: Layout) -> tuple[str, Line]:

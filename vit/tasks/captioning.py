@@ -27,6 +27,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores, ignores_image
 from vit.evaluation.classification_metrics import Outcomes
+from vit.event_log import ranking_metric
 from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
@@ -56,8 +57,6 @@ from vit.text import Notify, plural
 if TYPE_CHECKING:
     from vit.evaluation.caption_report import CaptionOutcomes
 
-MIN_CIDER_IMAGES = 100
-"""Captioned validation images below which CIDEr is too noisy to rank epochs."""
 EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
 IGNORING_SHARE = 1 / 3
@@ -182,15 +181,9 @@ class Captioning(Task):
         return CaptionTally(self, samples)
 
     def rank(self, event: Event) -> tuple[float, float]:
-        """CIDEr, then negative loss; with few images for CIDEr, only the loss."""
-        images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
-        few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
-        return self.rank_by_loss(event) if few else super().rank(event)
-
-    @staticmethod
-    def rank_by_loss(event: Event) -> tuple[float, float]:
-        """Negative loss as the only criterion."""
-        return -float(event["val_loss"]), 0.0
+        """CIDEr, then negative loss; with few images for CIDEr, or classes too, only the loss."""
+        by_loss = ranking_metric(event) == "val_loss"
+        return (-float(event["val_loss"]), 0.0) if by_loss else super().rank(event)
 
     def format_scores(self, event: Event) -> str:
         """Losses with matching and shuffled images, and caption metrics."""
@@ -289,10 +282,6 @@ class CaptioningWithClasses(Captioning):
 
     classifies = True
     trained_head = "head and decoder"
-
-    def rank(self, event: Event) -> tuple[float, float]:
-        """The loss, which both tasks share."""
-        return self.rank_by_loss(event)
 
     def format_scores(self, event: Event) -> str:
         """Accuracy, then the scores of captions."""

@@ -31,13 +31,7 @@ from vit.config.parser import (
     make_config,
     with_settings,
 )
-from vit.config.stored_config import (
-    PATHS,
-    has_stored_config,
-    located,
-    stored_config,
-    with_effect,
-)
+from vit.config.stored_config import PATHS, has_stored_config, located, stored_config, with_effect
 from vit.errors import ConfigError, RunError
 from vit.evaluation.wilson_interval import wilson_interval
 from vit.text import printable
@@ -229,9 +223,11 @@ def finished_folds(
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
     settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - RESUMABLE_CHANGES)
-    for one in (settings, before):
-        one |= {name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}
-    changed = [name for name in names if settings.get(name) != before.get(name)]
+    now, then = (
+        {**one, **{name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}}
+        for one in (settings, before)
+    )
+    changed = [name for name in names if now.get(name) != then.get(name)]
     if changed:
         name = changed[0]
         raise ConfigError(

@@ -422,8 +422,10 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     # the main process alone measures once more for the report, and weights that may be averaged
     scores = min(len(splits.val) * len(splits.classes), MOST_SCORES)
     ending = REPORT + SCORE * scores + start + validation * (run.processes + kept)
-    if run.task.measures_distance and (others := distance_samples(splits)):
-        ending += start + validation * len(others) / len(splits.val)
+    others = distance_samples(splits) if run.task.measures_distance else ()
+    for samples in (others, () if training.pretrains else splits.test):
+        if samples:
+            ending += start + validation * len(samples) / len(splits.val)
     return Costs(
         setup=build + probing,
         start=starts + start,

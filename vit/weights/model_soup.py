@@ -7,7 +7,6 @@ Source: Wortsman et al., arXiv:2203.05482.
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vit.config.merge_settings import SOUP_FOLDER
-from vit.config.stored_config import LISTS, PATHS_FILE
+from vit.config.stored_config import COPY, LISTS, PATHS_FILE
 from vit.data.sources.held_out_split import SPLIT_FILE
 from vit.errors import WeightsError
 from vit.weights.saved_model import CONFIG_FILE, WEIGHTS_FILE
@@ -68,8 +67,9 @@ def delete_fold_soup(folds: Path) -> None:
     folder = folds / SOUP_FOLDER
     if not is_fold_soup(folder):
         return
-    shutil.rmtree(folder / LISTS, ignore_errors=True)
-    for name in SOUP_FILES:
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # files of somebody else, such as an exported one
+    for path in (*folder.glob(f"{LISTS}/{COPY}*"), *(folder / name for name in SOUP_FILES)):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # missing, or with files of somebody else
+        (folder / LISTS).rmdir()
+    with contextlib.suppress(OSError):
         folder.rmdir()

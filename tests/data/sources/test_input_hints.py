@@ -1,6 +1,7 @@
 """Errors for inputs that are no dataset: each names the remedy."""
 
 import json
+import os
 
 import pytest
 
@@ -89,6 +90,12 @@ def test_a_glob_is_no_dataset(make_tree):
 
 
 COCO = {"images": [{"id": 1, "file_name": "1.jpg"}], "annotations": [{"id": 1, "image_id": 1}]}
+
+
+def test_a_pipe_called_json_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(DataError, match="is a file, not a folder"):
+        open_data(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vit.data.checks.problems import LOCATED, SHOWN, Problem
-from vit.data.sources.dataset_spec import (
-    UNSEEN,
-    DatasetSpec,
-    RowError,
-)
+from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, RowError
 from vit.data.sources.list_files import has_caption_lists
-from vit.data.sources.open_dataset import (
-    locate_in_lists,
-    read_source,
-)
+from vit.data.sources.open_dataset import locate_in_lists, read_source
 from vit.text import join_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
@@ -108,12 +101,7 @@ class DatasetListing:
 
 
 def list_dataset(data: str | DatasetSpec) -> DatasetListing:
-    """List the images of a source that `vit train` accepts.
-
-    Raises:
-        DataError: It does not exist, or cannot be opened.
-        ConfigError: A setting does not apply to this kind of source.
-    """
+    """List the images of a source that `vit train` accepts."""
     errors: list[RowError] = []
     spec = DatasetSpec(data) if isinstance(data, str) else data
     spec = dataclasses.replace(spec, all_splits=True, row_errors=errors)

@@ -24,6 +24,7 @@ from PIL import Image
 from vit.cpu_cores import usable_cores
 from vit.data.archives import content_digest
 from vit.data.image_io import (
+    MAX_PIXELS,
     STACKS,
     Fingerprint,
     file_fingerprint,
@@ -315,7 +316,8 @@ class StatsCache:
     def __init__(self, root: Path, folder: Path | None = None) -> None:
         folder = user_cache() / "check" if folder is None else folder
         name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=12).hexdigest()
-        self.path = folder / f"{name}-v{VERSION}.sqlite"
+        limit = "" if max_pixels() == MAX_PIXELS else f"-{max_pixels()}"  # others are readable
+        self.path = folder / f"{name}-v{VERSION}{limit}.sqlite"
         self.database: sqlite3.Connection | None = None
         self.note: str | None = None
         """Why nothing is stored, or None."""

@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 from vit.config import DataConfig, TrainingConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
-from vit.data.sources.input_hints import (
-    json_kind,
-    refuse_mistaken,
-    refuse_single_images,
-)
+from vit.data.sources.input_hints import json_file_kind, refuse_mistaken, refuse_single_images
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, path_argument
 from vit.text import printable
@@ -206,7 +202,7 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
         return builtin_datasets.DATASETS[data](), []
     refuse_single_images(data)
     if root.exists():
-        kind = json_kind(data) or (
+        kind = json_file_kind(data) or (
             f"a file, not a folder; {LAYOUT}; or a list of images and their classes in .csv or "
             ".jsonl; or, for a list of captions, --task caption"
         )

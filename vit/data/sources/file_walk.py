@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from vit.data.image_io import read_header, reads_heic
 from vit.errors import BadImage, DataError
+from vit.paths import is_run_folder
 from vit.text import join_names, plural, printable
 
 READABLE = (
@@ -53,13 +54,6 @@ LEFT_OUT = {
     "loose_picture": "left out images that lie in no class folder",
 }
 """Kind, as in vit.data.checks.problems -> what `FolderWalker.notes` says of it."""
-
-
-def is_run_folder(folder: str) -> bool:
-    """Whether `folder` is that of a training, even of one that was stopped in its first moments."""
-    begun = ("metrics.jsonl", "model.safetensors", ".lock")
-    has_settings = os.path.isfile(os.path.join(folder, "config.yaml"))
-    return has_settings and any(os.path.exists(os.path.join(folder, name)) for name in begun)
 
 
 def _is_marked(folder: str) -> bool:

@@ -5,6 +5,7 @@ it is not a plain one. The table in docs/data.md has examples of each.
 """
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -59,11 +60,10 @@ def find_layout(root: Path, *, group: str | None = None, labels: bool = True) ->
     """The layout of an image folder; without `labels`, its folders are splits or nothing.
 
     `group` is that of `DatasetSpec`: folders that it tells apart are groups, and no classes.
-
-    Raises:
-        DataError: The folder cannot be listed.
     """
     FolderWalker(str(root)).subfolders(str(root))
+    for cached in (_names, _names_only):
+        cached.cache_clear()
     layout = _find(root, root, group, labels=labels)
     for path in (root / name for name in SPLIT_NAMES if (root / name).is_file()):
         layout.say("split_is_file", f"{printable(path)} is a file, not a folder; {LAYOUT}", path)
@@ -286,16 +286,18 @@ LAYOUTS: dict[str, Row] = {
 }
 
 
-def _names(folder: Path) -> list[str]:
+@functools.cache
+def _names(folder: Path) -> Sequence[str]:
     """Names of the folders in `folder`; none of one that cannot be listed."""
     with contextlib.suppress(DataError):
         return FolderWalker(str(folder)).class_folders(str(folder))
-    return []
+    return ()
 
 
-def _names_only(folder: Path) -> list[str]:
+@functools.cache
+def _names_only(folder: Path) -> Sequence[str]:
     """As `_names`, but none of a folder with images straight in it."""
-    return [] if has_image(folder) else _names(folder)
+    return () if has_image(folder) else _names(folder)
 
 
 def _split(folder: Path, names: Sequence[str]) -> SplitFolders:

@@ -7,7 +7,7 @@ are looked up first, so that unchanged data are not read as a whole.
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,24 +71,31 @@ class HeldOutSplit(NamedTuple):
             found = frozenset(named[name] for name in own if name in named)
             return HeldOutMatch(found, len(self.val), known=place == self.root or bool(found))
         wanted = {*self.digests} - {None}
-        first = [(named.get(name), it) for name, it in zip(self.val, self.digests, strict=True)]
-        seen = file_digests(path for path, _ in first if path)
-        matched = {path: it for path, it in first if path and it in wanted and it == seen[path]}
+        recorded = [*zip(map(named.get, self.val), self.digests, strict=True)]
+        seen = file_digests(path for path, _ in recorded if path)
+        matched = {
+            path: own for path, own in recorded if path and own in wanted and own == seen[path]
+        }
         if missing := wanted - {*matched.values()}:
             sizes = {digest.partition(":")[0] for digest in missing if digest}
-            others = file_digests(path for path in every if _size(path) in sizes)
-            matched |= {path: digest for path, digest in others.items() if digest in missing}
+            seen |= file_digests((path for path in every if path not in seen), sizes)
+            matched |= {path: digest for path, digest in seen.items() if digest in missing}
         lost = wanted - {*matched.values()}
-        changed = sum(path is not None and digest in lost for path, digest in first)
+        changed = sum(path is not None and digest in lost for path, digest in recorded)
         return HeldOutMatch(frozenset(matched), len(self.val), changed)
 
 
-def file_digests(paths: Iterable[str]) -> dict[str, str | None]:
-    """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones."""
+def file_digests(
+    paths: Iterable[str], sizes: Collection[str] | None = None
+) -> dict[str, str | None]:
+    """`SIZE:DIGEST` of the bytes of images, in files or archives; None of unreadable ones.
+
+    Also None of those of other `sizes`, if given, which are not read.
+    """
 
     def digest(path: str) -> str | None:
         with contextlib.suppress(OSError, BadImage):
-            if size := _size(path):
+            if (size := _size(path)) and (sizes is None or size in sizes):
                 return f"{size}:{content_digest(path).hex()}"
         return None
 
@@ -124,6 +131,8 @@ def read_split(run: Path) -> HeldOutSplit | None:
         names, digests = [os.fspath(name) for name in record["val"]], record.get("val_digests")
         if digests is not None and len(digests) != len(names):
             raise ValueError(f"{len(digests)} digests of {plural(len(names), 'image')}")
+        if not all(isinstance(one, str | None) for one in digests or ()) or "\0" in "".join(names):
+            raise ValueError("a digest is no text, or a name has a NUL character")
         return HeldOutSplit(Path(record["root"]), names, digests)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None

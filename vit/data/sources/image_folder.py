@@ -35,13 +35,7 @@ UNLABELLED = (
 
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:
-    """Index an image folder.
-
-    Raises:
-        DataError: The layout is a different one, or a training class has no images; `row_errors`
-            collects them.
-        ConfigError: A setting of image lists is given.
-    """
+    """Index an image folder."""
     for name in ("images", "image_column", "label_column"):
         if (value := getattr(spec, name)) is not None:
             raise ConfigError(
@@ -97,11 +91,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
 
 
 def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:
-    """All images under `folder`, whatever the folders in it are called.
-
-    Raises:
-        DataError: There are none.
-    """
+    """All images under `folder`, whatever the folders in it are called."""
     paths = walker.images(str(folder))
     if not paths:
         hint = walker.other_files(str(folder)) + _list_hint(folder)
@@ -110,11 +100,7 @@ def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:
 
 
 def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec) -> ImagesByClass:
-    """The images of each class of a split, which are sorted by name.
-
-    Raises:
-        DataError: There are no class folders, or one cannot be listed.
-    """
+    """The images of each class of a split, which are sorted by name."""
     parent = folders.parent
     walker.class_folders(str(parent), {label for label, _ in folders.classes})
     loose = walker.loose_images(str(parent))
@@ -138,11 +124,7 @@ def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec)
 def check_classes(
     images: ImagesByClass, folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec
 ) -> None:
-    """Check that there are at least two training classes, each with images.
-
-    Raises:
-        DataError: A class has no images, or there is only one class.
-    """
+    """Check that there are at least two training classes, each with images."""
     names, where = join_names(images), folders.parent
     empty = [name for name, paths in images.items() if not paths]
     if empty and len(empty) == len(images):

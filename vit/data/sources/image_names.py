@@ -45,11 +45,7 @@ class ImageNames:
         self._tables: dict[str, dict[str, list[str]]] = {}
 
     def find(self, written: str, is_cell: bool) -> str | None:
-        """The file that a name means; a plain name is that of a file, even if there is none.
-
-        Raises:
-            DataError: The name means several files.
-        """
+        """The file that a name means; a plain name is that of a file, even if there is none."""
         if is_plain(written) and _is_image(written):
             return posixpath.normpath(written)
         tidy = written.strip()

@@ -5,9 +5,9 @@ import os
 import re
 from collections.abc import Sequence
 
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, is_run_folder
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.errors import DataError
-from vit.paths import did_you_mean, names_in
+from vit.paths import did_you_mean, is_run_folder, names_in
 from vit.text import printable
 
 SAVE = "not a list: save it as CSV ({}) and give that file"
@@ -39,11 +39,7 @@ WILDCARDS = re.compile(r"[*?]")
 
 
 def refuse_mistaken(data: str) -> None:
-    """Refuse files of other kinds, such as spreadsheets and archives; and run folders.
-
-    Raises:
-        DataError: `data` is one; the message gives the remedy.
-    """
+    """Refuse files of other kinds, such as spreadsheets and archives; and run folders."""
     names = names_in(data)
     stored = [name for name in names if _suffix(name) in STORES]
     if stored and any(os.path.isdir(os.path.join(data, name)) for name in names):
@@ -63,9 +59,9 @@ def _suffix(name: str) -> str:
     return os.path.splitext(PART.sub("", name))[1].lower()
 
 
-def json_kind(path: str) -> str:
+def json_file_kind(path: str) -> str:
     """What a JSON file without captions is, and the way to use it; empty of other files."""
-    if not path.lower().endswith(".json"):
+    if not (path.lower().endswith(".json") and os.path.isfile(path) and os.access(path, os.R_OK)):
         return ""
     if has_json_key(path, "category_id"):
         return (

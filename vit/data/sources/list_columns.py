@@ -242,7 +242,7 @@ def written_name(written: str, path: str, line: int, *, outside: bool) -> str:
         check_unicode(name, path, line)
     if not is_plain(written):
         return written
-    check_inside(tidy := os.path.normpath(name), path, line, outside=outside)
+    check_inside(tidy := posixpath.normpath(name), path, line, outside=outside)
     return tidy
 
 

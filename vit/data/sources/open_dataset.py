@@ -136,22 +136,12 @@ def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
 
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of any source, with what lists beside it leave out and label.
-
-    Raises:
-        DataError: There is no such source, or it or a list cannot be read.
-        ConfigError: A setting does not apply to this kind of source.
-    """
+    """Index the images of any source, with what lists beside it leave out and label."""
     return apply_review(*read_whole_source(spec))
 
 
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
-    """Index all images of any source; and the specification for `apply_review`.
-
-    Raises:
-        DataError: There is no such source, or it cannot be read.
-        ConfigError: A setting does not apply to this kind of source.
-    """
+    """Index all images of any source; and the specification for `apply_review`."""
     read = _find_reader(spec.data, captions=spec.captions)
     if not spec.captions:
         refuse_captions(spec.data)
@@ -247,10 +237,6 @@ def open_splits(
         listing: An index to use if its specification is the same one.
         compare: Whether to search for identical files, which reads many files. They are not
             separated by a split that is made here.
-
-    Raises:
-        DataError: The dataset cannot be trained on.
-        ConfigError: A setting does not apply to this kind of source.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
@@ -363,9 +349,6 @@ def open_eval_split(
 
     Returns:
         Samples, and notes for the user.
-
-    Raises:
-        DataError: There is no such split, or it has a class that the model does not have.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))

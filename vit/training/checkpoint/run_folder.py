@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from vit.config import Config
 from vit.config.parser import flatten, make_config, with_settings, write_settings
 from vit.config.stored_config import (
+    COPY,
     DATA_PATHS,
     HEADER,
     LISTS,
@@ -48,7 +49,7 @@ FILES = (
 WEIGHTS = "model.safetensors"
 BEST = "best"
 LOCK = ".lock"
-PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: "*"}
+PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: f"{COPY}*"}
 """Folders in a run folder, and the names of the files that a training writes there."""
 
 # settings that may change on resume, since they do not change what is computed, but for the numbers
@@ -248,15 +249,13 @@ def write_config(folder: Path, config: Config) -> None:
 
 def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
     """Empty a locked folder, and write settings, tokenizer, teacher's answers, and a made split."""
+    # read before the run exists: one that is resumed without split.json held no images out
+    val = [sample.path for sample in splits.val] if splits.made else []
+    held_out = split_record(val, splits.root)
     with explain_write_errors(folder):
         delete_run(folder)
         write_config(folder, config)
         write_paths(folder, config)
-    if splits.tokenizer is not None:
-        write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
-    if splits.teacher_answers is not None:
-        answers = {TEACHER_ANSWERS: splits.teacher_answers}
-        write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
     if splits.made:
         record = {
             "seed": config.training.seed,
@@ -264,6 +263,11 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
             "group": config.data.group,
             "folds": config.data.folds,
             "fold": config.data.fold,
-            **split_record([sample.path for sample in splits.val], splits.root),
+            **held_out,
         }
         write_text(folder / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
+    if splits.tokenizer is not None:
+        write_text(folder / TOKENIZER_FILE, splits.tokenizer.to_json())
+    if splits.teacher_answers is not None:
+        answers = {TEACHER_ANSWERS: splits.teacher_answers}
+        write_tensors(folder / TEACHER_FILE, answers, {"format": "pt"})
