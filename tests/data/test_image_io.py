@@ -688,7 +688,7 @@ def test_a_jpeg_with_endless_scans_is_refused(pil_image, tmp_path, monkeypatch):
     assert count_scans(path.read_bytes()) > 500
     monkeypatch.setattr(image_io, "MAX_SCANNED_PIXELS", 64 * 48 * 400)
     for read in (read_image, lambda path: read_pixels(path, full_size)):
-        with pytest.raises(BadImage, match="scans of 64 x 48 pixels: too many"):
+        with pytest.raises(BadImage, match="48 pixels: too many; save it as a baseline JPEG"):
             read(path)
     path.write_bytes(data)
     read_image(path)

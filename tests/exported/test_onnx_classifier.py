@@ -427,6 +427,7 @@ class TestLoadExported:
         [
             ({"device": "cuda"}, "device='cuda': exported networks run on the CPU"),
             ({"merge_tokens": 1}, "merge_tokens=1: not supported by an exported network"),
+            ({"embeddings": True}, "^embeddings: not supported by an exported network"),
             ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
             ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
             ({"engine": "abacus"}, "engine='abacus': choose one of onnx, openvino"),

@@ -464,6 +464,12 @@ def test_an_encoder_is_converted_and_read_again(pretrained, config_of, tmp_path)
         convert(pretrained["mae"], "huggingface", tmp_path / "other")
 
 
+def test_weights_whose_stem_mae_cannot_train_are_refused_as_such(config_of):
+    config = config_of("mae", stem="conv", weights="run")
+    with pytest.raises(ConfigError, match=r"^weights=run: its stem .* start without it$"):
+        get_task("mae").complete(config, ["weights"])
+
+
 def test_a_search_needs_classes(capsys):
     assert main(["tune", "digits", "--task", "mae", "--time", "60s"]) == 2
     assert "task=mae: a search needs the score of classes" in capsys.readouterr().err

@@ -496,7 +496,9 @@ def _decode_intact_jpeg(image: ImageFile.ImageFile, min_size: MinSize | None) ->
     scans, divisor = count_scans(data), (image.decoderconfig or (1,))[0]
     width, height = image.width * divisor, image.height * divisor
     if scans * width * height > MAX_SCANNED_PIXELS:
-        raise UnusableFile(f"{scans:,} scans of {width} x {height} pixels: too many")
+        raise UnusableFile(
+            f"{scans:,} scans of {width} x {height} pixels: too many; save it as a baseline JPEG"
+        )
     if scans > 1 and width * height > 2 * max_pixels():
         raise _too_large(width, height, 2 * max_pixels(), " for a progressive JPEG")
     size = image.size if divisor > 1 else None

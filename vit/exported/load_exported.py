@@ -110,9 +110,9 @@ def _check_settings(settings: dict[str, Any]) -> str | None:
                 "give the run"
             )
         if name not in ("device", "precision") and value not in (None, False, "auto"):
+            given = name if value is True else f"{name}={value!r}"
             raise ConfigError(
-                f"{name}={value!r}: not supported by an exported network; give the run it was "
-                "exported from"
+                f"{given}: not supported by an exported network; give the run it was exported from"
             )
     precision: str | None = settings.get("precision")
     return precision
