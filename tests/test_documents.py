@@ -437,7 +437,8 @@ def own_images(folder: Path) -> None:
             new = [f"new-images/{file.name}", f"new-labelled/{source.name}/{at % 6}.png"]
             for target in (name, *new):
                 (folder / target).parent.mkdir(parents=True, exist_ok=True)
-                Image.open(file).resize((32, 32)).save(folder / target)
+                side = 36 if "labelled" in target else 32  # images that no training has seen
+                Image.open(file).resize((side, side)).save(folder / target)
             labels.append(f"{name},{'' if at == 0 else source.name + '|' + 'odd' * (at % 2)}")
             captions.append(f"{source.name}/{file.name},the digit {source.name} by hand")
     (folder / "labels.csv").write_text("\n".join(labels))
