@@ -412,7 +412,7 @@ def test_settings_out_of_range_are_refused(exported, settings, message):
 def test_unsupported_settings_are_refused_by_name(exported):
     for settings in ({"device": "cuda"}, {"merge_tokens": 2}, {"keep_aspect": True}):
         ((name, _),) = settings.items()
-        with pytest.raises(ConfigError, match=f"^{name}=.*exported network"):
+        with pytest.raises(ConfigError, match=rf"^{name}\b.*exported network"):
             load_exported(exported[1], **settings)
     with pytest.raises(ConfigError, match="beams=3: an exported network decodes greedily"):
         load_exported(exported[1], search=Search(beams=3))

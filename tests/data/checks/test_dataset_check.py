@@ -207,7 +207,7 @@ def test_every_reason_of_a_bad_image_has_a_problem_kind():
         "declares more than 7 pixels",
         "declares more than 7 pixels; raise --max-pixels if it is good",
         "7 bytes are more than the limit of 7",
-        "7 scans of 7 x 7 pixels: too many",
+        "7 scans of 7 x 7 pixels: too many; save it as a baseline JPEG",
     }
     assert not any(
         word in reason for reason in kinds["unreadable"] for word in ("empty", "cut", "more than")
