@@ -121,6 +121,8 @@ def test_what_is_measured_is_what_is_said(trained, tmp_path, moved):
             less = " left of the 4" if len(expected) < 4 else ""
             assert f"took the {len(expected)} image" in note, (case, note)
             assert f"{less} that training held out" in note, (case, note)
+            others = len(changed) - len(expected) if less else 0
+            assert (f"not measured: {others} other image" in note) == (others > 0), (case, note)
         else:
             said = f"took all {len(changed)} images: training held out none of them"
             assert said in note, (case, note)

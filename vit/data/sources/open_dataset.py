@@ -380,6 +380,9 @@ def open_eval_split(
         taken = f"took all {len(records):,} images"
         if match is not None:
             taken = match.describe(len(records))
+            rest = len(records) - len(match.paths)
+            if rest and 0 < len(match.paths) < match.recorded:
+                taken += f"; not measured: {plural(rest, 'other image')} of these data"
             records = [one for one in records if one.path in match.paths] or records
         notes = [f"no validation {index.split_kind}: {taken}", *notes]
     elif name != split:
