@@ -51,12 +51,7 @@ class RunError(VitError):
 
 
 class BadImage(VitError, ValueError):
-    """One image cannot be read.
-
-    Args:
-        path: The image file.
-        reason: The reason, in a few words, without the file name.
-    """
+    """One image cannot be read."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)

@@ -13,17 +13,7 @@ HAS_LOCKS = find_spec("fcntl") is not None
 def lock_file(
     file: BinaryIO, *, wait: bool = False, shared: bool = False, inherited: bool = True
 ) -> bool:
-    """Lock `file` until it and its mappings are closed; False if another process holds it.
-
-    Args:
-        file: An open file, writable for an exclusive lock.
-        wait: Wait until the other process releases it.
-        shared: Share the lock with all processes that request it shared.
-        inherited: Forked processes hold the lock too, and keep it when this one ends.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
+    """Lock `file` until it and its mappings are closed; False if another process holds it."""
     try:
         import fcntl
     except ImportError:

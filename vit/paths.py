@@ -25,11 +25,7 @@ MIN_SIMILARITY = 0.6
 
 
 def path_argument(name: str, value: Any, wanted: str) -> str:
-    """`value`, the argument `name` of a Python call, as text.
-
-    Raises:
-        ConfigError: It is no path, with its type and what is `wanted`.
-    """
+    """`value`, the argument `name` of a Python call, as text."""
     if isinstance(value, os.PathLike):
         value = value.__fspath__()
     if isinstance(value, str):
@@ -124,11 +120,7 @@ def _similarity(word: str, other: str) -> float:
 
 
 def sha256_of_files(paths: Sequence[Path]) -> str:
-    """SHA-256 over names, sizes and contents of files.
-
-    Raises:
-        RunError: A file cannot be read.
-    """
+    """SHA-256 over names, sizes and contents of files."""
     total = hashlib.sha256()
     path = Path()
     try:

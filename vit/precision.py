@@ -25,11 +25,7 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_device(name: torch.device | str | None = None) -> torch.device:
-    """The device called `name`; by default the best available: CUDA, then MPS, then CPU.
-
-    Raises:
-        ConfigError: The device does not exist or cannot be used on this machine.
-    """
+    """The device called `name`; by default the best available: CUDA, then MPS, then CPU."""
     here = usable_devices()
     if name is None:
         return torch.device(here[0])
@@ -56,9 +52,6 @@ def resolve_precision(name: str, device: torch.device | str) -> Precision:
 
     Emulated bf16 is slower than float32 and less precise, so `auto` never chooses it. An explicit
     precision is returned unchanged.
-
-    Raises:
-        ConfigError: `name` is none of auto, fp32, bf16, fp16.
     """
     if name == "auto":
         return "bf16" if has_bf16(torch.device(device)) else "fp32"

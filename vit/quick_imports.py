@@ -13,11 +13,7 @@ from vit.supported_versions import require_supported_versions
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside, no cycles are searched for.
-
-    Raises:
-        VersionError: A library is older than its lower bound.
-    """
+    """Inside, no cycles are searched for."""
     require_supported_versions()
     enabled = gc.isenabled()
     gc.disable()

@@ -40,13 +40,11 @@ class ScoreCalibration:
 
     Args:
         temperature: Divisor of the logits, above 0.
-        images: Number of images that it was fitted on.
         exponent: Power of the gaps between the best logit and the others, above 0; 1 of a
             multi-label network.
         target_precision: Share of the answers from `threshold` on that is right; None of a
             multi-label network of an older version, which has none of the fields below.
         threshold: Lowest confidence of an answer; None if the images prove none.
-        answered: Share of the images that is answered.
         farthest: Largest distance of an image (vit/model/feature_distance.py) that is like those of
             training; None without distances.
         set_levels: Level of the prediction sets for each of COVERAGES; None for all classes.
@@ -55,7 +53,6 @@ class ScoreCalibration:
             of the answers of the other classes.
         class_set_levels: For each of COVERAGES the level of each class, if the sets cover each
             class on its own; None where they cover all classes together. Empty if they never do.
-        multilabel: Whether an answer is a list of classes, which is right where all of them are.
         groups: Number of groups of the images, for new ones of which threshold and sets hold; None
             of independent images.
     """
@@ -91,13 +88,7 @@ class ScoreCalibration:
     def reject_reason(
         self, confidence: float, distance: float | None = None, answer: str | None = None
     ) -> str | None:
-        """Why an answer of this probability is not given, or None.
-
-        Args:
-            confidence: Highest probability, or of a multi-label network `decision_confidence`.
-            distance: Of the image from those of training, if the network has distances.
-            answer: Name of the most probable class.
-        """
+        """Why an answer of this probability is not given, or None."""
         if self.farthest is not None and distance is not None and not distance <= self.farthest:
             return UNLIKE
         threshold = self.threshold
@@ -113,9 +104,7 @@ class ScoreCalibration:
         It is never empty, except of a multi-label network, whose image may have no class.
 
         Args:
-            order: All classes, the most probable first.
             probabilities: Theirs, in this order.
-            coverage: Probability of the true class, or of all true classes, to be in the set.
         """
         levels = self.class_levels(coverage)
         if levels is None:
@@ -128,12 +117,7 @@ class ScoreCalibration:
         ]
 
     def set_size(self, probabilities: Sequence[float], coverage: float) -> int:
-        """Number of classes in a prediction set that covers all classes together.
-
-        Args:
-            probabilities: Of all classes, the most probable first.
-            coverage: As for `prediction_set`.
-        """
+        """Number of classes in a prediction set that covers all classes together."""
         level = self.set_level(coverage)
         if level is None:
             return len(probabilities)
@@ -179,12 +163,7 @@ class ScoreCalibration:
         """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set.
 
         Args:
-            classes: Names of all classes.
-            order, probabilities: As for `prediction_set`.
-            distance: As for `reject_reason`.
-            thresholds: Decision thresholds of a multi-label network.
             reject: Whether answers may be unknown.
-            sets: Coverage of the set, if any.
         """
         found: dict[str, Any] = {}
         if reject:
@@ -199,11 +178,7 @@ class ScoreCalibration:
         return found
 
     def check_classes(self, classes: Sequence[str]) -> None:
-        """Check that the calibration is of a network with `classes`.
-
-        Raises:
-            ValueError: It names another class, or has levels for another number of them.
-        """
+        """Check that the calibration is of a network with `classes`."""
         rows = [row for row in self.class_set_levels if row is not None]
         if not self.class_thresholds.keys() <= {*classes} or any(
             len(row) != len(classes) for row in rows
@@ -223,11 +198,7 @@ class ScoreCalibration:
 
     @staticmethod
     def from_dict(values: Any) -> "ScoreCalibration":
-        """Parse what `to_dict` returned.
-
-        Raises:
-            ValueError: A name or a value is not one of a calibration.
-        """
+        """Parse what `to_dict` returned."""
         names = {field.name for field in fields(ScoreCalibration)} - {*OPTIONAL}
         known = isinstance(values, dict) and (
             values.keys() == {*SCALING} or values.keys() - {*OPTIONAL} == names
@@ -288,11 +259,7 @@ class ScoreCalibration:
 def check_selection(
     calibration: ScoreCalibration | None, *, reject: bool, sets: float | None
 ) -> None:
-    """Check that a network can answer `unknown`, or with sets of the coverage `sets`.
-
-    Raises:
-        ConfigError: It has not measured what that needs.
-    """
+    """Check that a network can answer `unknown`, or with sets of the coverage `sets`."""
     if not reject and sets is None:
         return
     flag = "reject" if reject else f"sets={sets:g}"
@@ -319,11 +286,7 @@ def check_selection(
 def check_decisions(
     thresholds: Sequence[float] | None, *, reject: bool, threshold: float | None
 ) -> None:
-    """Check that `reject` is about the decisions of a multi-label network that it was proven for.
-
-    Raises:
-        ConfigError: Another threshold replaces those of the network.
-    """
+    """Check that `reject` is about the decisions of a multi-label network that it was proven for."""
     if reject and thresholds is not None and threshold is not None:
         raise ConfigError(
             f"reject with threshold={threshold:g}: what is right was measured at the thresholds of "

@@ -17,12 +17,7 @@ PATIENCE = 1.0
 
 
 class Interrupted(VitError):
-    """A signal stopped the run, after a checkpoint was saved.
-
-    Args:
-        message: What was saved, and how to resume.
-        number: Number of the signal.
-    """
+    """A signal stopped the run, after a checkpoint was saved."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -34,11 +29,6 @@ class Interruption:
 
     A second signal ends the process at once, also while a long operation of a library runs: Python
     calls no handler before that returns, so a thread waits for signals too.
-
-    Args:
-        echo_seconds: Time in which a second signal is ignored: a launcher forwards its signal to
-            processes that the terminal or the scheduler has signalled already.
-        announce: Called in the thread, if the work goes on for a second after the first signal.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)  # in order of precedence

@@ -28,11 +28,7 @@ def lower_bounds() -> dict[str, str]:
 
 
 def require_supported_versions() -> None:
-    """Check the versions of all required libraries by their metadata, before they are imported.
-
-    Raises:
-        VersionError: A library is older than its lower bound.
-    """
+    """Check the versions of all required libraries by their metadata, before they are imported."""
     from importlib import metadata
 
     for name, lowest in lower_bounds().items():

@@ -150,11 +150,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def search_from_args(args: argparse.Namespace) -> Any:
-    """The Search of the given flags, or None without any.
-
-    Raises:
-        ConfigError: The flags contradict each other.
-    """
+    """The Search of the given flags, or None without any."""
     given = {field: getattr(args, flag) for flag, field in SEARCH_FIELDS.items() if flag in args}
     if not given:
         return None

@@ -62,11 +62,6 @@ class Progress:
 
     Use it in a `with`, and call it with the images done, their total (0 if it is unknown), and what
     is done with them.
-
-    Args:
-        command: Name of the command.
-        share: Suffix of the lines for a part of the images.
-        results_on_terminal: Whether rows are printed on the same terminal, so that a bar is hidden.
     """
 
     def __init__(self, command: str, *, share: str = "", results_on_terminal: bool = False) -> None:

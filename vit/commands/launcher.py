@@ -17,7 +17,6 @@ def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -
     Args:
         environment: Environment of this process; the launcher marks CPU runs, and sets the address
             of the main process for several processes only.
-        parent: Command line of the parent process.
 
     Returns:
         The number, or 1 if this process is one of several already, or none were requested.

@@ -86,9 +86,6 @@ def _end_output(name: str, error: OSError) -> int:
     """Return the exit code where the output has lost its reader, or is full, or a path is refused.
 
     Without its output, standard output is redirected, so that Python's final flush does not fail.
-
-    Raises:
-        OSError: It is another one.
     """
     if error.errno in REFUSED_PATH and error.filename is not None:
         print(f"{name}: {printable(error.filename)}: {error.strerror}", file=sys.stderr)

@@ -53,11 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_options(pattern: str) -> int:
-    """Print every setting of the network with its choices or type, default and help.
-
-    Raises:
-        ConfigError: No name matches `pattern`.
-    """
+    """Print every setting of the network with its choices or type, default and help."""
     every = all_settings().values()
     settings = [one for section in SECTIONS for one in every if one.section == section]
     names = {name: setting for setting in settings for name in names_of(setting)}
@@ -106,11 +102,7 @@ def default_word(setting: Setting) -> str:
 
 
 def list_pretrained(pattern: str) -> int:
-    """Print timm's pretrained networks with their image sizes and licences.
-
-    Raises:
-        WeightsError: No name matches `pattern`.
-    """
+    """Print timm's pretrained networks with their image sizes and licences."""
     from vit.weights.formats import timm_registry
 
     found = timm_registry.search(pattern)
@@ -123,11 +115,7 @@ def list_pretrained(pattern: str) -> int:
 
 
 def list_presets(pattern: str) -> int:
-    """Print the networks that can be built by name, their sizes and what they cost.
-
-    Raises:
-        ConfigError: No name matches `pattern`.
-    """
+    """Print the networks that can be built by name, their sizes and what they cost."""
     found = find_presets(pattern)
     width = max(len(name) for name in found)
     print(f"{'name':<{width}}  parameters    FLOPs  image  patch   dim  depth  heads")

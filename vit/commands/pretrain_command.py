@@ -122,11 +122,7 @@ def run_folder(data: str) -> Path:
 
 
 def chosen_method(stored: str | None, given: str | None) -> str:
-    """The task: that of a file or a run, which --method must not contradict, or --method.
-
-    Raises:
-        ConfigError: The file or the run has another task.
-    """
+    """The task: that of a file or a run, which --method must not contradict, or --method."""
     if stored is None:
         return given or USUAL
     if stored not in PRETRAINING_TASKS or given not in (None, stored):

@@ -255,11 +255,7 @@ def serve(
 
 
 def read_token(token: str | None, path: str | None) -> str | None:
-    """The token, of the flag or of a file.
-
-    Raises:
-        VitError: Both are given, or the file cannot be read or has not one line.
-    """
+    """The token, of the flag or of a file."""
     if path is None:
         return token
     if token is not None:

@@ -94,11 +94,7 @@ def summary(model: str | os.PathLike[str], *, batch_size: int = 128, **settings:
 
 
 def network_config(model: str, settings: dict[str, object]) -> ModelConfig:
-    """Settings of the network `model`, a preset or a source of weights, changed by `settings`.
-
-    Raises:
-        VitError: There is no such preset, folder or file, or the settings do not fit.
-    """
+    """Settings of the network `model`, a preset or a source of weights, changed by `settings`."""
     source = re.match(r"(~|\.|local-dir:|hf-hub:|hf_hub:)", model.lower()) or "/" in model
     if model in PRESETS or not (source or os.path.exists(model)):
         return make_config({**settings, "model": model}).model

@@ -162,11 +162,7 @@ def notify_on_main(note: str) -> None:
 
 
 def check_show_batch(args: argparse.Namespace) -> None:
-    """Check that the image can be written, before the data are opened.
-
-    Raises:
-        VitError: It cannot be written, or a run was requested too.
-    """
+    """Check that the image can be written, before the data are opened."""
     for flag in ("out", "resume"):
         if getattr(args, flag):
             raise ConfigError(

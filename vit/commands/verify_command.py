@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_order(model: str, images: list[str]) -> None:
-    """Raise if a run and an exported file are given side by side, without --run.
-
-    Raises:
-        VitError: An exported file, or a run folder, is among the images.
-    """
+    """Raise if a run and an exported file are given side by side, without --run."""
     exported = [word for word in images if exported_engine(word)]
     runs = [word for word in images if os.path.isfile(os.path.join(word, "model.safetensors"))]
     if not exported and not runs:

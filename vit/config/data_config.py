@@ -11,11 +11,7 @@ Triple = tuple[float, float, float]
 
 
 def check_intensity_range(values: tuple[float, float] | None) -> None:
-    """Refuse a range whose two values are not in order.
-
-    Raises:
-        ConfigError: The message has the values.
-    """
+    """Refuse a range whose two values are not in order."""
     if values is None:
         return
     if len(values) != 2 or not all(map(math.isfinite, values)) or not values[0] < values[1]:

@@ -68,11 +68,7 @@ class DecoderConfig(Section):
             self.refuse("decoder_drop_path", "it is 0 at the first block, and there is no other")
 
     def check_with(self, encoder: ModelConfig) -> None:
-        """Check the settings against those of the encoder.
-
-        Raises:
-            ConfigError: It names the setting.
-        """
+        """Check the settings against those of the encoder."""
         dim, heads = self.resolve_dim(encoder), self.resolve_num_heads(encoder)
         if dim % heads:
             self.refuse("decoder_heads", f"decoder_dim={dim} does not split into {heads} heads")

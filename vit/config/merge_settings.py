@@ -50,9 +50,6 @@ def call_settings(
 
     Returns:
         The settings, and whether a file or a run was read.
-
-    Raises:
-        ConfigError: `first` has another type, or a setting is given twice.
     """
     if isinstance(first, Config):
         if settings:
@@ -100,17 +97,9 @@ def collect_settings(
 
     Args:
         chosen: Settings by name, as flags give them; may lack `data` if a run is resumed.
-        config: YAML file of settings.
-        out: Folder of the run to resume; `runs/<name of the data>` by default.
-        resume: Whether the settings stored in the run folder apply; `config` replaces them.
-        notify: Called with a note if a setting of the file was scaled, or a chosen one is not used.
 
     Returns:
         The checked settings, and whether a file or a run was read.
-
-    Raises:
-        ConfigError: A setting or the file cannot be used.
-        RunError: The record of a cross-validation is damaged.
     """
     chosen = checked(chosen)
     data = chosen.get("data")
@@ -145,21 +134,13 @@ def names_of_chosen(values: Mapping[str, Any], flags: Mapping[str, Any]) -> list
 
     config.yaml of a run also has settings that its data decided: the number of classes, and the
     epochs that its steps make. Only a flag chooses them.
-
-    Args:
-        values: Settings, as `collect_settings` returns them.
-        flags: Those of the command line.
     """
     decided = {"num_classes"} | ({"epochs"} if values.get("steps") is not None else set())
     return [name for name in values if name in flags or name not in decided]
 
 
 def read_fold_settings(path: Path) -> dict[str, Any]:
-    """Settings in the record of a cross-validation.
-
-    Raises:
-        RunError: The record is damaged.
-    """
+    """Settings in the record of a cross-validation."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -129,11 +129,7 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` by field names and converted to their types, not yet checked together.
-
-    Raises:
-        ConfigError: A name is unknown or given twice, or a value has the wrong type.
-    """
+    """`values` by field names and converted to their types, not yet checked together."""
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"settings={printable(repr(values)[:40])} ({type(values).__name__}): give a dict of "
@@ -193,11 +189,7 @@ def changed_settings(config: Config) -> list[str]:
 
 
 def parse_model_config(values: Any) -> ModelConfig:
-    """The inverse of `asdict`, with every name and type checked.
-
-    Raises:
-        ConfigError: A setting is unknown or missing, has the wrong type, or contradicts another.
-    """
+    """The inverse of `asdict`, with every name and type checked."""
     known = section_types("model")
     if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
         raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
@@ -215,14 +207,7 @@ def parse_decoder_config(values: Any) -> DecoderConfig:
 
 
 def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the network by field name, converted to their types.
-
-    Args:
-        given: Values by field name, or by timm's name of it, such as `img_size`.
-
-    Raises:
-        ConfigError: A name is unknown or given twice, or a value has the wrong type.
-    """
+    """Settings of the network by field name, converted to their types."""
     kinds, chosen = section_types("model"), {}
     names = {word: name for word, name in names_by_alias().items() if name in kinds}
     accepted = {*kinds, *TIMM_NAMES}
@@ -267,11 +252,7 @@ def choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def convert(kind: Any, value: Any, name: str) -> Any:
-    """Check `value`, from a file or typed as a flag, against the annotation `kind`.
-
-    Raises:
-        ConfigError: It has another type, or is not one of the choices.
-    """
+    """Check `value`, from a file or typed as a flag, against the annotation `kind`."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if value in (None, "none", "auto", ["none"]):
             return None
@@ -362,11 +343,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Flat values of a YAML file, not yet checked against the settings.
-
-    Raises:
-        ConfigError: The file is missing, too large, not YAML, or not a flat mapping.
-    """
+    """Flat values of a YAML file, not yet checked against the settings."""
     try:
         raw = Path(path).read_bytes()
         if len(raw) > MAX_BYTES:
@@ -408,11 +385,7 @@ def read_stored_settings(path: str | Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=10_000)
 def _parse_value(text: str) -> Any:
-    """The value in the rest of a YAML line.
-
-    Raises:
-        ValueError, YAMLError: It is no value, or continues in the next line.
-    """
+    """The value in the rest of a YAML line."""
     value = yaml.safe_load(text)
     if isinstance(value, dict) or (isinstance(value, list) and text[0] != "["):
         raise ValueError("the line is no `name: value`")

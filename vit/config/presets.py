@@ -40,11 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Model settings of the preset called `name`.
-
-    Raises:
-        ConfigError: No preset has this name; the message has the nearest ones.
-    """
+    """Model settings of the preset called `name`."""
     if name not in PRESETS:
         alike = difflib.get_close_matches(name, PRESETS, n=3)
         near = [known for known in PRESETS if known.startswith(name)][:3] or alike or [*PRESETS][:3]
@@ -64,11 +60,7 @@ def task_defaults(task: str | None) -> dict[str, Any]:
 
 
 def find_presets(pattern: str) -> list[str]:
-    """Presets whose name contains `pattern` or matches it as a shell pattern.
-
-    Raises:
-        ConfigError: There is none; the message has the nearest names.
-    """
+    """Presets whose name contains `pattern` or matches it as a shell pattern."""
     word = pattern.lower()
     found = [name for name in PRESETS if word in name or fnmatch(name, word)]
     if not found:

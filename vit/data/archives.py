@@ -31,21 +31,12 @@ Identity = tuple[int, int, int, int]
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open an image, in a file or an archive.
-
-    Raises:
-        BadImage: It is inside an archive, and cannot be read.
-        OSError: It is a file that cannot be read.
-    """
+    """Open an image, in a file or an archive."""
     return open_member(path) if is_inside(path) else open(path, "rb")
 
 
 def open_member(path: str) -> BinaryIO:
-    """Open an image inside an archive.
-
-    Raises:
-        BadImage: There is no such archive or member, or it is empty or too large.
-    """
+    """Open an image inside an archive."""
     found = split_address(path)
     if found is None:
         raise BadImage(path, "no such file")
@@ -62,12 +53,7 @@ def open_member(path: str) -> BinaryIO:
 
 
 def size_of(path: str) -> int:
-    """Size in bytes of an image, in a file or an archive.
-
-    Raises:
-        BadImage: It is inside an archive, and does not exist.
-        OSError: The file does not exist.
-    """
+    """Size in bytes of an image, in a file or an archive."""
     found = split_address(path)
     if found is None:
         return os.path.getsize(path)
@@ -81,12 +67,7 @@ def size_of(path: str) -> int:
 
 
 def copy_out(path: str, target: str) -> None:
-    """Copy an image, in a file or an archive, to the file `target`.
-
-    Raises:
-        BadImage: As in `open_binary`.
-        OSError: A file cannot be read or written.
-    """
+    """Copy an image, in a file or an archive, to the file `target`."""
     if not is_inside(path):
         shutil.copy2(path, target)
         return
@@ -153,11 +134,7 @@ def relative(path: str, root: Path) -> str:
 
 
 def index_of(file: str) -> TarIndex:
-    """The index of a shard, cached while the file is unchanged.
-
-    Raises:
-        DataError: It is not a readable tar file.
-    """
+    """The index of a shard, cached while the file is unchanged."""
     try:
         identity = _identity(os.stat(file))
     except OSError as error:
@@ -170,11 +147,7 @@ def index_of(file: str) -> TarIndex:
 
 
 def read_bytes(file: str, name: str) -> bytes:
-    """Read a member of a shard that is not an image, such as a label.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Read a member of a shard that is not an image, such as a label."""
     try:
         return _read_member(f"{file}/{name}", file, name)
     except BadImage as bad:
@@ -259,11 +232,7 @@ _TABLES: dict[tuple[int, str], Any] = {}
 
 
 def open_arrow_table(file: str) -> Any:
-    """Open a pyarrow.Table, memory-mapped.
-
-    Raises:
-        DataError: It cannot be read, or pyarrow is missing.
-    """
+    """Open a pyarrow.Table, memory-mapped."""
     key = os.getpid(), file
     if key not in _TABLES:
         try:
@@ -280,16 +249,7 @@ def open_arrow_table(file: str) -> Any:
 
 
 def read_arrow_row(path: str, file: str, member: str) -> bytes:
-    """Read the image `COLUMN/ROW/NAME` of the table `file`.
-
-    Args:
-        path: The address, for errors.
-        file: The table.
-        member: The part of the address inside the table.
-
-    Raises:
-        BadImage: There is no such image.
-    """
+    """Read the image `COLUMN/ROW/NAME` of the table `file`."""
     column, _, rest = member.partition("/")
     row = rest.split("/")[0]
     try:

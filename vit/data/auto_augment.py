@@ -38,7 +38,6 @@ def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[
     """The random operations of `config`, in their order.
 
     Args:
-        config: The policy and its strength.
         fill: RGB colour of pixels outside the image.
     """
     strength = config.color_jitter

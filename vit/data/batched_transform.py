@@ -49,7 +49,6 @@ class BatchedTransform:
     Args:
         transform: Of training images, without an `AugmentConfig.unbatched`; it may give several
             views.
-        seed: Of the random numbers.
     """
 
     def __init__(self, transform: Transform, seed: int) -> None:
@@ -269,10 +268,8 @@ def axis_matrix(
 
     Args:
         start, length: The part, in pixels, (images,).
-        count: Pixels of the result.
         size: Pixels of each image, (images,).
         extent: Pixels of the axis, at least `size`.
-        interpolation: Filter.
         flip: Which are mirrored, (images,); None: none is.
         shift: By how many pixels each is moved, whole numbers, (images,); None: by none.
         sigma: Standard deviation of the blur in pixels of the result, 0 for none, (images,); None:

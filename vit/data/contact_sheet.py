@@ -24,11 +24,7 @@ MAX_TEXT = 160
 
 
 def sheet_format(path: str | Path) -> str:
-    """Pillow's name of the image format of `path`.
-
-    Raises:
-        ConfigError: The suffix is not supported.
-    """
+    """Pillow's name of the image format of `path`."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         raise ConfigError(f"{printable(path)}: a drawing ends in {', '.join(FORMATS)}")

@@ -91,10 +91,7 @@ class Corruption:
     thread do not matter, and the severities of a corruption have the same ones.
 
     Args:
-        name: A key of CORRUPTIONS.
         severity: 1 to 5.
-        preprocessing: That of the network.
-        seed: Of the random numbers.
     """
 
     name: str

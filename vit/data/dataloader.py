@@ -88,15 +88,6 @@ class MicroBatchLoader:
 
     Images that cannot be read are left out of a batch, and listed in `Batch.failed`: the caller
     decides on them, on all processes alike.
-
-    Args:
-        dataset: Loads a micro-batch from its keys.
-        micro_batches: Keys of each micro-batch.
-        workers, pin_memory: As in `TrainingLoader`.
-        batch_bytes: Size of the images of a micro-batch; larger ones arrive more slowly.
-        batches_held: Micro-batches that the caller still holds when it takes the next one; if it
-            holds more, batches arrive more slowly.
-        persistent: Keep the processes from one pass over `micro_batches` to the next.
     """
 
     def __init__(
@@ -217,16 +208,7 @@ class TrainingLoader:
     the next epoch's first batches during validation.
 
     Args:
-        samples: Images with their labels.
-        transform_for: Epoch -> transform.
-        sampler: The samples of each micro-batch.
-        epochs: Number of epochs of the run.
         workers: Loader processes; 0 loads in this process, None chooses by the number of cores.
-        pin_memory: Copy batches to page-locked memory, for faster transfer to a GPU.
-        caption_ids: Tokenised captions of the samples.
-        cache: Decoded images of the same samples. With those of a device, `workers` and
-            `pin_memory` are not used.
-        classes: Number of classes of multi-label data; as for `ImageDataset`.
     """
 
     def __init__(
@@ -300,13 +282,7 @@ class EvaluationLoader:
     """Every sample exactly once over all devices, in order; may be iterated repeatedly.
 
     Args:
-        samples: Images with their labels.
-        preprocessing: The transform.
         batch_size: Images per batch and device.
-        rank: Index of this device; it reads every `world_size`-th sample.
-        world_size: Number of devices.
-        workers, pin_memory, caption_ids, classes: As in `TrainingLoader`; the
-            processes live as long as this object.
     """
 
     def __init__(

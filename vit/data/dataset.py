@@ -64,12 +64,8 @@ class ImageDataset(Dataset[Batch]):
     """Reads, augments and stacks the images of one micro-batch.
 
     Args:
-        samples: Images with their labels.
         transform_for: Epoch -> transform; its image size may change from epoch to epoch.
         seed: Seed of the run; None for a transform without randomness.
-        caption_ids: Tokenised captions of the samples. In training (with a seed) each pass draws
-            one caption of an image; otherwise it is the first.
-        cache: Decoded images of the same samples, read by a TrainingTransform.
         classes: Number of classes of multi-label data; labels are then rows of 0 and 1.
     """
 
@@ -113,15 +109,7 @@ class ImageDataset(Dataset[Batch]):
         return self.load_batch(keys, allocate_batch)
 
     def load_batch(self, keys: list[SampleKey], allocate: AllocateBatch) -> Batch:
-        """Load a micro-batch into a given place.
-
-        Args:
-            keys: Its images, all of one epoch.
-            allocate: Called once, with the number of keys and the first image that can be read.
-
-        Raises:
-            RuntimeError: The transform failed, or gave images of different shapes.
-        """
+        """Load a micro-batch into a given place."""
         # Only the CPU's generator: torch.manual_seed would also reset the accelerator's.
         state = torch.default_generator.get_state()
         try:

@@ -32,12 +32,7 @@ MOST_OF_FREE_MEMORY = 0.5
 
 
 class DeviceCache:
-    """Decoded images on a device.
-
-    Args:
-        images: The same images in the memory of the host.
-        device: Where they are kept.
-    """
+    """Decoded images on a device."""
 
     def __init__(self, images: ImageCache, device: torch.device) -> None:
         index = images.index
@@ -73,7 +68,6 @@ class DeviceCache:
 
         Args:
             samples: Their numbers, (images,) int64, on the CPU.
-            chosen: The same on the device.
 
         Returns:
             (images, height, width, 3) uint8 of the largest height and width, undefined beyond each
@@ -95,11 +89,7 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def check_device_memory(images: ImageCache, free: int) -> None:
-    """Check that `images` leave enough of the `free` bytes of a device to the training.
-
-    Raises:
-        DataError: They do not.
-    """
+    """Check that `images` leave enough of the `free` bytes of a device to the training."""
     readable = images.index["offset"] != UNREADABLE
     needed = 3 * int((images.index["height"] * images.index["width"])[readable].sum())
     if needed > MOST_OF_FREE_MEMORY * free:
@@ -112,12 +102,7 @@ def check_device_memory(images: ImageCache, free: int) -> None:
 
 
 class DeviceDataset(ImageDataset):
-    """Batches of the images of a DeviceCache, augmented on its device.
-
-    Args:
-        cache: The images, those of `samples`.
-        arguments, named: As for ImageDataset, without a cache; a seed is required.
-    """
+    """Batches of the images of a DeviceCache, augmented on its device."""
 
     def __init__(self, cache: DeviceCache, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -62,10 +62,6 @@ class ImageCache:
 
     Args:
         file: A complete cache; it may be deleted once this object exists.
-        index: Its index, from `read_valid_index`.
-
-    Raises:
-        FileNotFoundError: It has been deleted or replaced.
     """
 
     def __init__(self, file: Path, index: Index) -> None:
@@ -117,18 +113,7 @@ def open_cache(
     """Open the cache of `paths`, and build it if there is none, or it is out of date.
 
     Args:
-        paths: Images.
         side: Short side of cached images, in pixels; smaller images are not resized.
-        kind: `disk` keeps the cache for other runs; `ram` until this process and its children end:
-            the caller calls `unlink` when all of them have opened it.
-        folder: Where `disk` caches are stored; by default in the user's cache folder.
-        intensity_range: With which deep images are read.
-        threads: Number of decoding threads.
-        notify: Called with messages about what is built, where, and what is deleted for it.
-        advance: Called with the number of images just added.
-
-    Raises:
-        DataError: There is not enough space, it cannot be written, or it would not be private.
     """
     folder = _folder(kind, folder)
     file = folder / _file_name(paths, side, intensity_range)
@@ -160,12 +145,7 @@ def _folder(kind: Kind, folder: Path | None) -> Path:
 
 
 def _make_folder(folder: Path, *, private: bool) -> None:
-    """Create the folder of caches; `private` if all users can write to its parent.
-
-    Raises:
-        DataError: It is not private: another user may have created it.
-        OSError: It cannot be created.
-    """
+    """Create the folder of caches; `private` if all users can write to its parent."""
     if not private:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return
@@ -220,11 +200,7 @@ class _Builder:
         self.bytes = HEADER_BYTES + index.nbytes + size * len(paths) // len(sampled)
 
     def reserve_space(self, kind: Kind, notify: Notify) -> None:
-        """Evict caches beyond the limit, and in memory all that no process maps.
-
-        Raises:
-            DataError: There is not enough space.
-        """
+        """Evict caches beyond the limit, and in memory all that no process maps."""
         folder = self.file.parent
         delete_unfinished(folder)
         limit = 0 if kind == "ram" else max(MAX_TOTAL_BYTES - self.bytes, 0)

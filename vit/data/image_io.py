@@ -118,7 +118,6 @@ def read_image(
     """Read the image at `path`: its first frame, upright, RGB, with its file's `format`.
 
     Args:
-        path: A file, an image inside an archive (vit.data.archives), or a file in memory.
         intensity_range: Of a deep image, the values that become 0 and 255; others are clipped.
             `own` is the range that the image itself uses, which makes it visible but removes its
             absolute intensity. None: the range of its type, see above.
@@ -127,9 +126,6 @@ def read_image(
             there is memory for them.
         on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
             it uses a small part of the range of its type and `intensity_range` is None.
-
-    Raises:
-        BadImage: The image cannot be read; the reason is short and does not repeat the path.
     """
     with _open_image(path) as image:
         before_decode(image.width * image.height)
@@ -151,10 +147,8 @@ def read_pixels(
     """Read the image at `path` as an array: its first frame, upright, RGB.
 
     Args:
-        path: As in `read_image`.
         min_size: A JPEG is decoded at half, a quarter or an eighth of its size where that is not
             smaller than this, which is faster. Not called for other formats.
-        intensity_range: As in `read_image`.
     """
     with _open_image(path) as image:
         pixels = _decode_intact_jpeg(image, min_size)

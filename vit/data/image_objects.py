@@ -51,7 +51,6 @@ def named_images(
 
     Args:
         images: The list, or an array or tensor of (batch, ...).
-        first: Index of the first image in a longer list.
     """
     if isinstance(images, str | bytes | os.PathLike):
         raise ConfigError(f"images={images!r} is one path; give a list of paths")
@@ -90,13 +89,7 @@ def to_rgb_image(
     intensity_range: IntensityRange | None = None,
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
-    """Upright RGB image of a PIL image, an array or a tensor.
-
-    Args:
-        source: The image.
-        name: Its name in errors.
-        intensity_range, on_dark: As for `read_image`.
-    """
+    """Upright RGB image of a PIL image, an array or a tensor."""
     image = source
     if not isinstance(source, Image.Image):
         values = to_pixels(source, name)

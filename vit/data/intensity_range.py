@@ -32,10 +32,6 @@ SIGNIFICANT_DIGITS = 4
 def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRange | None:
     """Measure the range of values of deep images.
 
-    Args:
-        paths: All deep images; some of them are read.
-        notify: Called with a note that has the range, or the reason why there is none.
-
     Returns:
         The range; None if there are no deep images, all values are equal, or some images have
         integers and others floating-point numbers.
@@ -65,12 +61,7 @@ def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRa
 
 
 def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> IntensityRange | None:
-    """The range of several images from the range of each; None if all their values are equal.
-
-    Args:
-        ranges: `intensity_quantiles` of each image.
-        whole: Whether the values are integers.
-    """
+    """The range of several images from the range of each; None if all their values are equal."""
     table = np.array(ranges)
     low = float(np.quantile(table[:, 0], IMAGE_QUANTILES[0]))
     high = float(np.quantile(table[:, 1], IMAGE_QUANTILES[1]))

@@ -41,9 +41,7 @@ def sample_mix_plan(
     """Sample the parameters of one step; None if mixing is off.
 
     Args:
-        config: Strength and probability of MixUp and CutMix.
         seed, epoch, step: Of the run, from 0, and from 0 in the epoch.
-        batch_size: Images of the step, over all devices and micro-batches.
     """
     if not config.mixes:
         return None
@@ -69,7 +67,6 @@ def mix(
         images: Normalised images, (batch, channels, height, width).
         targets: Shares of the classes, (batch, classes).
         positions: Positions of the images in the batch of the step, (batch,), on the CPU.
-        plan: Parameters of the step.
 
     Returns:
         Mixed images and targets; the inputs themselves if there is nothing to mix.

@@ -30,7 +30,6 @@ class ViewLayout:
     Args:
         side: Side of a global view in pixels, the width of the tensor.
         local_side: Side of a local view, at most `side`.
-        global_views, local_views: How many there are.
     """
 
     side: int
@@ -72,12 +71,7 @@ class ViewLayout:
 
 
 class LocalCrop(TrainingTransform):
-    """A TrainingTransform whose random crops have at most a share of the image's area.
-
-    Args:
-        config, preprocessing, fast_crop: As for TrainingTransform.
-        max_area: The largest share.
-    """
+    """A TrainingTransform whose random crops have at most a share of the image's area."""
 
     def __init__(
         self,
@@ -101,11 +95,7 @@ class MultiViewTransform(TrainingTransform):
     """All views of an image, each augmented by itself; the image is decoded once.
 
     Args:
-        config: Augmentation of global views; local ones differ in the area of their crops.
-        preprocessing: Of an image of the size of a global view.
-        layout: Sizes and numbers of the views.
         local_crop: Smallest and largest share of the area in a local view, below 1.
-        fast_crop: As for TrainingTransform.
     """
 
     def __init__(

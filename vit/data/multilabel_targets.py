@@ -14,15 +14,7 @@ from vit.data.dataset_types import NO_LABEL, Sample, Splits
 
 
 class MultiHot:
-    """Sparse multi-label targets; indexing returns dense multi-hot rows.
-
-    Args:
-        rows: Class indices of each image.
-        classes: Number of classes.
-
-    Raises:
-        ValueError: An index is not in [0, classes).
-    """
+    """Sparse multi-label targets; indexing returns dense multi-hot rows."""
 
     def __init__(self, rows: Iterable[Sequence[int]], classes: int) -> None:
         kept = [np.asarray(row, dtype=np.int32) for row in rows]

@@ -48,16 +48,10 @@ class Preprocessing:
 
     Args:
         image_size: (height, width) of the result, in pixels.
-        resize: `crop` keeps the aspect ratio and crops the centre; `squash` changes the ratio.
         crop_share: Share of the resized side that the centre crop keeps, in (0, 1].
-        interpolation: Resampling filter.
         mean: Subtracted from each channel, in [0, 1].
-        std: Divides each channel afterwards.
         intensity_range: Values of images of more than 8 bits per channel that become 0 and 255, as
             in `read_image`; None is the whole range of their type.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     image_size: tuple[int, int]
@@ -155,10 +149,7 @@ class Preprocessing:
         """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats.
 
         Args:
-            images: In any memory format; the result is contiguous.
             dtype: Of the result; float32 by default.
-            constants: From `constants`, of that dtype; copied to the device if omitted, for which
-                the host waits.
         """
         import torch
 
@@ -208,11 +199,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
-        """The inverse of `to_dict`; exactly its keys are accepted.
-
-        Raises:
-            ConfigError: A key is missing or unknown, or a value has the wrong type.
-        """
+        """The inverse of `to_dict`; exactly its keys are accepted."""
         names = {field.name for field in fields(cls)} - {"intensity_range"}
         if not isinstance(values, dict) or values.keys() - {"intensity_range"} != names:
             found = sorted(values) if isinstance(values, dict) else values

@@ -45,18 +45,9 @@ class MicroBatchSampler:
     """The samples of each micro-batch of one device.
 
     Args:
-        count: Number of training samples.
-        seed: Seed of the run.
         batch_size: Images per optimiser step, over all devices and micro-batches.
         accumulate: Micro-batches per step and device.
-        rank: Index of this device.
-        world_size: Number of devices.
-        repeats: How often a batch contains each of its images (repeated augmentation).
-        balanced: Class indices of the samples, (count,), to draw all classes equally often.
         epoch_steps: Steps per epoch; None for one pass over the samples.
-
-    Raises:
-        DataError: The batch is larger than the dataset, or does not split evenly.
     """
 
     count: int
@@ -188,12 +179,8 @@ def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
     """`batch_size`, or the largest multiple of `parts` that `count` images fill.
 
     Args:
-        count: Number of training images.
         batch_size: Requested images per step.
         parts: What the result must be a multiple of: micro-batches per step over all devices.
-
-    Raises:
-        DataError: There are fewer images than parts.
     """
     if count < parts:
         raise DataError(

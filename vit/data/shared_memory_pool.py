@@ -31,12 +31,7 @@ from vit.errors import DataError
 
 
 class SharedMemoryPool:
-    """Slots of equal size in one anonymous memory mapping, shared with forked processes.
-
-    Args:
-        num_slots: How many batches fit.
-        slot_bytes: Size of one batch; rounded up to whole pages.
-    """
+    """Slots of equal size in one anonymous memory mapping, shared with forked processes."""
 
     by_id: ClassVar["weakref.WeakValueDictionary[int, SharedMemoryPool]"] = (
         weakref.WeakValueDictionary()
@@ -53,11 +48,7 @@ class SharedMemoryPool:
         self.by_id[self.id] = self
 
     def allocate(self) -> None:
-        """Map the memory, unless it is mapped already; call it before processes are forked.
-
-        Raises:
-            DataError: There is not enough memory.
-        """
+        """Map the memory, unless it is mapped already; call it before processes are forked."""
         if self.memory is not None:
             return
         try:
@@ -155,12 +146,6 @@ class SharedBatch:
     Unpickling is the one moment at which the main process sees every batch, also those of a pass
     that is abandoned, so it is where slots are taken back (as torch.multiprocessing.reductions does
     for single tensors).
-
-    Args:
-        batch: The batch as loaded.
-        pool_id: `SharedMemoryPool.id`.
-        slot: The slot of the request.
-        in_slot: Whether the images are in that slot.
     """
 
     def __init__(self, batch: Batch, pool_id: int, slot: int | None, *, in_slot: bool) -> None:
@@ -180,13 +165,7 @@ class SharedBatch:
 def rebuild_batch(
     pool_id: int, slot: int | None, payload: Tensor | Layout, fields: list[Any]
 ) -> Batch:
-    """The `Batch` of a pickled `SharedBatch`, in the main process.
-
-    Args:
-        pool_id, slot: As in `SharedBatch`.
-        payload: The layout of the images in the slot, or the images.
-        fields: The other fields of the batch; tensors as arrays.
-    """
+    """The `Batch` of a pickled `SharedBatch`, in the main process."""
     pool = SharedMemoryPool.by_id.get(pool_id)
     if pool is None:  # its loader is gone, and nobody will read the batch
         images = torch.empty(0)

@@ -35,12 +35,7 @@ COMPRESSED_FORMATS = (
 
 
 class BadShard(DataError):
-    """A tar file that cannot be used.
-
-    Args:
-        message: The file and the reason.
-        last: The last member that was read, if any.
-    """
+    """A tar file that cannot be used."""
 
     def __init__(self, message: str, last: str = "") -> None:
         super().__init__(message)
@@ -61,7 +56,6 @@ class TarIndex:
 
     Args:
         members: Members by name, in the order of the file.
-        ignored: Number of skipped links and devices, by kind.
     """
 
     def __init__(self, members: dict[str, Member], ignored: Counter[str]) -> None:
@@ -102,11 +96,7 @@ def _key(name: bytes) -> int:
 
 
 def read_index(path: str) -> TarIndex:
-    """Read the index of the tar file `path`.
-
-    Raises:
-        BadShard: It is not a tar file, compressed, truncated or damaged, or a name is unsafe.
-    """
+    """Read the index of the tar file `path`."""
     try:
         with _HeaderFile(path) as file:
             return _read_members(path, file)

@@ -75,7 +75,6 @@ class FastCrop:
 
     Args:
         image_size: (height, width) of the result.
-        interpolation: Resampling filter.
         sample_box: (width, height) of the image -> the box to crop; called once per image.
     """
 
@@ -124,10 +123,8 @@ class TrainingTransform:
     Random crop, flips, rotation and translation, colour operations, random erasing, in this order.
 
     Args:
-        config: Which operations, and how strong.
         preprocessing: Gives the size, the interpolation, the fill colour, and the geometry if
             random crops are off (`min_crop` 1).
-        fast_crop: Crop with `FastCrop` instead of Pillow.
     """
 
     def __init__(

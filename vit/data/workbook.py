@@ -28,11 +28,7 @@ def is_workbook(path: str) -> bool:
 
 
 def check_size(rows: int, columns: int, *, what: str) -> None:
-    """Refuse a sheet that Excel would not open, or that cannot be written here.
-
-    Raises:
-        VitError: openpyxl is not installed, or the sheet would be too large.
-    """
+    """Refuse a sheet that Excel would not open, or that cannot be written here."""
     if find_spec("openpyxl") is None:
         raise VitError(f"{what} needs openpyxl: {INSTALL}; or write a .csv")
     if rows + 1 > MAX_ROWS or columns > MAX_COLUMNS:
@@ -46,9 +42,6 @@ def read_sheet(path: str) -> Iterator[list[str]]:
     """Yield the rows of the only sheet with content, as text.
 
     Empty cells at the end of a row are left out, and added up to the width of the first row.
-
-    Raises:
-        DataError: openpyxl is not installed, or the file is no workbook with one sheet.
     """
     name = printable(path)
     if find_spec("openpyxl") is None:
@@ -102,7 +95,6 @@ def write_sheet(file: BinaryIO, rows: Iterable[Sequence[Any]], *, number_format:
     """Write a workbook with one sheet, whose first row is the header.
 
     Args:
-        file: Receives the workbook.
         rows: Cells: text, numbers, or None for an empty one.
         number_format: How Excel shows floating-point numbers, such as `0.00%`.
     """

@@ -44,15 +44,7 @@ Value = float | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A property of images.
-
-    Args:
-        key: Its name in JSON.
-        title: Its name in sentences.
-        values: One an image.
-        edges: Limits of the slices of numbers; the quartiles if omitted.
-        unit: Of the numbers, with a space before it.
-    """
+    """A property of images."""
 
     key: str
     title: str
@@ -66,15 +58,9 @@ class AccuracySlice:
     """Right answers in a slice, and in all other images whose value of the feature is known.
 
     Args:
-        feature: Key of the feature.
-        title: Its name in sentences.
-        name: The slice: a word, or a range of numbers.
-        count, right: Images of the slice, and right answers.
-        rest, rest_right: The same of the other images.
         interval: 95 % interval of the share that is right in the slice.
         p_value: Of Fisher's exact test against a slice that is as accurate or more; None of too
             few groups.
-        p_adjusted: The same after Holm's correction for all slices that are tested.
     """
 
     feature: str
@@ -128,7 +114,6 @@ def accuracy_slices(
 
     Args:
         right: Whether each answer is right; None for an image that is left out.
-        features: With a value for each image. One with the same value everywhere has no slices.
         groups: The group of each image, (images,); None of independent images.
     """
     rows = (_slices_of(right, one, groups) for one in features)

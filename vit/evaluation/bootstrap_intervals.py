@@ -54,10 +54,7 @@ def draw_weights(
     """How often each image is in each draw, in parts of (resamples, images), float64.
 
     Args:
-        images: Number of images.
-        resamples: Number of draws.
         groups: The group of each image, which are drawn whole; None of independent images.
-        seed: Of the draws.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, units = max(1, CHUNK // images), images if groups is None else count_groups(groups)
@@ -94,8 +91,6 @@ def bootstrap(
     """95 % intervals of metrics; the same for the same images. None where a draw has no value.
 
     Args:
-        images: Number of images.
-        statistics: The metrics.
         groups: The group of each image (vit/evaluation/image_groups.py); None of independent ones.
         resamples: Draws at most.
     """
@@ -181,7 +176,6 @@ def multilabel_intervals(
         probabilities: (images, classes).
         targets: 1 where an image has a class, (images, classes).
         decisions: 1 where it is predicted, (images, classes).
-        groups: As for `bootstrap`.
     """
     probabilities, truth = probabilities.double(), targets.double()
     inside = probabilities.clamp(LEAST, 1 - 2**-53)

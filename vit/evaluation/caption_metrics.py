@@ -187,9 +187,6 @@ def caption_scores(
       ones the first.
     - distinct: different hypotheses, over all.
     - exact: hypotheses that equal one of their references, over all.
-
-    Raises:
-        ValueError: There is no image, one has no reference, or the lengths differ.
     """
     _check(hypotheses, references)
     texts = [normalize(text) for text in hypotheses]

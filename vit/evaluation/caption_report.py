@@ -28,12 +28,7 @@ class CaptionedImage:
     """The caption of one image.
 
     Args:
-        path: Its file.
-        caption: What the network generated.
-        score: Sum of the log probabilities of the caption's tokens, the end included.
-        ended: Whether the network ended it.
         references: What people wrote, at least one.
-        loss: Mean loss of a token of the first reference.
     """
 
     path: str
@@ -46,13 +41,7 @@ class CaptionedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionOutcomes:
-    """Captions of all images that were measured.
-
-    Args:
-        images: At least one.
-        loss: Mean loss of a token of the first references.
-        shuffled_loss: The same captions, each against another image.
-    """
+    """Captions of all images that were measured."""
 
     images: Sequence[CaptionedImage]
     loss: float
@@ -64,8 +53,6 @@ class CaptionFacts:
     """Facts about the captions of a run, beside `RunFacts`.
 
     Args:
-        captions: Number of training captions.
-        mean_tokens: Mean number of tokens of one, the end included.
         val_images: Number of validation images, of which maybe only some are measured.
         advice: What may make a decoder use the image that does not.
     """
@@ -88,12 +75,8 @@ def write_caption_report(
     """Write `folder`/report.html.
 
     Args:
-        folder: The run folder.
-        facts: Facts about the run.
-        caption_facts: Facts about its captions.
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Captions of the validation images that were measured, at least one.
-        class_outcomes: Classes of the same images, where the network has a head.
     """
     images, epochs = outcomes.images, select_epochs(events)
     loss, shuffled = outcomes.loss, outcomes.shuffled_loss

@@ -17,17 +17,8 @@ class Chart:
     """What the macro `chart` draws, in pixels from the upper left corner.
 
     Args:
-        title: What is drawn.
-        description: The chart in words, for screen readers.
-        ticks: y and text of each horizontal line.
-        marks: x and text of each mark on the horizontal axis.
-        axis: Name of the horizontal axis.
-        best: x of the best epoch, if any.
         curves: Label, class in the page's style, and the (x, y) of each value.
-        points: x, y and class in the page's style of single points.
         notes: A text for each point, shown under the pointer; empty without.
-        lines: Both ends of single lines, x, y, x, y, and class in the page's style.
-        bars: x, y, width and height of filled bars, behind all others.
     """
 
     width: ClassVar = 420
@@ -58,15 +49,7 @@ def line_chart(
     best: int,
     unit: str = "",
 ) -> Chart:
-    """A chart of `curves` over `epochs`.
-
-    Args:
-        title: What is drawn.
-        epochs: At least one, rising.
-        curves: Values by label, one an epoch; of two curves, the first is there to compare.
-        best: Epoch to mark.
-        unit: `%` where the values are shares.
-    """
+    """A chart of `curves` over `epochs`."""
     values = [value for curve in curves.values() for value in curve]
     low = 0.0 if 0 <= min(values) < 0.6 * max(values) else min(values)
     ticks, to_y = _vertical_axis(low, max(values), unit)
@@ -96,14 +79,7 @@ def scatter_chart(
     *,
     unit: str = "",
 ) -> Chart:
-    """A chart of points.
-
-    Args:
-        title: What is drawn.
-        points: At least one: position on the axis, value, and class in the page's style.
-        marks: Texts at positions on the axis.
-        unit: `%` where the values are shares.
-    """
+    """A chart of points."""
     values = [value for _, value, _ in points]
     ticks, to_y = _vertical_axis(min(values), max(values), unit)
     positions = [*(position for position, *_ in points), *marks]
@@ -131,9 +107,7 @@ def reliability_chart(
     Bars show the share of the images in each bin.
 
     Args:
-        title: What is drawn.
         bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.
-        bin_width: Width of a bin of scores.
     """
     to_x = _scale(0, 1, Chart.left, Chart.right)
     to_y = _scale(0, 1, Chart.bottom, Chart.top)
@@ -168,8 +142,6 @@ def severity_chart(title: str, label: str, values: Sequence[float]) -> Chart:
     """A chart of a share by the severity of a corruption.
 
     Args:
-        title: The corruption.
-        label: Name of the share.
         values: At severities 0 (no corruption), 1, 2...
     """
     to_x = _scale(0, len(values) - 1, Chart.left, Chart.right)

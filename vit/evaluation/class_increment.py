@@ -26,8 +26,6 @@ class ClassChange:
 
     Args:
         kept: Classes of both, in the order of the data.
-        added: Classes that are new in the data.
-        lost: Classes of the network without images in the data.
     """
 
     kept: tuple[str, ...]
@@ -50,11 +48,7 @@ class RecallRow:
     """Recall of one class or of some classes.
 
     Args:
-        name: The class, or the description of several.
-        images: Number of validation images.
         before: Recall of the old network in [0, 1]; None for new classes.
-        now: Recall of the new network.
-        summary: Whether the row is about several classes.
     """
 
     name: str
@@ -72,14 +66,7 @@ class RecallRow:
 def compare_recall(
     change: ClassChange, outcomes: Outcomes, classes: Sequence[str], before: Mapping[str, int]
 ) -> list[RecallRow]:
-    """Recall of the old, the new and all classes, then of each class with images.
-
-    Args:
-        change: The old and new classes.
-        outcomes: Of the new network on the validation images.
-        classes: Class names of the new network.
-        before: Images of each kept class that the old network predicts right.
-    """
+    """Recall of the old, the new and all classes, then of each class with images."""
     index = {name: place for place, name in enumerate(classes)}
     kept = set(change.kept)
     right = [0] * len(classes)

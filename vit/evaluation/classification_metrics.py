@@ -29,12 +29,7 @@ class Outcomes:
     """What all scores are computed from; tensors of shape (images,) but the last.
 
     Args:
-        labels: The true class.
-        answers: The most probable class; of equal ones the first.
-        confidences: Probability of `answers`.
         ranks: Rank of the true class by probability, from 0.
-        likelihoods: Probability of the true class.
-        squares: Sum over classes of the squared probability.
         class_gaps: Sums over images of (has the class) - (its probability), by bins of that
             probability, (bins, classes).
     """
@@ -49,12 +44,7 @@ class Outcomes:
 
     @staticmethod
     def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
-        """Outcomes of `probabilities`, (images, classes), under the true `labels`, (images,).
-
-        Raises:
-            ValueError: The shapes do not fit, a label is not a class, or a probability is not
-                a finite number.
-        """
+        """Outcomes of `probabilities`, (images, classes), under the true `labels`, (images,)."""
         if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
             raise ValueError(
                 f"probabilities {tuple(probabilities.shape)} and labels {tuple(labels.shape)}: "
@@ -102,13 +92,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class CalibratedOutcomes:
-    """Outcomes of calibrated scores.
-
-    Args:
-        scaling: Temperature and exponent of the calibration.
-        outcomes: With this scaling.
-        held_out: The same images, each by a calibration that was fitted without it.
-    """
+    """Outcomes of calibrated scores."""
 
     scaling: tuple[float, float]
     outcomes: Outcomes
@@ -130,9 +114,6 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     classes that occur among labels or answers, `balanced_accuracy` over those among labels; an
     undefined precision, recall or f1 is 0. `per_class` lists every class of the model; one
     without an image has count 0.
-
-    Raises:
-        ValueError: There is no image.
     """
     count = len(outcomes)
     if count == 0:
@@ -169,14 +150,7 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def class_scores(label: str, hits: float, count: float, answered: float) -> dict[str, Any]:
-    """Scores of one class; undefined ones are 0.
-
-    Args:
-        label: Its name.
-        hits: Images with the class for which it is predicted.
-        count: Images with the class.
-        answered: Images for which it is predicted.
-    """
+    """Scores of one class; undefined ones are 0."""
     return {
         "label": label,
         "count": int(count),

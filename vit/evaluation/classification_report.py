@@ -47,19 +47,10 @@ def write_classification_report(
     """Write `folder`/report.html.
 
     Args:
-        folder: The run folder.
-        facts: Facts about the run.
         events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Of the validation images that could be read, at least one, with raw scores.
         paths: Their files, in the same order.
-        recall: Of old and new classes, if classes were added to another run.
-        calibrated: The same with calibrated scores, if the run has a calibration.
         groups: The group of each image; None of independent images.
-        slices: Rows of `AccuracySlice.to_dict`.
-        robustness: As `vit.evaluate` returns it with corruptions, if it was measured.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     epochs = select_epochs(events)
     score = {"score_key": "val_top1", "score_name": "Top-1"}

@@ -13,15 +13,7 @@ MAX_IMAGES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Flip:
-    """An image that one of two classifiers gets right.
-
-    Args:
-        path: Its file.
-        label: Its class.
-        right: Probability that the right one gives to its class.
-        answer: Answer of the other one.
-        wrong: Probability of that.
-    """
+    """An image that one of two classifiers gets right."""
 
     path: str
     label: str
@@ -58,14 +50,7 @@ def comparison_page(
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """An image that some of several classifiers get right.
-
-    Args:
-        path: Its file.
-        label: Its class.
-        answers: Answer of each classifier, with its probability.
-        right: Whether each answer is right.
-    """
+    """An image that some of several classifiers get right."""
 
     path: str
     label: str

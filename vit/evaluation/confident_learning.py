@@ -57,7 +57,6 @@ def class_thresholds(own: Tensor, labels: Tensor, classes: int) -> Tensor:
     Args:
         own: Probability of the label of each image, (images,).
         labels: (images,).
-        classes: Number of classes.
     """
     count = torch.bincount(labels, minlength=classes)
     means = own.new_zeros(classes).scatter_add_(0, labels, own) / count.clamp(min=1)
@@ -127,11 +126,7 @@ def weak_predictions(rows: Sequence[LabeledRow]) -> str | None:
 
 
 def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
-    """Read rows of `vit evaluate --out FILE.jsonl`; those of unreadable images are left out.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not such a row.
-    """
+    """Read rows of `vit evaluate --out FILE.jsonl`; those of unreadable images are left out."""
     rows, number = [], 0
     try:
         with open(path, encoding="utf-8") as file:

@@ -91,9 +91,6 @@ def class_set_levels(
     Args:
         scores: Of `set_scores`, (images,).
         labels: (images,).
-        classes: Number of classes.
-        coverages: Shares of the images of each class.
-        groups: The group of each image, which then count instead of images.
     """
     of_class = [labels == index for index in range(classes)]
     fewest = count_rarest(labels, classes, groups)
@@ -113,11 +110,7 @@ def class_set_levels(
 
 
 def count_rarest(labels: Tensor, classes: int, groups: Tensor | None = None) -> int:
-    """Images of the rarest class, or groups that have an image of it.
-
-    Args:
-        labels, classes, groups: As for `class_set_levels`.
-    """
+    """Images of the rarest class, or groups that have an image of it."""
     if groups is None:
         return int(labels.bincount(minlength=classes).min())
     return min(count_present(groups[labels == index]) for index in range(classes))

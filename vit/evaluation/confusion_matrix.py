@@ -39,13 +39,7 @@ Indices = dict[tuple[int, int], list[int]]
 
 @dataclass(frozen=True)
 class Confusion:
-    """Images of one class with one answer.
-
-    Args:
-        label, answer: Indices of the classes.
-        count: Number of images.
-        share: Of the images of the class.
-    """
+    """Images of one class with one answer."""
 
     label: int
     answer: int
@@ -72,9 +66,7 @@ class MatrixRow:
     """The answers for one class.
 
     Args:
-        label: Index of the class.
         cells: In the order of the matrix; None where there is no image.
-        others: Images with an answer that has no column.
     """
 
     label: int
@@ -87,12 +79,7 @@ class ConfusionFindings:
     """What the macro `confusions` shows.
 
     Args:
-        classes: Names.
-        order: The classes of the matrix.
-        matrix: Its rows.
         pairs: The most frequent wrong pairs, at most MAX_PAIRS.
-        wrong_pairs: Number of all wrong pairs.
-        images: Of cells and pairs.
     """
 
     classes: Sequence[str]

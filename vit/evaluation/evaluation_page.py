@@ -15,12 +15,7 @@ CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
 
 
 def check_page(score: str, *, captions: bool) -> None:
-    """Refuse a network whose scores have no page.
-
-    Args:
-        score: Key of its score.
-        captions: Whether it writes captions.
-    """
+    """Refuse a network whose scores have no page."""
     if score not in SCORES or captions:
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
 
@@ -37,12 +32,7 @@ def score_rows(scores: Mapping[str, Any]) -> list[tuple[str, float, Any]]:
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
-    """The whole page.
-
-    Args:
-        model, data: What was evaluated.
-        scores: As `vit.evaluate` returns them, of a classifier of one or several classes an image.
-    """
+    """The whole page."""
     key = next((name for name in SCORES if name in scores), "")
     check_page(key, captions="bleu4" in scores)
     names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")

@@ -70,17 +70,13 @@ def fit_calibration(
     Threshold and sets are learned on scores as a calibration on the other images gives them.
 
     Args:
-        logits, targets: As for `fit_temperature`.
         fitted: What it returns for them, if it was called before.
         distances: Of the images from those of training, (images,), of a single-label network. They
             give a largest one, which FALSE_ALARMS of images like these exceed (of a new group, from
             99 groups on); the threshold is of the images that do not.
-        target_precision: Share of the answers that has to be right.
         target_classes: Indices of classes whose answers keep this share each on its own, by name;
             those of the other classes keep it together. The allowed error is divided equally, so
             that all hold at once.
-        thresholds: Decision thresholds of a multi-label network, of its raw scores; those that F1
-            chooses on the other images if omitted.
         groups: The group of each image, (images,), such as a patient; None of independent ones.
             Threshold and sets then hold for images of a new group, whose errors the scaling of
             other groups measures.

@@ -21,11 +21,7 @@ def weight_tensors(network: nn.Module) -> list[Tensor]:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that operators allocate: in use, and at their peak.
-
-    Args:
-        network: Its parameters and buffers do not count.
-    """
+    """Counts the bytes of tensors that operators allocate: in use, and at their peak."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -83,7 +83,6 @@ class Thumbnail:
     """A small JPEG inside a page.
 
     Args:
-        source: Its data URI.
         width, height: In pixels.
     """
 
@@ -101,7 +100,6 @@ def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
     """A thumbnail of the image in `path`, without its metadata; None if it is unreadable.
 
     Args:
-        path: A file, or an image inside an archive.
         size: Its longer side at most, in pixels.
     """
 

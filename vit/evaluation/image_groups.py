@@ -58,7 +58,6 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     With fewer than 5 groups it is [0, 1].
 
     Args:
-        hits: Whether each answer is right.
         groups: The group of each image; None of independent ones.
     """
     images, right = len(hits), int(hits.sum())

@@ -43,9 +43,7 @@ class ImageProperties:
         """Add a decoded image.
 
         Args:
-            path: Its file.
             size: Width and height of the whole image, in pixels.
-            file_format: As Pillow names it.
             pixels: As the network sees it, uint8 (3, height, width), or (crops, 3, height, width),
                 of which the first is measured.
         """
@@ -78,10 +76,7 @@ class ImageProperties:
         """The features of the images of an evaluation.
 
         Args:
-            paths: Their files.
             classes: The class of each; None of a multi-label network.
-            training_counts: Training images of each class; counted in `classes` if omitted.
-            columns: Cells of the columns of a list, by path.
         """
         files = [self.files.get(path) for path in paths]
         pixels = [self.pixels.get(path, (None, None)) for path in paths]

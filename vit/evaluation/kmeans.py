@@ -37,7 +37,6 @@ def kmeans(points: Tensor, clusters: int, *, seed: int, weights: Tensor | None =
     Args:
         points: (points, dim) float32 on the CPU.
         clusters: From 1 to the number of points.
-        seed: Of the initialisation.
         weights: Of the points, (points,), at least 0; 1 by default.
     """
     weights = points.new_ones(len(points)) if weights is None else weights.to(points.dtype)

@@ -70,13 +70,8 @@ class Part:
     """One row of the table, for one image.
 
     Args:
-        name: Its name in the table.
-        kinds: Names of its classes.
         shape: Of its output, without the batch; None if that is not one tensor.
-        parameters: Number of parameters.
         flops: 2 for each multiply-add.
-        calls: Number of calls.
-        parts: The parts of a block.
     """
 
     name: str
@@ -93,14 +88,7 @@ class Memory:
     """Estimated bytes, in float32 unless named otherwise.
 
     Args:
-        weights: Parameters and buffers.
         weights_bf16: The same in bfloat16.
-        inference: Peak for one image, the weights included.
-        batch_size: Images of the training step.
-        gradients: One number a parameter.
-        moments: Two numbers a parameter, of AdamW.
-        kept: Images, and activations that the backward pass needs.
-        training: Peak of a step, weights, gradients and moments included.
     """
 
     weights: int
@@ -119,9 +107,6 @@ class Cost:
 
     Args:
         parts: In order; the one called "blocks" has a part for each block.
-        parameters: Number of parameters.
-        flops: Of one image, forward.
-        memory: The estimate.
     """
 
     parts: tuple[Part, ...]
@@ -131,15 +116,7 @@ class Cost:
 
 
 def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
-    """Count what the network of `config` costs, without building it in memory.
-
-    Args:
-        config: The network.
-        batch_size: Images of the training step whose memory is estimated.
-
-    Raises:
-        ConfigError: A tensor would have too many numbers to be counted.
-    """
+    """Count what the network of `config` costs, without building it in memory."""
     _check_countable(config, batch_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
         network = _assemble_by_shape(config)
@@ -175,10 +152,6 @@ def forward_flops(network: VisionTransformer, config: ModelConfig) -> int:
 
     It computes one blank image. Without numbers, as there, torch has to import its compiler, which
     takes longer.
-
-    Args:
-        network: Of a captioner the encoder is counted.
-        config: Its settings.
     """
     weight = next(network.parameters())
     blank = images(config, 1).to(weight)
@@ -231,11 +204,7 @@ def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> t
 
 
 class Table:
-    """Makes the rows of a summary.
-
-    Args:
-        calls: As `record_calls` returns them.
-    """
+    """Makes the rows of a summary."""
 
     def __init__(self, calls: dict[nn.Module, Calls]) -> None:
         self.calls = calls

@@ -228,9 +228,6 @@ def summarize_multilabel(
     `ece_classwise` its mean over classes. In `per_class`, undefined precision, recall and F1 are 0,
     and an undefined average precision is None. `map_interval` takes `groups` of images as
     independent, if given.
-
-    Raises:
-        ValueError: There is no image, a shape does not fit, or a probability is not finite.
     """
     shape = (len(probabilities), len(classes))
     if probabilities.shape != shape or targets.shape != shape or not shape[0]:

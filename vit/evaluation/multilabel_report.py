@@ -30,11 +30,7 @@ class MultilabelOutcomes:
     Args:
         probabilities: (images, classes), float64.
         targets: 1 where an image has a class, (images, classes).
-        thresholds: Probability from which on a class is predicted.
-        paths: Files of the images.
         raw: Probabilities without calibration; those above if None.
-        held_out: Probabilities of each image by a calibration without it, if there is one.
-        temperature: Of the calibration.
         groups: The group of each image; None of independent images.
     """
 
@@ -57,11 +53,7 @@ def write_multilabel_report(
     slices: Sequence[Mapping[str, Any]] = (),
     robustness: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `folder`/report.html; arguments as for `write_classification_report`.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
+    """Write `folder`/report.html; arguments as for `write_classification_report`."""
     scores = summarize_multilabel(
         outcomes.probabilities,
         outcomes.targets,

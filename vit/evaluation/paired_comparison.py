@@ -51,8 +51,6 @@ class PairedComparison:
 
     Args:
         count: Number of images, at least 1.
-        a_right, b_right: Right answers of each.
-        only_a_right, only_b_right: Images that one answers right and the other wrong.
         groups: Number of groups of images that are alike; None of independent images.
     """
 
@@ -204,8 +202,6 @@ class AllPairs:
 
     Args:
         count: Number of images, at least 1.
-        runs: Number of classifiers.
-        pairs: By the places of both, the smaller one first.
     """
 
     count: int
@@ -217,12 +213,7 @@ class AllPairs:
         right: Tensor,
         compared: Callable[[int, int], PairedComparison] | None = None,
     ) -> "AllPairs":
-        """From whether each answer is right, (classifiers, images).
-
-        Args:
-            right: The answers.
-            compared: The comparison of two by their places; by default that of right answers.
-        """
+        """From whether each answer is right, (classifiers, images)."""
         compared = compared or (lambda a, b: PairedComparison.of(right[a], right[b]))
         pairs = {(a, b): compared(a, b) for a, b in combinations(range(len(right)), 2)}
         return AllPairs(right.shape[1], len(right), pairs)

@@ -31,8 +31,6 @@ class PairedGroups(PairedComparison):
     """Counts of two classifiers on the same images, of which those of a group are alike.
 
     Args:
-        probability: p of the sign flips.
-        effective: Number of independent images that say as much about the difference.
         intervals: 95 % intervals of the accuracy of A and of B.
     """
 

@@ -68,12 +68,10 @@ class PairedMap(PairedComparison):
     """Two multi-label networks on the same images; an answer is right where each class of it is.
 
     Args:
-        maps: Mean average precision of A and of B.
         intervals: Their 95 % intervals; None where there is none.
         error: Standard error of the difference; NaN where it is not known: fewer than 5 parts or
             groups of images, one without which no class is left, or none that changes the
             difference.
-        degrees: Degrees of freedom of that.
     """
 
     maps: tuple[float, float]
@@ -95,7 +93,6 @@ class PairedMap(PairedComparison):
         """From the scores of both on the same images.
 
         Args:
-            a, b: Scores of both.
             targets: 1 where an image has a class, (images, classes).
             right: Whether each answer has all classes right, (images,) both.
             groups: The group of each image, (images,); None of independent ones.

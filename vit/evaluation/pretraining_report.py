@@ -36,17 +36,9 @@ def write_pretraining_report(
     """Write `folder`/report.html.
 
     Args:
-        folder: The run folder.
-        facts: Facts about the run.
-        events: Of metrics.jsonl.
         features: Of validation images, (images, dim).
         classes: Class of each; empty texts without classes.
-        paths: File of each.
         reconstructions: Rows of images, each (3, height, width) in [0, 1]; none without them.
-        method: The task.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     epochs = select_epochs(events)
     curves = {"training": ["train_loss"], "validation": ["val_loss"]}

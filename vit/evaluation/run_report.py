@@ -25,20 +25,9 @@ class RunFacts:
     """Facts about a run beside its scores.
 
     Args:
-        config: The completed settings.
-        classes: Names, by output of the network.
-        parameters: Number of parameters.
         machine: Devices and arithmetic, such as `1 x cuda, bf16`.
-        train_images: Number of training images.
-        root: Folder of the data, from which images are named.
-        val_held_out: Whether vit chose the validation images.
         best_epoch: The epoch whose weights are measured, from 1.
-        soup: Epochs, the average of whose weights is measured instead, if any.
-        unreadable: Images that could not be read, with the reason.
         flops: Of one image, forward; None if they were not counted.
-        environment: Lines of environment.jsonl; runs of older versions have none.
-        notes: About the data, such as images that are in training and in validation.
-        tested: The scores of the test images, if the training measured them.
     """
 
     config: Config
@@ -68,11 +57,7 @@ def write_run_report(
     """Write `folder`/report.html.
 
     Args:
-        folder: The run folder.
-        template: A template that extends run_report.html.j2.
-        facts: Facts about the run.
         epochs: Its epochs, at least one.
-        values: What the template needs besides.
     """
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
     page = render_page(
@@ -95,7 +80,6 @@ def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | No
     """Speed and time of a training, and the size of its weights.
 
     Args:
-        folder: The run folder.
         epochs: Its epochs, at least one.
 
     Returns:
@@ -127,15 +111,7 @@ def epoch_chart(
     curves: Mapping[str, Sequence[str]],
     unit: str = "",
 ) -> Chart:
-    """A chart over epochs.
-
-    Args:
-        facts: Facts about the run.
-        epochs: Its epochs.
-        title: What is drawn.
-        curves: By label: keys, of which the first that an epoch has gives the value.
-        unit: `%` where the values are shares.
-    """
+    """A chart over epochs."""
     values = {
         label: [next(event[key] for key in keys if key in event) for event in epochs]
         for label, keys in curves.items()

@@ -74,21 +74,11 @@ class RunRecord:
     """One training, as its run folder describes it.
 
     Args:
-        name: Its path below the searched folder.
-        folder: The run folder.
-        state: finished, running, unfinished or broken.
-        reason: Why it is broken, else "".
         changed: Time of the last change of its metrics, in seconds since 1970.
         settings: Its settings by name; empty if they cannot be read.
-        parameters: Number of parameters, if it has weights.
-        epochs: Number of epochs that are over.
         best_epoch: The epoch of the weights, from 1; None if they are an average of several.
         metric: The score that ranked the epochs, such as `val_top1`; None before the first.
-        score: Its best value.
         interval: Its 95 % interval where it is a share of independent images (Wilson), else None.
-        calibration_error: Of the calibrated scores, if it was measured.
-        seconds: Time of training, without validation.
-        has_report: Whether it has a report.html.
     """
 
     name: str
@@ -224,7 +214,6 @@ class RunsTable:
     """The result of `runs`.
 
     Args:
-        folder: The searched folder.
         runs: Its runs, sorted.
     """
 
@@ -337,11 +326,7 @@ def runs(
 
 
 def sort_key(name: str) -> Callable[[RunRecord], Any]:
-    """The sort key of a column, or of a setting: numbers before words, None last.
-
-    Raises:
-        ConfigError: There is neither.
-    """
+    """The sort key of a column, or of a setting: numbers before words, None last."""
     word = name.replace("-", "_")
     if word in COLUMNS:
         return COLUMNS[word].key
@@ -459,13 +444,7 @@ def is_locked(path: Path) -> bool:
 
 
 def score_facts(chosen: Event, epochs: Sequence[Event], *, grouped: bool) -> dict[str, Any]:
-    """Fields of a RunRecord from its epochs.
-
-    Args:
-        chosen: Has the scores of the weights.
-        epochs: All that are over.
-        grouped: Whether images come in groups, so that their number gives no interval.
-    """
+    """Fields of a RunRecord from its epochs."""
     metric, images = ranking_metric(epochs[-1]), epochs[-1].get("val_images")
     score = float(chosen[metric])
     interval = None
@@ -482,11 +461,7 @@ def score_facts(chosen: Event, epochs: Sequence[Event], *, grouped: bool) -> dic
 
 
 def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
-    """Number of parameters in a safetensors file, by the shapes in its header.
-
-    Raises:
-        ValueError: It is no complete safetensors file.
-    """
+    """Number of parameters in a safetensors file, by the shapes in its header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
@@ -507,11 +482,7 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
 
 
 def read_calibration_error(path: Path) -> float | None:
-    """The calibration error in a config.json, if it was measured.
-
-    Raises:
-        ValueError: Its calibration is of a format that no command reads.
-    """
+    """The calibration error in a config.json, if it was measured."""
     own = json.loads(path.read_bytes())["vit"]
     if own.get("calibration") is not None:
         ScoreCalibration.from_dict(own["calibration"])

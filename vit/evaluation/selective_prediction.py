@@ -100,9 +100,7 @@ def highest_provable(
     They divide the allowed error, so a threshold for the one that is found keeps its promise.
 
     Args:
-        confidences, right: As for `precision_threshold`.
         target: The share that these images do not prove.
-        groups: As for `precision_threshold`.
     """
     error = ALLOWED_ERROR / len(LOWER_TARGETS)
     for lower in LOWER_TARGETS:

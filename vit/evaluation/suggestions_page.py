@@ -18,11 +18,8 @@ def suggestions_page(
     """The whole page.
 
     Args:
-        heading: Name of the dataset.
-        summary: Sentences about the choice.
         suggested: Name, path, likely class (may be empty) and margin of each image, in the order
             of the list.
-        failed: Names of unreadable images, and the reasons.
     """
     shown = suggested[:MAX_IMAGES]
     return render_page(

@@ -108,12 +108,7 @@ def fit_temperature(
 
 
 def fold_numbers(images: int, groups: Tensor | None = None) -> Tensor:
-    """The fold of each image, (images,); the same at every call.
-
-    Args:
-        images: Number of images.
-        groups: As for `fit_temperature`; a single group is divided.
-    """
+    """The fold of each image, (images,); the same at every call."""
     if groups is None or count_present(groups) < 2:
         groups = torch.arange(images)
     number = 1 + int(groups.max())

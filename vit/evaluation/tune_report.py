@@ -44,8 +44,6 @@ def verdict(record: Record, best: Result, plan: Result | None) -> str:
     """Whether the best trial is better than the plan by more than chance, as a sentence.
 
     Args:
-        record: Of the tuning.
-        best: The result of the best trial.
         plan: That of the plan, trained for as long; None where it was not.
     """
     if best["trial"] == 0:
@@ -80,7 +78,6 @@ def table_lines(record: Record, standing: Sequence[Result]) -> list[str]:
     """The trials for a terminal, the best first, each in the last rung that it reached.
 
     Args:
-        record: Of the tuning.
         standing: Results, in the order of the table.
     """
     name = next((measure_name(one) for one in standing if "error" not in one), "score")
@@ -101,10 +98,7 @@ def tune_page(record: Record, standing: Sequence[Result], plan: Result | None, f
     """The whole page.
 
     Args:
-        record: Of the tuning.
-        standing: Each trial's result in the last rung that it reached, the best first.
         plan: Result of the plan in the rung of the best; None where there is none.
-        folder: Of the tuning.
     """
     best, trials, final = standing[0], record["trials"], record.get("result")
     return render_page(

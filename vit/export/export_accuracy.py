@@ -27,12 +27,7 @@ class Accuracy:
     """Scores of a run and of its file on the same images.
 
     Args:
-        count: Number of readable images.
-        failed: Number of unreadable images.
         before: Score of the run; None where it is undefined.
-        after: Score of the file.
-        agreement: Share of images with the same class, or the same set of classes.
-        difference: Largest difference of two probabilities.
         score: Name of the score: top-1, or mAP of a multi-label network.
     """
 

@@ -31,12 +31,7 @@ MEMORY_AXES = {1: "batch"}
 
 
 class ImageEncoder(nn.Module):
-    """Resized images to the cross-attention keys and values of each decoder block.
-
-    Args:
-        model: Encoder and decoder.
-        preprocessing: Its normalisation.
-    """
+    """Resized images to the cross-attention keys and values of each decoder block."""
 
     def __init__(self, model: Captioner, preprocessing: Preprocessing) -> None:
         super().__init__()
@@ -98,11 +93,7 @@ def stack_layers(pairs: list[tuple[Tensor, Tensor] | None]) -> tuple[Tensor, Ten
 
 
 def parts_of(run: LoadedRun) -> tuple[Part, Part]:
-    """Encoder and decoder of a captioner.
-
-    Raises:
-        ConfigError: It cannot be exported; the message names the setting.
-    """
+    """Encoder and decoder of a captioner."""
     model = run.model
     assert isinstance(model, Captioner), "a run with a tokenizer has a captioner"
     if run.config.channels != 3:

@@ -35,14 +35,7 @@ BATCHES = (3, 1, 2, 5)
 
 
 class Classifier(nn.Module):
-    """Resized images to probabilities.
-
-    Args:
-        model: The network.
-        preprocessing: Its normalisation.
-        activation: Outputs of the head -> probabilities, or what else the task returns.
-        distance: Distance from the training images, which becomes the last output.
-    """
+    """Resized images to probabilities."""
 
     def __init__(
         self,
@@ -104,11 +97,7 @@ class ClassifierWithTokens(Classifier):
 
 
 def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
-    """The module that torch exports of a classifier.
-
-    Raises:
-        ConfigError: It cannot be exported; the message names the setting.
-    """
+    """The module that torch exports of a classifier."""
     config = run.config
     if config.channels != 3:
         raise ConfigError(
@@ -176,11 +165,7 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
 def check_images(
     part: Part, session: OnnxSession, preprocessing: Preprocessing, tolerance: float
 ) -> float:
-    """Largest difference of a file to torch and Pillow on random images of several sizes.
-
-    Raises:
-        VitError: It exceeds `tolerance`, or a shape differs.
-    """
+    """Largest difference of a file to torch and Pillow on random images of several sizes."""
     largest = 0.0
     own = [(count, *preprocessing.image_size) for count in BATCHES]
     for shape in (*own, *IMAGES):

@@ -33,10 +33,6 @@ class ExportReport:
     """An exported file and its comparison with the run.
 
     Args:
-        run: The run, or other weights.
-        to: Format of the file.
-        precision: Arithmetic of the file.
-        exported: The files, and measurements made before they were written.
         verification: Outputs of the file and the run on images; None for torch.export.
     """
 
@@ -125,14 +121,6 @@ def export_torch(
     part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
     model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
     licence, license.txt.
-
-    Args:
-        run, overwrite, notify: As for `export_onnx`.
-        out: NAME.pt2.
-        options: `tokens` and `no_calibration` of `export_onnx`.
-
-    Raises:
-        VitError: It cannot be exported or written.
     """
     settings, path = Options(**options), Path(out)
     settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")

@@ -59,7 +59,6 @@ class Exported:
     Args:
         files: Paths and sizes in bytes.
         difference: Largest difference to torch on random inputs, as a share of the largest value.
-        accuracy: Accuracy of file and run, if there are validation images.
     """
 
     files: tuple[tuple[Path, int], ...]
@@ -132,15 +131,8 @@ def classifier_file(
     """A checked ONNX file under a temporary name, its difference to torch, and its accuracy.
 
     Args:
-        run: The network.
-        source: Where it was loaded from.
-        path: The final name of the file.
-        options: Export options.
         notify: Called with notes on the data, if not None.
         overwrite: Whether external data beside `path` may be replaced.
-
-    Raises:
-        VitError: As `export_onnx`.
     """
     notify = notify or (lambda _line: None)
     part = export_classifier.part_of(run, tokens=options.tokens)
@@ -224,16 +216,7 @@ def data_beside(path: Path) -> Path:
 
 @contextmanager
 def staged_file(path: Path, proto: Any, *, external: bool) -> Iterator[Path]:
-    """Write `proto` into a temporary folder beside `path`, under the same name, and check it.
-
-    Args:
-        path: The final path.
-        proto: An onnx.ModelProto.
-        external: Whether its weights become external data.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
+    """Write `proto` into a temporary folder beside `path`, under the same name, and check it."""
     onnx, size = libraries(), sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
     with explain_write_errors(path, size):
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -259,9 +242,6 @@ def publish(staged: Path, path: Path) -> tuple[tuple[Path, int], ...]:
 
     Returns:
         The files and their sizes in bytes.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
     """
     old, new = data_beside(path), data_beside(staged)
     written = [(path, staged.stat().st_size)]
@@ -279,11 +259,7 @@ def publish(staged: Path, path: Path) -> tuple[tuple[Path, int], ...]:
 
 
 def check_output_path(path: Path, *, overwrite: bool, suffix: str = SUFFIX) -> None:
-    """Check, before any work is done, that `path` can be written.
-
-    Raises:
-        RunError: It has another suffix, exists and `overwrite` is off, or its folder is missing.
-    """
+    """Check, before any work is done, that `path` can be written."""
     name = printable(path)
     if path.suffix != suffix:
         raise RunError(

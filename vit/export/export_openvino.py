@@ -50,15 +50,7 @@ def export_openvino(
     notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
-    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file.
-
-    Args:
-        run, overwrite, notify, options: As for `export_onnx`.
-        out: NAME.xml.
-
-    Raises:
-        VitError: As `export_onnx`, or OpenVINO is not installed.
-    """
+    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file."""
     settings, path = Options(**options), Path(out)
     if settings.external_data:
         raise ConfigError(
@@ -89,16 +81,10 @@ def convert(
 
     Args:
         graph: The file, or its bytes; its metadata have its precision.
-        out: NAME.xml; existing files are replaced.
         images: Images to compare both engines on, uint8 (height, width, 3); noise by default.
 
     Returns:
         The largest difference to onnxruntime, as TOLERANCES measures it.
-
-    Raises:
-        RunError: `out` has another suffix, or cannot be written.
-        WeightsError: `graph` is no usable ONNX file.
-        VitError: OpenVINO is not installed, or its outputs differ.
     """
     path = Path(out)
     if path.suffix != SUFFIX:

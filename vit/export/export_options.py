@@ -19,20 +19,8 @@ class Options:
     """Options of an export.
 
     Args:
-        precision: fp32, fp16 (weights and most arithmetic) or int8.
-        tokens: Add the outputs tokens, embedding and attention.
-        opset: Version of ONNX's operators; OPSET by default.
-        calibration: Dataset whose training images int8 is fitted to.
-        samples: Number of calibration images; SAMPLES by default.
-        dynamic: int8 without calibration images.
-        static: int8 with the ranges that activations have on the calibration images.
-        validation: Labelled data for the comparison of the accuracy; `calibration` by default.
         max_drop: Largest loss of top-1 (of mAP if multi-label) there; MAX_DROP by default.
-        no_calibration: Return raw scores where the run has a calibration.
         external_data: Store the weights in NAME.onnx.data, as always from 2 GB on.
-
-    Raises:
-        ConfigError: A value is impossible, or has no effect with the other options.
     """
 
     precision: str = "fp32"

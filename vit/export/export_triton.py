@@ -44,15 +44,7 @@ def export_triton(
     notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
-    """Write a classifier as a model of a Triton model repository, with its ONNX file.
-
-    Args:
-        run, overwrite, notify, options: As for `export_onnx`.
-        out: REPOSITORY/NAME, a folder; NAME is that of the model in requests.
-
-    Raises:
-        VitError: As `export_onnx`, or `out` is no name of a model.
-    """
+    """Write a classifier as a model of a Triton model repository, with its ONNX file."""
     settings, folder = Options(**options), Path(out)
     check_folder(folder, overwrite=overwrite)
     loaded = load_classifier(run, notify, "triton", no_calibration=settings.no_calibration)
@@ -77,13 +69,7 @@ def export_triton(
 
 
 def model_config(name: str, session: OnnxSession, image_size: tuple[int, int]) -> str:
-    """The text of config.pbtxt.
-
-    Args:
-        name: Name of the model.
-        session: Its graph; the first axis of each tensor is the batch.
-        image_size: Size of the network, of which the image that warms it up is.
-    """
+    """The text of config.pbtxt."""
     (images,) = session.inputs
     element, _ = session.signature[images]
     size = f"{image_size[0]}, {image_size[1]}, 3"
@@ -114,12 +100,7 @@ def _tensor(session: OnnxSession, name: str) -> str:
 
 
 def check_folder(folder: Path, *, overwrite: bool) -> None:
-    """Check, before any work is done, that `folder` can be a model of a repository.
-
-    Raises:
-        ConfigError: Its name is no name of a model.
-        RunError: It exists and `overwrite` is off, or is something else.
-    """
+    """Check, before any work is done, that `folder` can be a model of a repository."""
     shown = printable(folder)
     suffix = folder.suffix.lower()
     if suffix in (".onnx", ".xml", ".pt2") or not re.fullmatch(r"[\w.-]*\w", folder.name, re.ASCII):

@@ -28,13 +28,6 @@ def convert_to_float16(proto: Any) -> Any:
     """Convert a float32 graph to float16; inputs and outputs keep their types.
 
     The distance from the training images stays in float32: it is a difference of large numbers.
-
-    Args:
-        proto: An onnx.ModelProto, which is modified.
-
-    Raises:
-        ConfigError: It is too large for the converter.
-        VitError: It cannot be converted, or a weight is too large for float16.
     """
     from onnxruntime.transformers import float16
     from onnxruntime.transformers.onnx_model import OnnxModel
@@ -66,7 +59,6 @@ def check_range(proto: Any, apart: Sequence[Any]) -> None:
     """Raise if the weights are too many for the converter, or one is too large for float16.
 
     Args:
-        proto: The graph.
         apart: Nodes that stay in float32.
     """
     onnx = libraries()

@@ -24,7 +24,6 @@ def gptq(weights: Array, scales: Array, moments: Array) -> Array:
 
     Args:
         weights: (in, out)
-        scales: Value of an integer in each column, (out,)
         moments: XᵀX of the inputs, (in, in); inputs that are always 0 are rounded to the nearest.
     """
     matrix = moments.astype(np.float64)

@@ -86,15 +86,7 @@ def _class_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
 def diagnose(
     run: LoadedRun, runner: Runner, images: Sequence[str], reference: Outputs, file: Outputs
 ) -> list[str]:
-    """Likely causes of a difference, one sentence each.
-
-    Args:
-        run: The run.
-        runner: The opened file.
-        images: Paths.
-        reference: Outputs of the run.
-        file: Outputs of the file.
-    """
+    """Likely causes of a difference, one sentence each."""
     differences = sorted(
         (
             (one.difference(other), path)

@@ -43,10 +43,7 @@ class Part:
     """A module to export as one graph.
 
     Args:
-        name: Name in messages.
-        module: Maps tensors to a tuple of tensors; in evaluation mode, on the CPU.
         inputs: Dynamic axes of each input, in order, with their names.
-        outputs: Dynamic axes of each output.
         examples: Inputs for the comparison; the first one is traced, with at least 2 elements
             along dynamic axes, because torch takes a length of 0 or 1 for fixed.
     """
@@ -70,11 +67,7 @@ def check_size(part: Part) -> None:
 
 
 def to_onnx(part: Part, metadata: Mapping[str, str]) -> Any:
-    """The graph of `part` as an onnx.ModelProto, checked by onnx's checker.
-
-    Raises:
-        VitError: A library is missing, or torch has no ONNX operators for the network.
-    """
+    """The graph of `part` as an onnx.ModelProto, checked by onnx's checker."""
     check_size(part)
     proto = trace_module(part, OPSET)
     onnx = libraries()
@@ -95,11 +88,7 @@ def libraries() -> Any:
 
 @torch.no_grad()
 def trace_module(part: Part, opset: int) -> Any:
-    """The graph of `part` as an onnx.ModelProto.
-
-    Raises:
-        VitError: A library is missing, or torch has no ONNX operators for the network.
-    """
+    """The graph of `part` as an onnx.ModelProto."""
     libraries()
     # copied: of a view, torch would make the underlying tensor an input
     examples = tuple(x.clone(memory_format=torch.contiguous_format) for x in part.examples[0])
@@ -166,17 +155,7 @@ def check_equal(part: Part, content: bytes) -> float:
 def difference(
     part: Part, expected: Sequence[Tensor], found: Sequence[Array], tolerance: float | None = None
 ) -> float:
-    """Largest difference of outputs to torch's, as a share of the largest value (at least 1).
-
-    Args:
-        part: The exported module.
-        expected: Outputs of torch.
-        found: Outputs of the graph.
-        tolerance: Largest allowed difference; TOLERANCE by default.
-
-    Raises:
-        VitError: The difference is larger, or a shape differs.
-    """
+    """Largest difference of outputs to torch's, as a share of the largest value (at least 1)."""
     largest, allowed = 0.0, TOLERANCE if tolerance is None else tolerance
     for name, ours, theirs in zip(part.outputs, expected, found, strict=True):
         if tuple(ours.shape) != theirs.shape:
@@ -206,11 +185,7 @@ MOVES = ("Reshape", "Transpose")
 
 
 class Graph:
-    """Editor of an onnx.ModelProto: producers and consumers of tensors, and constants by name.
-
-    Args:
-        content: The serialized graph.
-    """
+    """Editor of an onnx.ModelProto: producers and consumers of tensors, and constants by name."""
 
     def __init__(self, content: bytes) -> None:
         self.proto = libraries().load_from_string(content)

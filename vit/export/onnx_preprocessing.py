@@ -47,12 +47,7 @@ SMALLEST = 1e-9  # replaces a sum of no weights, of pixels that are cut off
 
 
 class Nodes:
-    """Builder of a graph: its nodes and constants.
-
-    Args:
-        prefix: Prefix of all names.
-        constants: Constants of the enclosing graph, which new ones are added to.
-    """
+    """Builder of a graph: its nodes and constants."""
 
     def __init__(self, prefix: str, constants: dict[bytes, Any] | None = None) -> None:
         self.prefix = prefix
@@ -63,15 +58,7 @@ class Nodes:
     def add(
         self, operator: str, *inputs: "Value", kind: DTypeLike, name: str = "", **settings: Any
     ) -> "Value":
-        """Add a node of an ONNX operator with attributes `settings`; returns its output.
-
-        Args:
-            operator: Name of the operator.
-            inputs: Its inputs.
-            kind: Type of the output.
-            name: Name of the output; numbered by default.
-            settings: Attributes.
-        """
+        """Add a node of an ONNX operator with attributes `settings`; returns its output."""
         label = f"{self.prefix}{len(self.nodes)}_{operator}"
         output = name or label
         names = [value.name for value in inputs]
@@ -96,13 +83,7 @@ class Nodes:
 
 
 class Value:
-    """A tensor of the graph, with Python's operators; numbers become constants of its type.
-
-    Args:
-        nodes: Builder that operators add nodes to.
-        name: Name of the tensor.
-        kind: Type of the tensor.
-    """
+    """A tensor of the graph, with Python's operators; numbers become constants of its type."""
 
     def __init__(self, nodes: Nodes, name: str, kind: DTypeLike) -> None:
         self.nodes, self.name, self.kind = nodes, name, kind
@@ -237,9 +218,6 @@ class Axis:
     """Positions of the pixels of the result along one axis of the image.
 
     Args:
-        size: Pixels of the image.
-        full: Pixels of the whole resized image.
-        target: Pixels of its crop.
         cropped: Whether Pillow computes the crop only, whose borders it takes in float32.
     """
 

@@ -70,13 +70,6 @@ def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -
         content: A float32 ONNX graph of `vit export`.
         images: Calibration images, uint8 (height, width, 3) of any size, at least MIN_IMAGES.
             Without any, weights are rounded to the nearest; `static` needs them.
-        static: Activations have the ranges of the calibration images, and products in attention
-            are quantized too.
-
-    Raises:
-        ConfigError: The graph is not in float32, or has no products with weights.
-        DataError: There are too few images, or one has another type or shape.
-        VitError: A library is missing.
     """
     graph = Graph(content)
     metadata = {value.key: value.value for value in graph.proto.metadata_props}
@@ -106,11 +99,8 @@ class PackedProjection:
 
     Args:
         nodes: MatMul, perhaps Add, Reshape, Transpose and Split, in order.
-        source: Input of the product.
         weights: (dim, heads x head_dim)
         bias: (heads x head_dim,), or None.
-        shape: Shape of the Reshape.
-        parts: Heads of each part.
     """
 
     nodes: list[Any]
@@ -211,9 +201,6 @@ class Activation:
     """A tensor to quantize in front of some products.
 
     Args:
-        name: Name of the tensor.
-        readers: Nodes that read it in integers.
-        products: MatMuls with weights that it reaches, perhaps through MOVES; none in attention.
         signed: Symmetric around 0, instead of from its minimum to its maximum.
         channels: Length of its last axis if channels are measured separately, else 1.
     """
@@ -351,7 +338,6 @@ class Moments:
 
     Args:
         matrix: (channels, channels)
-        tokens: Number of rows of X.
     """
 
     matrix: Array
@@ -386,8 +372,6 @@ def _smooth(graph: Graph, activation: Activation, values: Array) -> Array:
     """Factors for the rows of the weights; the norm that produces the activation is divided.
 
     Args:
-        graph: The graph.
-        activation: What the weights multiply.
         values: Its size in each channel, (channels,).
 
     Returns:
@@ -450,13 +434,7 @@ def _quantize_static(graph: Graph, activations: list[Activation], images: Sequen
 def _quantize_tokens(
     graph: Graph, activations: Sequence[Activation], moments: dict[str, Moments]
 ) -> None:
-    """Quantize products with weights, and each token before them in the range that it has.
-
-    Args:
-        graph: The graph.
-        activations: Inputs of the products.
-        moments: Those of the inputs, if any were measured; removed when they were used.
-    """
+    """Quantize products with weights, and each token before them in the range that it has."""
     replacements: dict[str, list[Any]] = {}
     for activation in activations:
         measured, factors = moments.pop(activation.name, None), np.ones(1, np.float32)

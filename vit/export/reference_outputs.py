@@ -31,7 +31,6 @@ class ModelOutputs:
     Args:
         probabilities: (classes,) float64; empty without a classification head.
         caption: The caption, or None.
-        likelihood: Probability of the caption.
         thresholds: Decision thresholds of a multi-label network, or None.
     """
 
@@ -73,7 +72,6 @@ def by_reference_code(
 
     Args:
         run: A run on the CPU; computed in float32.
-        images: Paths.
         reversed_channels: Exchange red and blue, as files of other tools may.
     """
     outputs: Outputs = []

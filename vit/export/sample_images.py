@@ -32,12 +32,7 @@ from vit.weights.saved_model import LoadedRun
 
 
 class SampleImages(Sequence[Array]):
-    """Images that are read on access, each uint8 (height, width, 3).
-
-    Args:
-        paths: Paths of the images.
-        intensity_range: With which deep images are read.
-    """
+    """Images that are read on access, each uint8 (height, width, 3)."""
 
     def __init__(self, paths: Sequence[str], intensity_range: IntensityRange | None = None) -> None:
         self.paths, self.intensity_range = paths, intensity_range
@@ -61,11 +56,7 @@ def validation_samples(
     data: str | None,
     notify: Notify,
 ) -> tuple[Sample, ...]:
-    """The images of `data` that `vit evaluate` would use; none without `data`.
-
-    Raises:
-        VitError: As `vit.inference.evaluate.load_samples`.
-    """
+    """The images of `data` that `vit evaluate` would use; none without `data`."""
     if data is None:
         return ()
     spec = DatasetSpec(data, split="val")
@@ -86,18 +77,6 @@ def calibration_images(
 
     Of data that are not divided, with nothing else to measure the accuracy on, half of the images
     at most, which are then not measured on.
-
-    Args:
-        options: Options with the data and the number of images.
-        classes: Class names of the model.
-        validation: Images that are left out, since the accuracy is measured on them.
-        intensity_range: With which deep images are read.
-        task: What the model does.
-        source: Its run folder, whose settings of the data apply, such as `images` of a list.
-        notify: Called with each image that is left out, since it cannot be decoded.
-
-    Raises:
-        DataError: There are none, or fewer than requested.
     """
     if options.calibration is None:
         return SampleImages([])
@@ -183,17 +162,7 @@ SIZES = (
 def comparison_images(
     folder: Path, run: LoadedRun, images: Sequence[str] | None, notify: Notify
 ) -> Iterator[list[str]]:
-    """Paths of images: `images` if given, else validation images of the run, else drawn ones.
-
-    Args:
-        folder: The run folder.
-        run: The run.
-        images: Requested images.
-        notify: Called with a note on which images are used.
-
-    Raises:
-        DataError: `images` is empty.
-    """
+    """Paths of images: `images` if given, else validation images of the run, else drawn ones."""
     if images is not None:
         if not images:
             raise DataError("images: not one image; leave them out for those of the training")

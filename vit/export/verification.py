@@ -54,13 +54,7 @@ class Comparison:
     """Deviation of one implementation from the reference.
 
     Args:
-        name: Name of the implementation.
-        images: Number of images with outputs of both.
-        top1_agreement: Share of them with the same first class and the same caption; of a
-            multi-label model the mean overlap (intersection over union) of the named classes.
-        max_probability_difference: The largest difference of two probabilities.
         worst: The image of that difference, or None if there is none.
-        limits: Allowed deviation.
     """
 
     name: str
@@ -112,10 +106,6 @@ class Verification:
     """Result of a verification.
 
     Args:
-        images: Number of images with outputs of every implementation.
-        paths: The implementations; the first is the reference.
-        failures: Images without an output, each {"image", "path", "error"}.
-        causes: Likely causes of a difference, and differences of the metadata, one sentence each.
         precision: Precision in the metadata of the file, which sets its limits; None without one.
     """
 
@@ -255,11 +245,7 @@ def open_exported(exported: PathLike, engine: str | None, batch_size: int | None
 
 
 def named_source(exported: PathLike, runner: Runner) -> str:
-    """The source of weights in the metadata of an exported file.
-
-    Raises:
-        RunError: There is none, or it does not exist here.
-    """
+    """The source of weights in the metadata of an exported file."""
     source = runner.metadata.get("source_run")
     if source is None:
         raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
@@ -274,11 +260,7 @@ def named_source(exported: PathLike, runner: Runner) -> str:
 
 
 def precision_of(runner: Runner) -> str:
-    """Precision in the metadata of the file; a captioner is always in fp32.
-
-    Raises:
-        WeightsError: The precision is unknown.
-    """
+    """Precision in the metadata of the file; a captioner is always in fp32."""
     precision = runner.metadata.get("precision", "fp32")
     if precision not in LIMITS:
         raise WeightsError(

@@ -48,18 +48,7 @@ def prefetch_images(
     intensity_range: IntensityRange | None = None,
     notify: Notify = lambda _note: None,
 ) -> Iterator[list[DecodedImage]]:
-    """Yield windows of images in order, while threads decode the next ones.
-
-    Args:
-        images: The images, read lazily.
-        prepare: Turns an upright RGB image into something that numpy takes for an array.
-        workers: Threads.
-        window_size: Maximum images of a window. A window always ends at a multiple of
-            `window_size` in the list, so that a list can be continued from there; it is shorter
-            where images are large. A window is emptied once the next one is requested.
-        intensity_range: With which deep images are read.
-        notify: Called with a note about the first image that is read nearly black.
-    """
+    """Yield windows of images in order, while threads decode the next ones."""
     read = partial(
         decode_image, prepare=prepare, intensity_range=intensity_range, note=DarkImageNote(notify)
     )
@@ -75,13 +64,7 @@ def prefetch_images(
 
 
 class _PrefetchQueue:
-    """Images that are being decoded, and the current window.
-
-    Args:
-        images: The images.
-        submit: Starts decoding one of them.
-        window_size: Maximum images being decoded, and maximum images of a window.
-    """
+    """Images that are being decoded, and the current window."""
 
     def __init__(
         self,

@@ -48,20 +48,9 @@ def load_exported(
     """Load an exported network; settings of the torch Predictor that it lacks are refused.
 
     Args:
-        path: X.onnx of a classifier or a captioner; with openvino also X.xml.
-        engine: onnx (onnxruntime) or openvino.
-        batch_size, workers: As for ExportedClassifier and ExportedCaptioner.
-        threads: As for ExportedClassifier.
         search: A vit.generation Search, or None; only min_tokens and max_tokens may differ from
             their defaults.
-        intensity_range: As for ExportedClassifier.
-        no_calibration: Refused, since the calibration is inside of the file.
         settings: Other settings of the Predictor; each must have its default value.
-
-    Raises:
-        ConfigError: A setting is not supported; the message names it.
-        WeightsError: The file is missing, damaged, or not of vit export.
-        VitError: The engine is not installed.
     """
     if engine not in EXPORTED.values():
         raise ConfigError(f"engine={engine!r}: choose one of {', '.join(EXPORTED.values())}")

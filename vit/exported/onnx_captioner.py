@@ -33,25 +33,14 @@ class ExportedCaptioner:
     """Generates captions of images with the two ONNX files of an exported captioner.
 
     Args:
-        path: NAME.onnx, the image encoder.
-        decoder: The text decoder; default: NAME.decoder.onnx.
-        providers: onnxruntime's execution providers; default: the CPU.
         batch_size: Images per forward pass.
         workers: Threads that decode images; default: one per core, at most 8.
-        min_tokens: Minimum length of a caption in tokens.
-        max_tokens: Maximum length in tokens; default: the decoder's maximum.
         threads: Compute threads; default: one per core.
-        intensity_range, notify: As for ExportedClassifier.
 
     Attributes:
         classes: Class names; empty if the model has no classification head.
         block_size: A list gives the same results when it is continued at a multiple of this.
         metadata: Metadata of the decoder file.
-
-    Raises:
-        ConfigError: A setting is out of range, or not supported on this machine.
-        WeightsError: A file is missing, damaged, of another export, or not of vit export.
-        VitError: onnxruntime is not installed.
     """
 
     device = "cpu"
@@ -121,13 +110,6 @@ class ExportedCaptioner:
 
         An image on which a network fails is an error of its own: its batch is computed again image
         by image.
-
-        Args:
-            images: Paths, PIL images or arrays, as for vit.Predictor.
-            top_k: Most probable classes to return, if the model has classes.
-
-        Raises:
-            ConfigError: `top_k` is less than 1, or `images` is one image instead of a list.
         """
         check_top_k(top_k)
         return self._stream(named_images(images), top_k)
@@ -168,11 +150,7 @@ class ExportedCaptioner:
         return [result for one in images for result in self._caption_or_explain([one], top_k)]
 
     def caption(self, images: Sequence[Array], top_k: int) -> Iterator[CaptionAndClasses]:
-        """Yield the caption and the top classes of each preprocessed image.
-
-        Raises:
-            WeightsError: The networks cannot be computed, or return NaN.
-        """
+        """Yield the caption and the top classes of each preprocessed image."""
         if not images:
             return
         key, value, *heads = self._encoder({"images": np.stack(images)})
@@ -237,18 +215,11 @@ def greedy_decode(
     Of equal logits the lower id is taken. Finished sequences leave the batch.
 
     Args:
-        step: The decoder graph.
         memory_key, memory_value: Cross-attention keys and values of the images,
             (layers, batch, kv_heads, tokens, head_dim).
-        begin, end: Ids of the begin and end tokens.
-        min_tokens: The end token is not generated before this many tokens.
-        max_tokens: Maximum length.
 
     Returns:
         One sequence per image.
-
-    Raises:
-        WeightsError: A log probability is not finite.
     """
     active = np.arange(memory_key.shape[1])
     tokens: list[list[int]] = [[] for _ in active]

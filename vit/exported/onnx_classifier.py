@@ -52,14 +52,11 @@ class ExportedClassifier:
     images.
 
     Args:
-        path: X.onnx, or a session that another engine has opened.
-        providers: onnxruntime's execution providers; default: the CPU.
         batch_size: Maximum images per forward pass.
         workers: Threads that decode images; default: one per core, at most 8.
         threads: Compute threads; default: one per core.
         intensity_range: Values of images of more than 8 bits per channel that become black and
             white; default: those of the training.
-        notify: Called with a note about the first image that is read nearly black.
 
     Attributes:
         classes: Class names, by output of the network.
@@ -69,11 +66,6 @@ class ExportedClassifier:
         calibration: Calibration of the scores, inside the graph; None where they are raw.
         block_size: A list gives the same results when it is continued at a multiple of this.
         metadata: Metadata of the file.
-
-    Raises:
-        ConfigError: A setting is out of range, or not supported on this machine.
-        WeightsError: The file is missing, damaged, or not of vit export.
-        VitError: onnxruntime is not installed.
     """
 
     device = "cpu"
@@ -179,16 +171,8 @@ class ExportedClassifier:
         """Yield predictions in the order of `images`, in bounded memory.
 
         Args:
-            images: Paths, PIL images or arrays, as for vit.Predictor.
             top_k: Most probable classes to return, at most all. Default: 5; for a multi-label
                 network all classes above their thresholds.
-            threshold: Minimum probability of a class; replaces the network's own thresholds.
-            reject, sets: As for vit.Predictor.
-
-        Raises:
-            ConfigError: `top_k` is less than 1, `images` is one image instead of a list, or the
-                file has no calibration for `reject` or `sets`.
-            WeightsError: The graph returns unexpected shapes.
         """
         check_top_k(top_k)
         check_selection(self.calibration, reject=reject, sets=sets)
@@ -241,11 +225,7 @@ class ExportedClassifier:
     def outputs(
         self, images: Iterable[ImageInput], names: Sequence[str]
     ) -> Iterator[OutputRow | BadImage]:
-        """Yield the outputs `names` of each image, without the batch axis, or its error.
-
-        Raises:
-            ConfigError: The graph has no such output, or `images` is one image instead of a list.
-        """
+        """Yield the outputs `names` of each image, without the batch axis, or its error."""
         for name in names:
             if name not in self._session.outputs:
                 raise ConfigError(
@@ -304,9 +284,6 @@ class ExportedClassifier:
 
         Returns:
             The outputs of each image, or the error of one whose probabilities are not finite.
-
-        Raises:
-            WeightsError: The engine fails, or the graph returns unexpected shapes.
         """
         return self._to_rows(images, self._compute(images), names)
 
@@ -363,11 +340,7 @@ def top_k_classes(
 
 
 def _parse_classes(text: str) -> tuple[str, ...]:
-    """Parse a JSON list of class names.
-
-    Raises:
-        ValueError: It is not a list of distinct names.
-    """
+    """Parse a JSON list of class names."""
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("classes are no list of names")
@@ -377,11 +350,7 @@ def _parse_classes(text: str) -> tuple[str, ...]:
 
 
 def _parse_thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple[float, ...] | None:
-    """Decision thresholds of a multi-label network; None for the others, and for older files.
-
-    Raises:
-        ValueError: They are missing, or not probabilities.
-    """
+    """Decision thresholds of a multi-label network; None for the others, and for older files."""
     activation = metadata.get("activation", "softmax")
     if activation in WITHOUT_THRESHOLDS:
         return None

@@ -33,11 +33,7 @@ VARINT, EIGHT_BYTES, LENGTH, FOUR_BYTES = 0, 1, 2, 5
 
 
 def read_metadata(path: PathLike) -> dict[str, str]:
-    """Return the metadata of the ONNX file `path`.
-
-    Raises:
-        WeightsError: The file is missing, or not an ONNX file.
-    """
+    """Return the metadata of the ONNX file `path`."""
 
     def parse(data: mmap.mmap) -> dict[str, str]:
         entries = _parse_fields(data, 0, len(data))
@@ -47,12 +43,7 @@ def read_metadata(path: PathLike) -> dict[str, str]:
 
 
 def check_external_data(path: PathLike) -> None:
-    """Refuse external data anywhere but in the file PATH.data.
-
-    Raises:
-        WeightsError: Another location is named, PATH.data is missing, or `path` is not an ONNX
-            file.
-    """
+    """Refuse external data anywhere but in the file PATH.data."""
     name = os.fspath(path)
     own = f"{os.path.basename(name)}.data"
     for location in sorted(_read(path, lambda data: set(_external_locations(data)))):
@@ -112,11 +103,7 @@ def _parse_entry(data: mmap.mmap, start: int, end: int) -> tuple[str, str]:
 
 
 def _parse_fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, start and end of each length-delimited field of a message.
-
-    Raises:
-        ValueError, IndexError: The bytes are not a message.
-    """
+    """Yield number, start and end of each length-delimited field of a message."""
     while start < end:
         tag, start = _parse_varint(data, start)
         kind = tag & 7

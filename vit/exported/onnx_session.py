@@ -33,11 +33,7 @@ class InferenceSession(Protocol):
     metadata: dict[str, str]
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run the graph; return all outputs, in order.
-
-        Raises:
-            WeightsError: The engine fails.
-        """
+        """Run the graph; return all outputs, in order."""
         ...
 
 
@@ -51,11 +47,6 @@ class OnnxSession:
 
     Attributes:
         signature: Type and shape of each input and output; a dynamic axis is a name.
-
-    Raises:
-        ConfigError: This onnxruntime has no such provider, or `threads` is less than 1.
-        WeightsError: The file is missing, no usable ONNX file, or names files that are not its own.
-        VitError: onnxruntime is not installed.
     """
 
     def __init__(

@@ -33,17 +33,11 @@ class OpenVINOSession:
 
     Args:
         source: X.xml with X.bin beside it, X.onnx, or the bytes of the latter.
-        threads: Compute threads; default: OpenVINO's choice.
         precision: Arithmetic of float32 operators. OpenVINO's own default is bf16 where the CPU
             supports it; here it is fp32.
 
     Attributes:
         signature: Type and shape of each input and output; a dynamic axis is None.
-
-    Raises:
-        ConfigError: The CPU lacks the precision, or `threads` is less than 1.
-        WeightsError: The file is missing or unusable, or X.bin belongs to another X.xml.
-        VitError: OpenVINO is not installed.
     """
 
     def __init__(
@@ -108,11 +102,7 @@ def _nearly_equal(first: Array, second: Array) -> bool:
 
 
 def openvino_core() -> Any:
-    """The Core of this process, which reads and compiles models.
-
-    Raises:
-        VitError: OpenVINO is not installed.
-    """
+    """The Core of this process, which reads and compiles models."""
     try:
         import openvino
     except ImportError:
@@ -128,11 +118,7 @@ def _core(factory: Callable[[], Any]) -> Any:
 
 
 def read_model(core: Any, source: Source) -> Any:
-    """Read an openvino.Model from X.xml, X.onnx or the bytes of the latter.
-
-    Raises:
-        WeightsError: The file is missing or unusable, or X.bin belongs to another X.xml.
-    """
+    """Read an openvino.Model from X.xml, X.onnx or the bytes of the latter."""
     name = source_name(source)
     if not isinstance(source, bytes):
         if not os.path.isfile(source):

@@ -129,11 +129,7 @@ class BeamHypotheses:
 def top_continuations(
     logits: Tensor, tokens: Tensor, processor: LogitsProcessor, *, count: int
 ) -> Candidates:
-    """The `count` best next tokens of each row of `logits`, (rows, vocab) float32.
-
-    Raises:
-        WeightsError: A logit is nan.
-    """
+    """The `count` best next tokens of each row of `logits`, (rows, vocab) float32."""
     penalised = processor.penalize(logits, tokens)
     values, ids = stable_topk(processor.suppress_end(penalised, tokens.shape[1]), count)
     scores = logits.log_softmax(dim=1)
@@ -175,9 +171,6 @@ def beam_search(
 
     The decoder has one row for each image at first, then `beams` of them, or fewer with a small
     vocabulary.
-
-    Raises:
-        WeightsError: An image has no hypothesis, as its logits are not finite.
     """
     processor = LogitsProcessor(search, end=end)
     finished = [BeamHypotheses(search) for _ in range(rows)]

@@ -40,10 +40,6 @@ def generate(
         search: The settings; `max_tokens` is not 0.
         image_indices: Index of each image, for the random numbers of sampling; default: its row.
         device: Device of the decoder.
-
-    Raises:
-        WeightsError: A logit is not finite, or no token is possible.
-        ValueError: `image_indices` has another length than `rows`, or `max_tokens` is 0.
     """
     if not search.max_tokens:
         raise ValueError("max_tokens=0: give the maximum number of tokens")
@@ -85,9 +81,6 @@ def generate_captions(
 
     Returns:
         `search.n_best` captions for each image.
-
-    Raises:
-        ConfigError: `max_tokens` is more than the decoder has positions for.
     """
     if not len(memory):
         return []

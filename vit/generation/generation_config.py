@@ -39,11 +39,7 @@ class Hypothesis:
 
 
 def make_hypothesis(ids: Sequence[int], score: float, *, ended: bool) -> Hypothesis:
-    """A Hypothesis with a finite score.
-
-    Raises:
-        WeightsError: The score is not finite: logits are nan, or no token is possible.
-    """
+    """A Hypothesis with a finite score."""
     if not math.isfinite(score):
         raise WeightsError(
             f"a sentence has the log probability {score}: the network's logits are not finite; "

@@ -49,9 +49,7 @@ def order_by_typicality(
 
     Args:
         directions: Unit features, (images, dim).
-        number: Labels that will be added.
         labelled: Whether an image has a label, (images,) bool.
-        seed: Of k-means.
     """
     clusters = min(int(labelled.sum()) + number, MAX_CLUSTERS, len(directions))
     assigned = kmeans(directions, clusters, seed=seed).assigned
@@ -139,7 +137,6 @@ def neighbour_shares(directions: Tensor, labelled: Tensor, targets: Tensor) -> T
 
     Args:
         directions: Unit features, (images, dim).
-        labelled: Indices of the labelled images, (labelled,).
         targets: Their classes as 0 and 1, (labelled, classes).
 
     Source: k-NN of Wu et al., section 3.4, arXiv:1805.01978.

@@ -70,15 +70,6 @@ def attribute_classes(
     """Attribution maps of the two most probable classes, with their deletion metric.
 
     Of a multi-label model: the classes above their thresholds, at most five, or the best one.
-
-    Args:
-        predictor: Predictor of a classifier.
-        output: Its output for an image.
-        deletion: Whether to compute the deletion metric, which costs far more than the maps.
-        threshold: Of all classes of a multi-label model; replaces its own.
-
-    Raises:
-        AttributionOverflow: The network overflowed.
     """
     classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
@@ -105,11 +96,7 @@ def attribute_classes(
 def class_maps(
     predictor: Predictor, output: ImageOutput, *, threshold: float | None = None
 ) -> list[tuple[int, Tensor]]:
-    """Index and map of each class that `attribute_classes` explains, without the deletion metric.
-
-    Raises:
-        AttributionOverflow: The network overflowed.
-    """
+    """Index and map of each class that `attribute_classes` explains, without the deletion metric."""
     classes, _, maps = _class_relevance(predictor, output, threshold)
     return [
         (index, _normalised(weights.cpu())) for index, weights in zip(classes, maps, strict=True)
@@ -153,7 +140,6 @@ class ClassAttribution:
     """Attribution map of one class in one image.
 
     Args:
-        label: Class name.
         probability: Of the class, in float32.
         weights: Relevance above that of the weakest patch, (rows, cols), normalised to a sum of 1;
             all 0 where all patches are equal.
@@ -271,15 +257,11 @@ def relevance(
     `torch.inference_mode`, and leaves no gradient on a parameter.
 
     Args:
-        model: In evaluation mode, or dropout is part of the result.
         images: (batch, channels, height, width).
         classes: The class of each image, (batch,); the most probable ones by default.
 
     Returns:
         Non-negative, (batch, rows, cols) of the patches.
-
-    Raises:
-        ConfigError: A class does not exist, or tokens were merged or dropped.
     """
     if not model.num_classes:
         raise ConfigError("num_classes=0: there is no class to explain; give the network a head")
@@ -331,9 +313,6 @@ def rollout(
 
     Returns:
         (batch, tokens, tokens); each row sums to 1. Row 0 is the class token's, if any.
-
-    Raises:
-        ConfigError: An argument is out of range, or the maps differ in their tokens.
     """
     if not (0 <= residual <= 1 and 0 <= discard < 1 and fuse in FUSIONS):
         what = f"residual={residual}, discard={discard}, fuse={fuse!r}"
@@ -366,11 +345,7 @@ def _check_same_tokens(sides: set[int]) -> None:
 
 
 def attribute_caption(predictor: Predictor, output: ImageOutput) -> "list[WordAttribution]":
-    """Attention map of each word of the best caption of `output`.
-
-    Raises:
-        AttributionOverflow: The attention overflowed.
-    """
+    """Attention map of each word of the best caption of `output`."""
     generator = predictor.caption_generator
     assert generator is not None, "only a captioner has captions"
     assert output.memory is not None, "an output with captions has a memory"
@@ -406,10 +381,7 @@ def attribute_words(
     of one token.
 
     Args:
-        decoder: In evaluation mode.
-        tokenizer: Tokenizer of the decoder.
         memory: Image tokens, (tokens, dim), the patches last.
-        ids: Token ids of the caption, without begin and end.
         grid: (rows, cols) of the patches.
     """
     if not ids:
@@ -434,11 +406,7 @@ def token_attention(
 
 
 def merge_words(prefixes: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Words of a text as (word, first token, end token).
-
-    Args:
-        prefixes: Text of the first token, of the first two, ... and of all.
-    """
+    """Words of a text as (word, first token, end token)."""
     text = prefixes[-1]
     spans = [found.span() for found in WORD.finditer(text)]
     starts, count = [], 0  # (token, words before it) where a token begins a word
@@ -470,7 +438,6 @@ class WordAttribution:
     """Attention map of one word of a caption.
 
     Args:
-        text: The word.
         weights: Attention of each patch, (rows, cols) float32 on the CPU; the sum is less than 1
             where the class token and registers have some.
     """

@@ -55,13 +55,7 @@ MAX_STEM = 40
 
 
 def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
-    """Raise if the predictions of a network cannot be explained.
-
-    Raises:
-        ConfigError: It merges patches; or it is a classifier with keep_aspect or tta, or with
-            weights that are not float32; or a captioner, whose maps are never tested, without
-            `deletion`.
-    """
+    """Raise if the predictions of a network cannot be explained."""
     if any(isinstance(part, MergingBlock) for part in predictor.model.modules()):
         raise ConfigError("explain: patches that are merged have no one place; use merge_tokens=0")
     if predictor.caption_generator is not None:
@@ -104,19 +98,6 @@ def draw_explanations(
 
     Plots are named by the number and the name of the image: 0001-cat.png. Classes are explained in
     float32, whatever the precision of the predictions.
-
-    Args:
-        predictor: Predictor of a classifier or a captioner.
-        images: Paths of images.
-        folder: Created if missing; existing plots of the same names are replaced.
-        deletion: Whether maps of classes are tested by the deletion metric.
-        top_k, threshold: As for `stream`.
-        notify: Called at the end with the number of images whose map of the best class was better
-            than chance; not for captions.
-
-    Raises:
-        ConfigError: As `check_explainable`; or a captioner without `deletion`.
-        RunError: A plot cannot be written, or the memory of the device is full.
     """
     check_explainable(predictor, deletion=deletion)
     folder = Path(folder)
@@ -194,7 +175,6 @@ def plot_attributions(
     Args:
         image: uint8, (3, height, width).
         weights: Maps of the patches, each (rows, cols).
-        texts: Lines below the image and below each map.
     """
     plain = Image.fromarray(rearrange(image, "rgb height width -> height width rgb").numpy())
     longer = max(plain.size)

@@ -56,11 +56,7 @@ class ImagePredictor(Protocol):
 
 
 def select_engine(model: str, requested: str | None) -> str:
-    """Return the requested engine, or the default for the suffix of `model`.
-
-    Raises:
-        ConfigError: The requested engine does not run this model.
-    """
+    """Return the requested engine, or the default for the suffix of `model`."""
     suffix = next((end for end in EXPORTED if model.lower().endswith(end)), "")
     engine = requested or EXPORTED.get(suffix, "torch")
     if suffix in SUPPORTED_SUFFIXES[engine]:
@@ -85,14 +81,7 @@ def open_predictor(
     """Open a model; exported networks without importing torch.
 
     Args:
-        model: A run folder or other weights, or an exported network.
-        engine: From `select_engine`.
-        settings: Of the Predictor.
-        images: The whole list; with precision auto, a trial on them chooses the arithmetic.
         explain: Folder of drawings, which exported networks refuse; None for none.
-
-    Raises:
-        VitError: The model or a setting cannot be used.
     """
     if engine == "torch":
         with quick_imports():

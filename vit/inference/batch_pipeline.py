@@ -35,11 +35,7 @@ CPU_TOKENS = 2304
 
 
 class PixelBudget:
-    """Limits the pixels that are decoded at the same time; a single image is always admitted.
-
-    Args:
-        limit: Pixels of all images together.
-    """
+    """Limits the pixels that are decoded at the same time; a single image is always admitted."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
@@ -62,10 +58,7 @@ class ImageReader:
     """Reads and preprocesses one image; thread-safe.
 
     Args:
-        preprocessing: Preprocessing of the network.
         patch_size: Patch side in pixels, to keep the aspect ratio of images; None for squares.
-        crops: Return five crops of each image instead of one.
-        notify: Called with a note about the first image that is read nearly black.
 
     Attributes:
         transform: Applied to each decoded image, if set.
@@ -94,12 +87,7 @@ class ImageReader:
         self.budget = PixelBudget(MAX_PIXELS)
 
     def __call__(self, image: ImageInput | EncodedImage, name: str = "image") -> Tensor | BadImage:
-        """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error.
-
-        Args:
-            image: A path, an image in memory, or a file in memory.
-            name: Name of an image in memory, in errors.
-        """
+        """Image as uint8 (channels, height, width), with `crops` (5, ...), or its error."""
         held: list[int] = []
 
         def admit(pixels: int) -> None:

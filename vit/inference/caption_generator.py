@@ -23,13 +23,7 @@ NO_CAPTIONS = "this network names classes and writes no captions"
 
 @dataclass(frozen=True)
 class CaptionGenerator:
-    """Generates captions; the caller sets autocast, device and inference mode.
-
-    Args:
-        decoder: In evaluation mode.
-        tokenizer: Tokenizer of the decoder.
-        search: Generation settings.
-    """
+    """Generates captions; the caller sets autocast, device and inference mode."""
 
     decoder: TextDecoder
     tokenizer: Tokenizer
@@ -42,7 +36,6 @@ class CaptionGenerator:
 
         Args:
             memories: Image tokens of each image, (tokens, dim).
-            numbers: Index of each image in the whole list, which seeds its sampling.
         """
         results: dict[int, tuple[Caption, ...] | WeightsError] = {}
         for group in group_by_length(memories):
@@ -96,15 +89,7 @@ def group_by_length(memories: Sequence[Tensor]) -> list[list[int]]:
 
 
 def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGenerator | None:
-    """The caption generator of `run`, whose model is on its device; None for a classifier.
-
-    Args:
-        run: A loaded model.
-        search: Generation settings; greedy decoding by default.
-
-    Raises:
-        ConfigError: `search` is given for a classifier, or exceeds the decoder's length.
-    """
+    """The caption generator of `run`, whose model is on its device; None for a classifier."""
     if run.tokenizer is None or not isinstance(run.model, Captioner):
         if search is not None:
             raise ConfigError(f"{non_default_settings(search)}: {NO_CAPTIONS}; leave it out")

@@ -52,10 +52,7 @@ class Comparison:
     """The result of `compare`.
 
     Args:
-        names: Of both runs, as given.
-        counts: The paired counts, with test and interval.
         flips: Images that only A, and that only B gets right.
-        failed: Unreadable images, each {"image", "error"}.
     """
 
     names: tuple[str, str]
@@ -78,14 +75,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunsComparison:
-    """The result of `compare_runs`.
-
-    Args:
-        names: Of the runs, as given.
-        result: The paired counts of every two, with adjusted tests.
-        disagreements: Images that some get right and others wrong.
-        failed: Unreadable images, each {"image", "error"}.
-    """
+    """The result of `compare_runs`."""
 
     names: tuple[str, ...]
     result: AllPairs
@@ -357,11 +347,7 @@ def _check_same_labels(
     paths: Sequence[str],
     spec: DatasetSpec,
 ) -> None:
-    """Refuse to compare answers with labels that differ between the runs.
-
-    Raises:
-        DataError: A training corrected labels that another one has otherwise.
-    """
+    """Refuse to compare answers with labels that differ between the runs."""
 
     def names(predictor: Predictor | ExportedPredictor, sample: Sample) -> frozenset[str]:
         own = labels_of(sample) if predictor.thresholds is not None else (sample.label,)
@@ -382,12 +368,7 @@ def _check_same_labels(
 def check_comparable(
     runs: Sequence[PathLike], predictors: Sequence[Predictor | ExportedPredictor]
 ) -> None:
-    """Refuse networks whose answers cannot be compared.
-
-    Raises:
-        ConfigError: One is no classifier; some have one class an image and others several, or
-            those of several have not the same classes.
-    """
+    """Refuse networks whose answers cannot be compared."""
     first, several = predictors[0], predictors[0].thresholds is not None
     for run, predictor in zip(runs, predictors, strict=True):
         if predictor.n_best or not predictor.classes:

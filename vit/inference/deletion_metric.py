@@ -30,7 +30,6 @@ class Curve:
 
     Args:
         deleted: Shares of the patches, from 0 to 1.
-        probabilities: The probability of the class at each share.
     """
 
     deleted: tuple[float, ...]
@@ -52,8 +51,6 @@ class Deletion:
     """Deletion metric of one map.
 
     Args:
-        curve: The strongest patches first.
-        reverse: The weakest first.
         random: Scores of random orders.
     """
 
@@ -95,13 +92,9 @@ def deletions(
     """Deletion metric of each of `maps`; takes `passes` forward images.
 
     Args:
-        model: In evaluation mode.
         image: Normalised, (channels, height, width).
         maps: Weight of each patch, (maps, rows, cols); the order of equal ones is random.
-        classes: The class of each map.
-        batch_size: Images in one forward pass.
         seed: Seed of the random orders, which all maps share.
-        activation: Outputs of the head -> probabilities.
     """
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)

@@ -231,11 +231,7 @@ def _measure_with_rows(
 
 
 def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
-    """The score that is measured on corrupted images: top-1, or mAP of several classes an image.
-
-    Raises:
-        ConfigError: It is no classifier, or an exported one.
-    """
+    """The score that is measured on corrupted images: top-1, or mAP of several classes an image."""
     if isinstance(predictor, ExportedPredictor):
         raise ConfigError(
             "corruptions: an exported network resizes images itself, and corruptions are of "
@@ -260,15 +256,6 @@ def measure_robustness(
     groups: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """`score` on the images with each corruption of each severity.
-
-    Args:
-        predictor: The network.
-        samples: The images.
-        clean: Scores of the images as they are.
-        score: Key of the score.
-        progress: Called with the images done, those as they are included, and the total.
-        where: The data, in messages.
-        groups: As for `measure`.
 
     Returns:
         `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
@@ -310,11 +297,7 @@ def measure_robustness(
 
 
 def row_style(out: str) -> str:
-    """The format of rows by the suffix of their file.
-
-    Raises:
-        ConfigError: There is no such format.
-    """
+    """The format of rows by the suffix of their file."""
     style = ROW_STYLES.get(Path(out).suffix.lower())
     if style is None:
         raise ConfigError(
@@ -324,18 +307,7 @@ def row_style(out: str) -> str:
 
 
 class EvaluationRows:
-    """Makes the rows of an evaluation.
-
-    Args:
-        predictor: The network.
-        samples: The images.
-        names: Class names that their labels are indices into.
-        style: A format of vit/output/prediction_results.py.
-        top_k: As for `evaluate`.
-        all_scores: As for `evaluate`.
-        csv: From `csv_settings`.
-        cells: Rows of the lists of the images.
-    """
+    """Makes the rows of an evaluation."""
 
     def __init__(
         self,
@@ -407,14 +379,7 @@ def evaluate_held_out(
     device: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Evaluate a run folder on the validation images of its training; see `evaluate`.
-
-    Args:
-        run: The run folder.
-        data: Where the images of the training are now; where they were by default.
-        device: That of the training by default.
-        settings: As for `evaluate`.
-    """
+    """Evaluate a run folder on the validation images of its training; see `evaluate`."""
     config = stored_config(Path(run))
     spec = DatasetSpec.from_config(config.data, split="val")
     if data is not None:
@@ -509,9 +474,6 @@ def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[st
     """The cells of columns of a list, by column and by the path of the image.
 
     A list is read once; of tables and shards, each column by itself.
-
-    Raises:
-        ConfigError: The data are no list, or have no such column.
     """
     found: dict[str, dict[str, str]] = {}
     if columns and is_list(spec.data):
@@ -593,21 +555,8 @@ def measure(
     """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
 
     Args:
-        predictor: The network.
-        samples: The images.
-        notify: Called with notes.
-        progress: Called with the images done and their total after each batch.
-        where: The data, in messages.
-        write: Called with the outputs of each batch, and its samples.
         columns: Cells of columns by path. If given, also empty, there are `slices` where answers
             are right or wrong.
-        groups: Names of the groups of the images, which intervals take as independent; by default
-            images are.
-        brief: As in `Evaluation`.
-
-    Raises:
-        DataError: No image can be read, or no caption fits into the decoder.
-        ConfigError: There are columns, and no answers that are right or wrong.
     """
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:

@@ -27,18 +27,8 @@ class ExportedPredictor:
 
     The numbers are those of `vit predict` with the file.
 
-    Args:
-        path: X.onnx, or X.xml of OpenVINO.
-        notify: Called with a note where the run is not here.
-        settings: As for `load_exported`.
-
     Attributes:
         source: Folder of the run that the file was exported from; None where it is not here.
-
-    Raises:
-        ConfigError: A setting is not supported by an exported network, or the file is none of
-            classes.
-        VitError: As `load_exported`.
     """
 
     n_best, caption_generator = 0, None
@@ -101,17 +91,7 @@ class ExportedPredictor:
 def open_evaluated(
     model: PathLike | LoadedRun, *, notify: Notify, **settings: Any
 ) -> Predictor | ExportedPredictor:
-    """Open a network whose answers are measured.
-
-    Args:
-        model: A run folder, any other source of weights with a head, an exported file, or a loaded
-            model.
-        notify: Called with notes.
-        settings: As for Predictor; an exported file refuses those that it lacks.
-
-    Raises:
-        VitError: The model or a setting cannot be used.
-    """
+    """Open a network whose answers are measured."""
     if not isinstance(model, LoadedRun) and (engine := exported_engine(model)):
         return ExportedPredictor(model, engine=engine, notify=notify, **settings)
     return Predictor(model, notify=notify, **settings)

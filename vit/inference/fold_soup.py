@@ -73,8 +73,6 @@ def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
 
     Args:
         folder: Folder of the finished runs fold-1, fold-2, ...
-        folds: Their number.
-        notify: Receives lines for the user.
     """
     out = folder / SOUP_FOLDER
     runs = [folder / f"fold-{fold}" for fold in range(1, folds + 1)]
@@ -96,11 +94,7 @@ def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
 
 
 def is_newer(out: Path, runs: Sequence[Path]) -> bool:
-    """Whether `out` is the soup of `runs` as they are now.
-
-    Raises:
-        WeightsError: Something else is there.
-    """
+    """Whether `out` is the soup of `runs` as they are now."""
     if out.exists() and not is_fold_soup(out) and any(out.iterdir()):
         raise WeightsError(f"{printable(out)} has other files; move them away, and --resume")
     weights = out / WEIGHTS_FILE
@@ -109,16 +103,7 @@ def is_newer(out: Path, runs: Sequence[Path]) -> bool:
 
 
 def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCalibration | None]:
-    """The mean of the networks of `runs`, and its calibration if the images are enough.
-
-    Args:
-        runs: The folds.
-        device: That of the training.
-
-    Raises:
-        VitError: The folds differ in more than their weights, their mean is worse than they are, or
-            their images cannot be read.
-    """
+    """The mean of the networks of `runs`, and its calibration if the images are enough."""
     soup = load_run(runs[0]).without_calibration()
     source = stored_config(runs[0]).finetune.weights
     images = read_held_out(runs, soup)
@@ -163,17 +148,7 @@ def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCa
 
 
 def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration | None) -> None:
-    """Write a run folder of `soup` to `out`, as a whole; without what only a training has.
-
-    Args:
-        out: The folder.
-        run: A fold, whose settings those of the cross-validation follow from.
-        soup: The network.
-        scaling: Its calibration.
-
-    Raises:
-        VitError: It cannot be written.
-    """
+    """Write a run folder of `soup` to `out`, as a whole; without what only a training has."""
     config = stored_config(run)
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
@@ -205,15 +180,7 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
 
 
 def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
-    """At most MAX_IMAGES labelled images, each held out by one of `runs`.
-
-    Args:
-        runs: The folds.
-        loaded: The first of them.
-
-    Raises:
-        VitError: The data cannot be read, or have none of the images of a fold.
-    """
+    """At most MAX_IMAGES labelled images, each held out by one of `runs`."""
     spec = DatasetSpec.from_config(stored_config(runs[0]).data, split="val")
     task = get_task(loaded.task_name)
     pairs: list[tuple[Sample, int]] = []

@@ -144,19 +144,7 @@ def find_label_errors(
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Notify = lambda _note: None,
 ) -> CheckReport:
-    """Add suspected labels and near duplicates to `report`, by the features of a network.
-
-    Args:
-        report: Report of the dataset.
-        weights: Any source of weights; no head is needed.
-        device: Device of the network; the best one by default.
-        workers: Threads that read images.
-        progress: As for `check_dataset`.
-        notify: Called with notes about the weights.
-
-    Raises:
-        VitError: The weights cannot be used.
-    """
+    """Add suspected labels and near duplicates to `report`, by the features of a network."""
     predictor = Predictor(weights, device=device, workers=workers, embeddings=True, notify=notify)
     predictor.caption_generator = None  # features need no captions
     images = [one for one in report.listing.images if one.path in report.stats]
@@ -238,17 +226,7 @@ def add_row_errors(
     where: str,
     notify: Notify = lambda _note: None,
 ) -> CheckReport:
-    """Add the labels that out-of-sample predictions contradict to `report`.
-
-    Args:
-        report: Report of the dataset.
-        rows: Predictions of networks that were not trained on these images.
-        where: Name of their file, for messages.
-        notify: Called with notes about images without a row, and about weak predictions.
-
-    Raises:
-        DataError: No row is about an image of the dataset.
-    """
+    """Add the labels that out-of-sample predictions contradict to `report`."""
     listed = {os.path.realpath(one.path): one for one in report.listing.images}
     known = [row for row in rows if os.path.realpath(row.image) in listed]
     if not known:
@@ -276,15 +254,8 @@ def write_suspects(report: CheckReport, path: str) -> int:
 
     Columns: image, relative to the data; its label, which a reviewer corrects; the likely class.
 
-    Args:
-        report: Of the check.
-        path: As for `write_review_list`.
-
     Returns:
         Number of suspected labels.
-
-    Raises:
-        VitError: The file cannot be written.
     """
     columns = ("image", "label", "likely")
     suspected = [one for one in report.problems if one.kind == "suspected_label"]
@@ -397,9 +368,7 @@ def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int
 
     Args:
         features: (images, dim).
-        nearest: Neighbours of each image.
         labels: (images,).
-        classes: Number of classes.
     """
     voted = have_votes(nearest).nonzero().flatten()
     wrong, likely, margin = find_disagreement(

@@ -48,24 +48,7 @@ class BatchOutput(NamedTuple):
 
 
 class ModelRunner:
-    """Runs a network in the chosen way; the precision is chosen by each call.
-
-    Args:
-        model: In evaluation mode, on `device`.
-        preprocessing: Preprocessing of the network.
-        device: Device of the model.
-        keep_aspect: Images come in any size that is whole patches, and are packed.
-        tta: Test-time augmentation: the mean over the image and its mirror image (`flip`), or
-            over those of five crops, ten views in all (`crops`).
-        embeddings: Return the input of the head too.
-        compiled: Use torch.compile.
-        activation: Outputs of the head -> probabilities, or what else the task returns.
-        distance: Distance from the training images, on the CPU; returned while
-            `returns_distances` is set.
-
-    Raises:
-        ConfigError: The settings contradict each other or the model.
-    """
+    """Runs a network in the chosen way; the precision is chosen by each call."""
 
     def __init__(
         self,
@@ -115,11 +98,7 @@ class ModelRunner:
         )
 
     def warm_up(self, batch_size: int, precision: Precision) -> None:
-        """Compile for batches of `batch_size` images.
-
-        Raises:
-            ConfigError: torch cannot compile on this machine.
-        """
+        """Compile for batches of `batch_size` images."""
         try:
             self.run([self.blank_image()] * batch_size, precision)
         except RuntimeError as error:  # a missing compiler, an old Python, an unsupported network
@@ -200,11 +179,7 @@ def to_probabilities(logits: Tensor, activation: Activation) -> Tensor:
 
 
 def check_settings(runner: ModelRunner) -> None:
-    """Raise if settings contradict each other or the model.
-
-    Raises:
-        ConfigError: The message names the settings.
-    """
+    """Raise if settings contradict each other or the model."""
     model, tta = runner.model, runner.tta
     captions = isinstance(model, Captioner)
     if runner.keep_aspect:
@@ -273,9 +248,6 @@ class PairedLinear(nn.Linear):
 
     A matrix by a vector is a kernel of its own, which rounds differently from that of a matrix by a
     matrix, so an image alone would have other digits than among others.
-
-    Args:
-        linear: The layer, whose tensors it shares.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -288,11 +260,7 @@ class PairedLinear(nn.Linear):
 
 
 class PrepackedLinear(nn.Module):
-    """y = x Wᵀ + b, or GELU of that, in float32 and without gradients.
-
-    Args:
-        linear: The layer to replace.
-    """
+    """y = x Wᵀ + b, or GELU of that, in float32 and without gradients."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -44,14 +44,9 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
 
     Args:
         folder: Folder of the finished runs fold-1, fold-2, ...
-        folds: Their number.
-        data, labels: The settings of these names, for the command that shows the label errors.
 
     Returns:
         Lines for the user.
-
-    Raises:
-        VitError: A run cannot be evaluated, or a file cannot be written.
     """
     single = True
     with atomic_file(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:

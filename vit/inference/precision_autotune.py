@@ -48,14 +48,7 @@ def timed(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a trial of bf16 against fp32.
-
-    Args:
-        speedup: Time in fp32 over time in bf16.
-        agreement: Share of the images with the same most probable class.
-        difference: Largest difference of a probability.
-        images: Number of images of the trial.
-    """
+    """Result of a trial of bf16 against fp32."""
 
     speedup: float
     agreement: float
@@ -85,7 +78,6 @@ def run_trial(
 
     Args:
         predict: Probabilities, (batch, classes), of preprocessed images.
-        batches: Real images; the first batch is computed once more before, as a warm-up.
         timed: Returns the seconds and the result of a computation.
     """
     for precision in PRECISIONS:
@@ -104,15 +96,7 @@ def run_trial(
 
 
 class PrecisionAutotuner:
-    """Precision of one network: cached, or chosen by a trial once a list is long enough.
-
-    Args:
-        config: Settings of the network.
-        usage: What else the speed depends on, as a part of the cache key.
-        usual: Precision while no result is known.
-        notify: Called with the line of a trial.
-        folder: Folder of the results; in the user's cache by default.
-    """
+    """Precision of one network: cached, or chosen by a trial once a list is long enough."""
 
     def __init__(
         self,
@@ -138,15 +122,7 @@ class PrecisionAutotuner:
         run: Callable[[Sequence[Tensor], Precision], BatchOutput],
         timed: Timer = timed,
     ) -> Precision:
-        """The precision for `images`, after a trial on the first of them if none is cached.
-
-        Args:
-            images: Paths, or images in memory.
-            batch_size: Images of a batch.
-            read: Reads and preprocesses an image.
-            run: Runs the network.
-            timed: As for `run_trial`.
-        """
+        """The precision for `images`, after a trial on the first of them if none is cached."""
         if self.result is not None or len(images) < MIN_BATCHES * batch_size:
             return self.precision
         read_images = [read(image) for image in images[: ROUNDS * batch_size]]

@@ -396,13 +396,7 @@ class PredictionJob:
     """One list of images, the predictor, and the format of the rows.
 
     Args:
-        config: Settings of the prediction.
-        style: Format of the rows.
-        engine: Inference engine.
-        images: The whole list.
-        predictor: Predicts them.
         group: The processes that share the list.
-        notify, progress: As for `predict`.
     """
 
     config: PredictionConfig
@@ -693,13 +687,7 @@ class PredictionJob:
         return dict(self.totals), len(remaining), time.monotonic() - begin
 
     def report(self, totals: Counter[str], *, done: int, seconds: float) -> int:
-        """Report the summary; return how many images failed.
-
-        Args:
-            totals: Totals of the whole list.
-            done: Images predicted now, without those of an interrupted run.
-            seconds: The time they took.
-        """
+        """Report the summary; return how many images failed."""
         failed, total = totals["failed"], len(self.images)
         if totals["unended"]:
             self.notify(unended_note(totals["unended"], totals["captions"]))
@@ -730,9 +718,7 @@ def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) 
     """Classes in a row of the predictions; 0 for a network without classes.
 
     Args:
-        predictor: The predictor.
         top_k: Requested number; default: 5, or all classes of a multi-label network.
-        flags: Values of other flags that need classes.
     """
     classes, several = predictor.classes, predictor.thresholds is not None
     check_classes(classes, top_k=top_k, **flags)

@@ -53,14 +53,12 @@ class ImageOutput:
     """Model output for one image, or its error; `to_predictions` makes Predictions of them.
 
     Args:
-        image: Path of the image; `images[N]` of one in memory.
         probabilities: (classes,) float64, empty without a head; None on an error.
         error: Why there is no output, or None.
         captions: The best first; empty from a classifier.
         memory: The captioner's image tokens, (tokens, dim) on the device.
         pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
         embedding: Input of the head, (dim,) float32, if requested.
-        distance: Distance from the training images, if requested.
     """
 
     image: str

@@ -18,12 +18,7 @@ TIMEOUT = datetime.timedelta(days=30)  # one process may finish long before anot
 
 
 class ProcessFailed(VitError):
-    """Error of one process, raised in all of them.
-
-    Args:
-        message: Message of the original error.
-        code: Its exit code.
-    """
+    """Error of one process, raised in all of them."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -54,9 +49,6 @@ class ProcessGroup:
     Attributes:
         rank: Index of this process.
         processes: Number of processes.
-
-    Raises:
-        RunError: Fewer processes joined than were started.
     """
 
     def __init__(self) -> None:
@@ -74,11 +66,7 @@ class ProcessGroup:
         atexit.register(destroy_process_group)
 
     def device(self, requested: str | None) -> str | None:
-        """Device of this process: one GPU each, where there are GPUs and no other is requested.
-
-        Raises:
-            ConfigError: `requested` names a single device for all processes.
-        """
+        """Device of this process: one GPU each, where there are GPUs and no other is requested."""
         if requested is not None and ":" in requested:
             raise ConfigError(
                 f"device={requested!r}: {self.processes} processes take a device each; "
@@ -104,11 +92,7 @@ class ProcessGroup:
         return broadcast
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Call `function` in every process and return its local result once all have finished.
-
-        Raises:
-            VitError: It failed in one of the processes; all raise the same error.
-        """
+        """Call `function` in every process and return its local result once all have finished."""
         try:
             result = function()
         except VitError as error:
@@ -121,11 +105,7 @@ class ProcessGroup:
         return result
 
     def all_gather(self, value: T) -> list[T]:
-        """`value` of every process, by rank.
-
-        Raises:
-            RunError: Another process has ended.
-        """
+        """`value` of every process, by rank."""
         from accelerate.utils import gather_object
 
         try:

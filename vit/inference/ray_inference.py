@@ -174,15 +174,8 @@ def predict_with_ray(
     machine needs this package, and the model and images at the same paths or at URLs.
 
     Args:
-        model: As for Predictor, or a file of vit export.
-        images: Paths, or URLs that fsspec opens.
-        out: A path, or a URL; the file appears when it is complete.
-        style: jsonl, csv, table or parquet.
         top_k: Number of most probable classes in a row; 5 by default.
-        settings: Of the Predictor.
         workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
-        notify: Called with a line about the workers.
-        columns: More fields of the Layout of the rows.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
@@ -240,8 +233,6 @@ def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
 
     Args:
         images: Paths or URLs; paths are made absolute.
-        block: A list gives the same results when it is continued at a multiple of this.
-        workers: Number of workers.
     """
     import pyarrow as pa
 
@@ -264,11 +255,7 @@ class Worker:
     """Predicts pieces; an actor of Ray.
 
     Args:
-        model: As for `predict_with_ray`.
-        settings: Of the predictor.
         top_k: At least 1.
-        attempt: Called with the number of the first image of a piece; returns the number of
-            attempts at that piece, including this one.
     """
 
     def __init__(

@@ -31,14 +31,7 @@ def is_url(name: str) -> bool:
 
 
 def read_list(path: str) -> list[str]:
-    """Names of images: the column `image` of a .parquet, .jsonl or .csv file, in its order.
-
-    Args:
-        path: A file of this disk, or a URL that fsspec opens.
-
-    Raises:
-        DataError: It is no such file, or has no such column.
-    """
+    """Names of images: the column `image` of a .parquet, .jsonl or .csv file, in its order."""
     name, ending = printable(path), os.path.splitext(path)[1].lower()
     if ending not in LISTS:
         raise DataError(f"{name}: a list of images is called {', '.join(LISTS)}")
@@ -95,9 +88,6 @@ def check_out(out: str, style: str, *, overwrite: bool) -> None:
     """Check, before any work is done, that a URL can be written and the libraries are installed.
 
     Files on this disk are checked by `vit.output.output_file.check_output`.
-
-    Raises:
-        VitError: `out` exists and `overwrite` is off, or a library is missing.
     """
     try:
         if style == "parquet":
@@ -118,13 +108,7 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
     """Write all `rows`, one after the other, to a file that appears when it is complete.
 
     Args:
-        out: A file of this disk, or a URL that fsspec opens.
-        style: One of FORMATS, or parquet.
-        layout: Of the columns.
         rows: In the order of the file.
-
-    Raises:
-        RunError: It cannot be written.
     """
     if not is_url(out):
 

@@ -291,9 +291,6 @@ def _source_of_classes(
     """Source of the margins that measure uncertainty: `nothing`, `network` or `labels`.
 
     It is the network if its classes include those of the labels.
-
-    Raises:
-        ConfigError: The order is by uncertainty, and neither has classes.
     """
     if order == "typical":
         return "nothing"

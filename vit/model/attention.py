@@ -151,9 +151,6 @@ class SelfAttention(nn.Module):
         proj_bias: Whether the output projection has a bias.
         attention_dropout: Probability of dropping an attention weight during training.
         dropout: Probability of dropping an output during training.
-
-    Raises:
-        ValueError: `dim` is not a multiple of `num_heads`, or `num_heads` not of `num_kv_heads`.
     """
 
     def __init__(
@@ -274,11 +271,7 @@ class CrossAttention(nn.Module):
 
 
 def resolve_kv_heads(dim: int, num_heads: int, num_kv_heads: int | None) -> int:
-    """Number of key and value heads; by default that of the query heads.
-
-    Raises:
-        ValueError: `dim` is not a multiple of `num_heads`, or `num_heads` not of `num_kv_heads`.
-    """
+    """Number of key and value heads; by default that of the query heads."""
     if dim % num_heads:
         raise ValueError(f"dim={dim} does not split into {num_heads} heads")
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads

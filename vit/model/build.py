@@ -342,9 +342,6 @@ def build_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
     Args:
         config: The encoder; num_classes=0 gives it no head.
         decoder: Config of the decoder, with `vocab_size` and `caption_tokens`.
-
-    Raises:
-        ConfigError: The settings contradict each other.
     """
     model = assemble_captioner(config, decoder)
     init_weights(model)

@@ -156,9 +156,6 @@ class TextDecoder(nn.Module):
         Args:
             ids, cache: As for `decode`.
             attention_fn: Implementation of attention.
-
-        Raises:
-            ValueError: There are more tokens than positions.
         """
         offset, new = cache.length, ids.shape[1]
         if offset + new > self.max_length:

@@ -166,11 +166,7 @@ class FeatureDistance(nn.Module):
 
     @staticmethod
     def load(state: Mapping[str, Tensor]) -> "FeatureDistance":
-        """The distance with these buffers; runs from before `pooled` have those of `tokens`.
-
-        Raises:
-            KeyError, ValueError, RuntimeError: They are not those of a distance.
-        """
+        """The distance with these buffers; runs from before `pooled` have those of `tokens`."""
         if "centre" not in state:
             return FeatureDistance(MahalanobisDistance.load(state, unit=False))
         parts = (

@@ -88,11 +88,7 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
 
 @torch.no_grad()
 def init_weights(model: nn.Module) -> None:
-    """Initialise every parameter of `model`, from torch's global random generator.
-
-    Raises:
-        ValueError: No rule covers a parameter.
-    """
+    """Initialise every parameter of `model`, from torch's global random generator."""
     for name, parameter in model.named_parameters():
         rules = (rule for pattern, rule in RULES if re.search(pattern, name))
         rule = next(rules, None)

@@ -36,11 +36,7 @@ class ImageEmbedding(nn.Module):
         self.patch_size = patch_size
 
     def grid(self, images: Tensor, patch_size: int) -> Grid:
-        """(rows, cols) of patches in `images`.
-
-        Raises:
-            ValueError: The images cannot be cut into whole patches of the right channels.
-        """
+        """(rows, cols) of patches in `images`."""
         channels, height, width = images.shape[-3:]
         if channels != self.channels:
             raise ValueError(f"images have {channels} channels; this network takes {self.channels}")
@@ -71,11 +67,7 @@ class PatchEmbedding(ImageEmbedding):
         self.proj = nn.Linear(channels * patch_size**2, dim, bias=bias)
 
     def patchify(self, images: Tensor, patch_size: int) -> tuple[Tensor, Grid]:
-        """Images -> patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)
-
-        Raises:
-            ValueError: The images cannot be cut into whole patches of the right channels.
-        """
+        """Images -> patches, (batch, rows * cols, channels * patch_size²), and (rows, cols)"""
         rows, cols = self.grid(images, patch_size)
         patches = rearrange(
             images,

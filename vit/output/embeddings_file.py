@@ -20,11 +20,7 @@ GROUP_BYTES = 16_000_000
 
 
 def check_embeddings(path: str) -> None:
-    """Check the suffix, and that pyarrow is installed for .parquet.
-
-    Raises:
-        VitError: The suffix is unknown, or pyarrow is missing.
-    """
+    """Check the suffix, and that pyarrow is installed for .parquet."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigError(f"embeddings={printable(path)}: name it .npy or .parquet")
@@ -33,11 +29,7 @@ def check_embeddings(path: str) -> None:
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:
-    """Encode vectors as float32; missing ones as NaN.
-
-    Raises:
-        WeightsError: A vector has another width.
-    """
+    """Encode vectors as float32; missing ones as NaN."""
     import numpy as np
 
     pieces = []
@@ -52,11 +44,7 @@ def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes
 def write_embeddings(
     path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
 ) -> None:
-    """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet.
-
-    Raises:
-        RunError: The disk is full; what was at `path` is untouched.
-    """
+    """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
     with atomic_file(path) as file:
         if path.suffix.lower() == ".parquet":
             _write_parquet(file, blocks, images, dim)

@@ -42,8 +42,6 @@ def check_outputs(
 
     Args:
         outputs: Path of each output by its flag; None is no output.
-        inputs: Paths that are read.
-        overwrite: Whether other files than REPORTS are replaced.
     """
     for flag, path in outputs.items():
         check_output(path, overwrite=overwrite or flag in REPORTS)
@@ -55,7 +53,6 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | Non
 
     Args:
         outputs: Path of each output by its flag; one that is None or a device is not checked.
-        inputs: Paths that are read, of which the files are kept.
     """
     kept = {os.path.realpath(path) for path in inputs if path is not None and os.path.isfile(path)}
     flags: dict[str, str] = {}
@@ -74,10 +71,7 @@ def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str
     """Refuse a folder that must not or cannot be written to.
 
     Args:
-        folder: Created later if it is missing.
         overwrite: Whether it may have files.
-        content: What it is for, such as "drawings".
-        overwriting: What --overwrite does.
     """
     path, name = Path(folder), printable(folder)
     if path.exists() and not path.is_dir():

@@ -54,7 +54,6 @@ class Prediction:
     """The prediction of one image.
 
     Args:
-        image: The image's path, as it was given.
         predictions: (label, probability) pairs, the most probable first; empty if the image cannot
             be read, and from a network without classes.
         error: Reason of a failure, or None; that of an explanation leaves the predictions.
@@ -114,10 +113,8 @@ def resolve_top_k(
     """Return the number of classes to return per image, and the threshold of each class.
 
     Args:
-        classes: Class names of the network.
         thresholds: Decision thresholds of a multi-label network; None otherwise.
         top_k: Requested number; default: 5, or all classes of a multi-label network.
-        threshold: Requested threshold of all classes; default: their own.
     """
     if top_k is None:
         top_k = TOP_K if thresholds is None else max(len(classes), 1)
@@ -130,18 +127,10 @@ class Layout:
 
     Args:
         top_k: Classes of an image; 0 from a network without any.
-        classes: Their names.
-        images: Paths of the images.
         n_best: Captions of an image; 0 from a network that writes none.
         multilabel: Whether an image may have several classes, or none: how many differs.
-        truth: The keys of `Prediction.truth`, in rows of an evaluation.
-        shares: Whether scores of classes are probabilities, which a table shows in percent.
-        separator: Separator of CSV; with a semicolon the decimal sign is a comma.
-        separator_chosen: Whether the user chose it, for a spreadsheet.
         digits: Decimal digits in CSV; None for all.
         reject: Whether an answer may be `unknown`.
-        sets: Whether answers have prediction sets.
-        cells: The cells of the lists that name the images, by path and column.
     """
 
     top_k: int
@@ -194,10 +183,7 @@ def csv_settings(
     """The fields of a Layout of CSV, `separator` to `digits`, from its settings.
 
     Args:
-        separator: A name of SEPARATORS; comma by default.
         digits: Decimal digits of scores, or `full` for all; 4 by default.
-        style: The format of the rows.
-        remedy: How the user chooses CSV.
     """
     for name, value in (("csv_separator", separator), ("csv_digits", digits)):
         if value is not None and style != "csv":
@@ -492,8 +478,6 @@ def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
     """Count the error rows of a finished file.
 
     Args:
-        path: The file.
-        style: Its format.
         images: The images its rows must belong to, in this order.
     """
     name = printable(path)

@@ -42,12 +42,7 @@ class Block:
     """Results of consecutive images.
 
     Args:
-        first: Index of the first image in the whole list.
-        images: Number of images.
-        rows: Their rows, as the final file has them.
         vectors: Their embeddings, float32; empty without embeddings.
-        errors: (index in the block, reason) of the images that failed.
-        totals: Totals of the process up to this block, by name.
     """
 
     first: int
@@ -83,11 +78,7 @@ def read_blocks(log: Path) -> Iterator[tuple[Block, int]]:
 
 
 def read_settings(log: Path) -> dict[str, Any]:
-    """Settings in the first line of a log; empty if a kill tore it, which is before any block.
-
-    Raises:
-        RunError: The file is not a log.
-    """
+    """Settings in the first line of a log; empty if a kill tore it, which is before any block."""
     try:
         with open(log, "rb") as file:
             line = file.readline()
@@ -102,17 +93,9 @@ def read_settings(log: Path) -> dict[str, Any]:
 class BlockLog:
     """The log of one process.
 
-    Args:
-        path: The log.
-        settings: What determines the rows.
-        resume: Continue after the last complete block, if there is one.
-
     Attributes:
         images: Images in the log.
         totals: Totals of its last block.
-
-    Raises:
-        RunError: It cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -131,11 +114,7 @@ class BlockLog:
             self._write(json.dumps({"settings": dict(settings)}).encode() + b"\n")
 
     def append(self, block: Block) -> None:
-        """Append a block; after an error, `images` and `totals` are those before it.
-
-        Raises:
-            RunError: The disk is full.
-        """
+        """Append a block; after an error, `images` and `totals` are those before it."""
         self._write(block.encode())
         self.images, self.totals = self.images + block.images, block.totals
 
@@ -150,11 +129,7 @@ class BlockLog:
 
 
 def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
-    """Yield the blocks of all logs in the order of the images.
-
-    Raises:
-        RunError: They are not the blocks of so many images.
-    """
+    """Yield the blocks of all logs in the order of the images."""
     end = 0
     merged = heapq.merge(*map(read_blocks, logs), key=lambda pair: pair[0].first)
     for block, _ in merged:
@@ -187,9 +162,7 @@ class ResumableOutput:
     """The files of one prediction.
 
     Args:
-        out: File of rows; a link is followed.
         embeddings: File of embeddings, or None.
-        processes: Processes that write it, each with a log of its own.
     """
 
     def __init__(self, out: str, embeddings: str | None = None, *, processes: int = 1) -> None:
@@ -237,12 +210,7 @@ class ResumableOutput:
         return next(filter(None, map(read_settings, self.logs())), {})
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Check, before any work is done, that the files can be written.
-
-        Raises:
-            VitError: As `check_output`; or there are unfinished files, and neither `resume` nor
-                `overwrite` is set.
-        """
+        """Check, before any work is done, that the files can be written."""
         check_output(os.fspath(self.out), overwrite=True)  # before it is looked for
         if self.needs_name and not (resume or overwrite):
             raise VitError(
@@ -269,9 +237,6 @@ class ResumableOutput:
         """Return the failures of a complete file; None if it is not complete.
 
         A finished file that could not replace the one at `out` does it now.
-
-        Raises:
-            RunError: It belongs to other images, or has another format; or cannot get its name.
         """
         with FileLock(self.targets) as lock:
             lock.acquire()
@@ -295,11 +260,7 @@ class ResumableOutput:
     def begin(
         self, lock: "FileLock", settings: Mapping[str, Any], *, resume: bool, overwrite: bool
     ) -> bool:
-        """Prepare the files; return whether there is something to resume.
-
-        Raises:
-            VitError: They have other settings, or another process writes them.
-        """
+        """Prepare the files; return whether there is something to resume."""
         lock.acquire()
         resume = resume and bool(self.logs())
         self.check(resume=resume, overwrite=overwrite)
@@ -327,13 +288,7 @@ class ResumableOutput:
         """Write the final files from the logs; the file of rows is the last to get its name.
 
         Args:
-            header: The first line.
-            images: The images.
             dim: Numbers of an embedding; 0 without embeddings.
-            write: Writes header and rows, for a format that is not lines.
-
-        Raises:
-            RunError: The disk is full; the logs stay.
         """
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
@@ -357,11 +312,7 @@ class ResumableOutput:
         remove(self.leftovers())
 
     def describe_kept(self, resume: str = "continue with --resume") -> str:
-        """Describe the rows that are kept; without any, the unfinished files are removed.
-
-        Args:
-            resume: How they are continued.
-        """
+        """Describe the rows that are kept; without any, the unfinished files are removed."""
         files, rows = self.leftovers(), self.rows()
         if not files:
             return ""
@@ -386,11 +337,7 @@ def partial_files(path: Path, endings: str) -> list[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete files.
-
-    Raises:
-        RunError: One cannot be deleted.
-    """
+    """Delete files."""
     path = Path()
     try:
         for path in paths:
@@ -404,9 +351,6 @@ class FileLock:
 
     The main process holds the lock exclusively while it prepares the files; then all processes of
     the prediction share it. The last one deletes the lock files.
-
-    Args:
-        paths: The final files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -426,11 +370,7 @@ class FileLock:
                     path.unlink()
 
     def acquire(self, *, shared: bool = False) -> None:
-        """Acquire the lock, exclusive or `shared`, until the end of the `with`.
-
-        Raises:
-            RunError: Another prediction holds it.
-        """
+        """Acquire the lock, exclusive or `shared`, until the end of the `with`."""
         for path in self._paths:
             with explain_write_errors(path):
                 handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115

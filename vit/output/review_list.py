@@ -17,12 +17,6 @@ def write_review_list(
     Args:
         path: JSON lines if it ends in .jsonl, a workbook in .xlsx, else CSV, with the byte order
             mark that Excel needs for names that are not ASCII; None: CSV to standard output.
-        columns: Names of the cells of a row.
-        rows: Cells.
-        separator: Of CSV.
-
-    Raises:
-        VitError: The file cannot be written.
     """
     if path is not None and is_workbook(path):
         with atomic_file(resolve_link(path)) as book:

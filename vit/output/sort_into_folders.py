@@ -122,14 +122,7 @@ def _numbered(stem: str, number: int, ending: str) -> str:
 
 
 class ImageSorter:
-    """Puts images into the folders of their classes.
-
-    Args:
-        folder: Made where it is missing.
-        method: How images are placed.
-        classes: Of the network.
-        images: The whole list.
-    """
+    """Puts images into the folders of their classes."""
 
     def __init__(
         self, folder: str, method: SortMethod, classes: Sequence[str], images: Sequence[str]
@@ -154,9 +147,6 @@ class ImageSorter:
 
         Returns:
             Whether one of its name lies in another folder, from before.
-
-        Raises:
-            RunError: It cannot be written, or another file is there.
         """
         if prediction.error is not None:
             return False
@@ -240,14 +230,7 @@ def check_sorting(
     images to which no link can lead.
 
     Args:
-        folder: Of the classes.
-        inputs: As they were typed.
-        images: What they mean.
         filled: Whether it may have files.
-        method: How images are placed.
-
-    Raises:
-        VitError: It is, has files, or cannot be written; or an image cannot be linked.
     """
     name, here = printable(folder), os.path.realpath(folder)
     inside = None if method == "copy" else next(filter(is_inside, images), None)

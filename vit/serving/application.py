@@ -78,11 +78,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Application:
     """Answers the requests of one server.
 
-    Args:
-        registry: The models.
-        config: Access and limits.
-        metrics: Counts requests.
-
     Attributes:
         asgi: The application.
         stopping: Whether the server only completes what it has accepted.
@@ -328,13 +323,7 @@ class Refusal(Response):
 
 
 class AccessControl:
-    """Checks the host name and the token of each request, and adds headers and metrics.
-
-    Args:
-        app: The application behind it.
-        config: Access.
-        metrics: Counts requests.
-    """
+    """Checks the host name and the token of each request, and adds headers and metrics."""
 
     def __init__(self, app: Any, config: ServerConfig, metrics: ServerMetrics) -> None:
         self.app, self.config, self.metrics = app, config, metrics
@@ -431,11 +420,7 @@ def json_text(text: str, status: int = 200) -> Response:
 
 
 def parse_query(request: Request) -> dict[str, str]:
-    """The query parameters of /predict.
-
-    Raises:
-        RequestError: One is unknown, or there twice.
-    """
+    """The query parameters of /predict."""
     query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in PREDICT_PARAMETERS:
@@ -453,11 +438,7 @@ def parse_query(request: Request) -> dict[str, str]:
 
 
 def row_options(query: dict[str, str]) -> RowOptions:
-    """Options of the rows.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Options of the rows."""
     top_k, reject = query.get("top_k"), query.get("reject", "0").lower()
     if top_k is not None and not (top_k.isascii() and top_k.isdecimal() and 0 < len(top_k) < 10):
         raise ConfigError(f"top_k={printable(top_k[:40])!r}: give a number of at least 1")

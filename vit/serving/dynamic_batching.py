@@ -50,7 +50,6 @@ class QueueFull(Exception):
 
     Args:
         retry_after: Seconds after which there may be room.
-        limit: Name of the limit that was reached.
     """
 
     def __init__(self, retry_after: int, limit: str) -> None:
@@ -67,11 +66,7 @@ class ServerFailed(ComputeFailed):
 
 
 class PixelGate:
-    """Limits the pixels of images that are decoded, or wait as they are; one is always admitted.
-
-    Args:
-        limit: Pixels of all of them.
-    """
+    """Limits the pixels of images that are decoded, or wait as they are; one is always admitted."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
@@ -95,12 +90,7 @@ class BatchScheduler:
     """Decodes images and computes batches of them, for all models.
 
     Args:
-        compute: Threads that compute.
-        compute_threads: Their number.
-        all_cores: A thread that computes with all cores, if each of the others has a part of them.
-        max_queue: Most images that are accepted and not answered.
         compute_timeout: Seconds after which a call in a thread that computes never returns.
-        metrics: Counts batches and waiting images.
 
     Attributes:
         failure: Why the server must end, or "".

@@ -33,17 +33,7 @@ Run = Callable[..., list[Any]]
 def measure_batch_sizes(
     model: ServedModel, largest: int, compute: Executor, all_cores: Executor | None = None
 ) -> None:
-    """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model.
-
-    Args:
-        model: The model; it is warm afterwards.
-        largest: Size of the batches of `vit predict`.
-        compute: Threads that compute; batches of requests take turns with those measured here.
-        all_cores: A thread that computes with all cores, while the other ones have a part of them.
-
-    Raises:
-        RunError: The network cannot be computed, or gives no finite probabilities.
-    """
+    """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model."""
     images = [model.adapter.probe(number) for number in range(largest)]
     seconds: dict[int, float] = {}
     run = partial(_run, compute, model)

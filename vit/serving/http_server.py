@@ -158,8 +158,6 @@ class RunningServer:
     """A server that answers.
 
     Args:
-        url: Its URL on this machine.
-        application: Its application.
         stop, reload: Do what SIGTERM and SIGHUP do; may be called in any thread.
     """
 
@@ -292,11 +290,7 @@ async def _serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address.
-
-    Raises:
-        VitError: The address cannot be used.
-    """
+    """A socket at an address."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

@@ -107,13 +107,7 @@ def parse_request(
     """Parse the body of POST /v2/models/NAME/infer.
 
     Args:
-        body: JSON, followed by binary tensors if there is a `header_length`.
         header_length: Value of Inference-Header-Content-Length, or None.
-        model: The model.
-        config: The limits.
-
-    Raises:
-        RequestError: It is not well formed, or requests an output that the model lacks.
     """
     length = len(body)
     if header_length is not None:
@@ -283,11 +277,7 @@ def _split_strings(binary: bytes, config: ServerConfig) -> list[bytes]:
 def make_response(
     model: ServedModel, request: InferenceRequest, names: Sequence[str], outputs: Sequence[Any]
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of the answer and its headers.
-
-    Raises:
-        RequestError: An image cannot be read.
-    """
+    """The body of the answer and its headers."""
     for name, output in zip(names, outputs, strict=True):
         if isinstance(output, BadImage):
             raise RequestError(422, f"image {name}: {output.reason}")

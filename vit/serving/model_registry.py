@@ -29,10 +29,7 @@ class ModelRegistry:
     """The models of a server.
 
     Args:
-        words: `SOURCE` or `NAME=SOURCE` of each model; the first one is the default.
         engine: Engine of all models, or None.
-        settings: Of the predictors.
-        notify: Called with notes.
 
     Attributes:
         models: The models by name.

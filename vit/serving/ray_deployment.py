@@ -113,14 +113,6 @@ def serve_with_ray(
 
     The cluster is that of RAY_ADDRESS, or one of this machine for as long as the server runs. Each
     machine needs this package, and the models at the same paths.
-
-    Args:
-        models, config, notify, settings: As for `serve`.
-        replicas: Their number.
-        on_ready: Called with the URL, and with a function that stops the server.
-
-    Raises:
-        VitError: Ray is not installed or gives up, or a model or a setting cannot be used.
     """
     words = [f"{name}={shared_path(source)}" for name, source in check_names(models).items()]
     with bind(config.host, config.port) as listener:  # in one line if it is taken

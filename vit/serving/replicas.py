@@ -34,22 +34,14 @@ LONGEST_DELAY = 30.0
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of replicas; Ray adds and removes some between two limits by their load.
-
-    Args:
-        least, most: The limits.
-    """
+    """Number of replicas; Ray adds and removes some between two limits by their load."""
 
     least: int = 1
     most: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Replicas":
-        """`N` or `LEAST-MOST`.
-
-        Raises:
-            ConfigError: It is neither.
-        """
+        """`N` or `LEAST-MOST`."""
         first, separator, last = text.partition("-")
         words = [first, last] if separator else [first]
         if all(word.isascii() and word.isdecimal() for word in words):
@@ -78,14 +70,7 @@ class Replica:
 
 
 class Supervisor:
-    """Starts replicas, and again each that ends by itself, until it is told to stop.
-
-    Args:
-        start: Starts the process of a replica.
-        listener: The socket that replicas share.
-        notify: Called with notes.
-        metrics_folder: Where replicas keep their metrics.
-    """
+    """Starts replicas, and again each that ends by itself, until it is told to stop."""
 
     def __init__(
         self,
@@ -112,12 +97,7 @@ class Supervisor:
         self.events.put((None, "reload", None))
 
     def run(self, number: int) -> None:
-        """Return after `stop`, when all have ended.
-
-        Raises:
-            VitError: A replica cannot start, and none has.
-            ServerError: One did not answer in time what it had accepted.
-        """
+        """Return after `stop`, when all have ended."""
         for one in range(1, number + 1):
             self._start(one)
         while self.replicas or not self.stopping:
@@ -201,16 +181,7 @@ def serve_replicas(
     notify: Notify,
     **settings: Any,
 ) -> None:
-    """Serve models in processes of this machine until a signal stops it.
-
-    Args:
-        models, config, engine, notify, settings: As for `serve`; limits hold in each process.
-        number: Of processes.
-
-    Raises:
-        VitError: A model, a setting or the address cannot be used.
-        ServerError: A process did not end in time what it had accepted.
-    """
+    """Serve models in processes of this machine until a signal stops it."""
     context: Any = multiprocessing.get_context("spawn")  # a fork of threads of torch may hang
     with (
         bind(config.host, config.port) as listener,

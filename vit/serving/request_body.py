@@ -26,13 +26,7 @@ Message = Mapping[str, Any]
 
 
 class RequestError(Exception):
-    """A request that is answered with a status of 4xx and a sentence.
-
-    Args:
-        status: The status.
-        reason: The sentence.
-        headers: Further headers of the answer.
-    """
+    """A request that is answered with a status of 4xx and a sentence."""
 
     def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(status, reason)
@@ -47,11 +41,7 @@ class SizeLimit:
     megabytes: float
 
     def check(self, size: int) -> None:
-        """Refuse `size` bytes if they are more.
-
-        Raises:
-            RequestError: They are, with status 413.
-        """
+        """Refuse `size` bytes if they are more."""
         if size > self.megabytes * MEGABYTE:
             raise RequestError(
                 413,
@@ -65,22 +55,13 @@ class ClientGone(Exception):
 
 
 class MemoryBudget:
-    """Bytes of all requests that are in memory.
-
-    Args:
-        limit: The most.
-        metrics: Shows them.
-    """
+    """Bytes of all requests that are in memory."""
 
     def __init__(self, limit: int, metrics: ServerMetrics) -> None:
         self.limit, self.held, self.metrics = limit, 0, metrics
 
     def take(self, size: int) -> None:
-        """Add `size` bytes.
-
-        Raises:
-            QueueFull: They are more than the limit.
-        """
+        """Add `size` bytes."""
         if self.held + size > self.limit:
             raise QueueFull(1, "max_memory_mb")
         self.held += size
@@ -93,13 +74,7 @@ class MemoryBudget:
 
 
 class BodyReader:
-    """Reads the body of one request; a context manager that returns its bytes to the budget.
-
-    Args:
-        scope, receive: Of ASGI.
-        config: The limits.
-        budget: Bytes of all requests.
-    """
+    """Reads the body of one request; a context manager that returns its bytes to the budget."""
 
     def __init__(
         self, scope: Mapping[str, Any], receive: Any, config: ServerConfig, budget: MemoryBudget
@@ -117,11 +92,7 @@ class BodyReader:
         self.budget.give(self.taken)
 
     def check_header(self, limit: "SizeLimit") -> None:
-        """Refuse a body by its header, before a byte of it is read.
-
-        Raises:
-            RequestError: It is too large, or compressed.
-        """
+        """Refuse a body by its header, before a byte of it is read."""
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise RequestError(
@@ -132,13 +103,7 @@ class BodyReader:
             limit.check(int(length))
 
     async def chunks(self, limit: "SizeLimit | None" = None) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, by default of any size that a request may have.
-
-        Raises:
-            RequestError: It is too large, or too slow.
-            QueueFull: The requests of all clients have no memory left.
-            ClientGone: The client closed the connection.
-        """
+        """Yield the body as it arrives, by default of any size that a request may have."""
         limit = limit or SizeLimit("request", self.config.max_request_mb)
         self.check_header(limit)
         loop = asyncio.get_running_loop()
@@ -181,17 +146,7 @@ class BodyReader:
         return b"".join([chunk async for chunk in self.chunks(limit)])
 
     async def images(self, scheduler: BatchScheduler, name: str) -> list[EncodedImage]:
-        """The images of the body: the parts `file` of a multipart one, else the body.
-
-        Args:
-            scheduler: Refuses the request at once if the queue is full.
-            name: Name of an image that is the body itself.
-
-        Raises:
-            RequestError: It is too large, too slow, not well formed, or has no image.
-            QueueFull: There is no room for its images.
-            ClientGone: The client closed the connection.
-        """
+        """The images of the body: the parts `file` of a multipart one, else the body."""
         scheduler.check_room()
         kind, options = parse_options_header(self.headers.get("content-type", ""))
         if kind == b"application/json":
@@ -236,11 +191,7 @@ class BodyReader:
 
 
 class MultipartImages:
-    """Collects the images of a multipart body from the callbacks of the parser.
-
-    Args:
-        config: The limits.
-    """
+    """Collects the images of a multipart body from the callbacks of the parser."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config, self.images = config, list[EncodedImage]()
@@ -292,11 +243,7 @@ class MultipartImages:
 
 
 def check_count(images: int, config: ServerConfig) -> None:
-    """Refuse a request of so many images if they are too many.
-
-    Raises:
-        RequestError: They are, with status 413.
-    """
+    """Refuse a request of so many images if they are too many."""
     if images > config.max_images:
         raise RequestError(
             413,
@@ -306,11 +253,7 @@ def check_count(images: int, config: ServerConfig) -> None:
 
 
 def check_name(name: str) -> str:
-    """The name of an image, as it is in its row.
-
-    Raises:
-        RequestError: It is too long.
-    """
+    """The name of an image, as it is in its row."""
     if len(name) > MAX_NAME:
         raise RequestError(400, f"the name of an image has at most {MAX_NAME} characters here")
     return name

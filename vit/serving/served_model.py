@@ -85,13 +85,7 @@ class ModelAdapter(Protocol):
         """Random pixels, the same ones for the same number."""
 
     def run(self, names: Sequence[str], images: Sequence[Any], rows: int) -> list[Any]:
-        """Outputs of images of one group, or the BadImage of each that has none.
-
-        Args:
-            names: Names of the images.
-            images: Images from `decode`.
-            rows: Size of the batch with the blank images that pad it.
-        """
+        """Outputs of images of one group, or the BadImage of each that has none."""
 
     def probabilities(self, output: Any) -> Array:
         """(classes,) float64."""
@@ -101,11 +95,7 @@ class ModelAdapter(Protocol):
 
 
 class TorchAdapter:
-    """A run folder, or other weights, in torch.
-
-    Args:
-        predictor: The predictor.
-    """
+    """A run folder, or other weights, in torch."""
 
     limits_pixels, keeps_pixels = True, False
 
@@ -164,12 +154,7 @@ class TorchAdapter:
 
 
 class ExportedAdapter:
-    """What exported classifiers and captioners share.
-
-    Args:
-        predictor: The predictor.
-        prepare: As for `decode_image`.
-    """
+    """What exported classifiers and captioners share."""
 
     limits_pixels = False
     compute_threads = 1
@@ -263,11 +248,6 @@ class ExportedCaptionerAdapter(ExportedAdapter):
 
 class ServedModel:
     """A network that is loaded and ready.
-
-    Args:
-        name: Its name in requests.
-        source: A run folder, other weights or an exported file.
-        settings: Of the Predictor, or of `load_exported`.
 
     Attributes:
         adapter: What differs between kinds of predictors.

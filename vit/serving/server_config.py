@@ -10,11 +10,7 @@ MEGABYTE = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Settings of the server, under the names of the flags.
-
-    Raises:
-        ConfigError: A limit is out of range, or limits contradict each other.
-    """
+    """Settings of the server, under the names of the flags."""
 
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 for all of this machine."""

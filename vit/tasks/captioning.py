@@ -66,12 +66,7 @@ CAPTION_DROPOUT = 0.3
 
 
 class Captioning(Task):
-    """Captioning, optionally with classification.
-
-    Args:
-        tokenizer: Tokenizer of the captions; needed for the loss and metrics.
-        mean_tokens: Mean number of tokens of a training caption, including the end token.
-    """
+    """Captioning, optionally with classification."""
 
     metric = "val_cider"
     planned = True
@@ -306,14 +301,7 @@ def drop_long_captions(
 
 
 class CaptionEvaluation(Evaluation):
-    """Metrics of generated captions, losses of the references, and metrics of the classes.
-
-    Args:
-        caption_generator: The `vit.inference.caption_generator.CaptionGenerator` of the network.
-        samples: Images, each with a caption that fits into the decoder.
-        ids: Their captions as tokens.
-        classes: Class names.
-    """
+    """Metrics of generated captions, losses of the references, and metrics of the classes."""
 
     def __init__(
         self,
@@ -396,12 +384,7 @@ def score_notes(scores: Mapping[str, Any], unended: int) -> list[str]:
 
 
 class CaptionTally:
-    """Losses with matching and with shuffled images, and generated captions.
-
-    Args:
-        task: The task.
-        samples: The validation images, over all processes.
-    """
+    """Losses with matching and with shuffled images, and generated captions."""
 
     def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
         self.task, self.samples = task, samples
@@ -464,13 +447,7 @@ class CaptionTally:
 def caption_outcomes(
     run: FinishedRun, batches: Iterator[tuple[Batch, Tensor]], samples: Sequence[Sample]
 ) -> tuple["CaptionOutcomes", Outcomes | None]:
-    """Captions by the best weights, their losses, and class predictions if there is a head.
-
-    Args:
-        run: The finished run.
-        batches: Batches of `samples`, with normalised images on the device.
-        samples: The images to evaluate.
-    """
+    """Captions by the best weights, their losses, and class predictions if there is a head."""
     from vit.evaluation.caption_report import CaptionedImage, CaptionOutcomes
 
     model, tokenizer, device = run.loaded.model, run.loaded.tokenizer, run.device
@@ -524,12 +501,7 @@ def target_words(batch: Batch, device: torch.device) -> Tensor:
 
 
 def forward(run: TrainingRun, images: Tensor, ids: Tensor, counted: Tensor) -> CaptionerOutput:
-    """Answers to normalised `images`, of which there may be none; all processes must call it.
-
-    Args:
-        run: The training.
-        images, ids, counted: As for Captioner.
-    """
+    """Answers to normalised `images`, of which there may be none; all processes must call it."""
     if len(images):
         said: CaptionerOutput = run.model(images, ids, counted)
         return said

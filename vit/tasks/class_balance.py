@@ -35,7 +35,6 @@ class ClassBalance:
     """How a loss treats classes that are not equally frequent.
 
     Args:
-        kind: The setting `balance`.
         counts: Training images of each class, (classes,).
     """
 
@@ -101,7 +100,6 @@ def weighted_cross_entropy(
         logits: (batch, classes).
         targets: Share of each class, (batch, classes).
         weights: (classes,).
-        smoothing: Share of the target spread over all classes, after weighing.
     """
     logits = at_least_float32(logits)
     shares = targets * weights.to(targets, non_blocking=targets.is_cuda)
@@ -123,7 +121,6 @@ def logit_adjusted_cross_entropy(
         logits: (batch, classes).
         targets: Share of each class, (batch, classes).
         prior: Share of each class among the training images, (classes,), above 0.
-        smoothing: Share of the target that is spread.
     """
     logits = at_least_float32(logits)
     on_device = prior.to(targets, non_blocking=targets.is_cuda)

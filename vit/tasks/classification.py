@@ -50,12 +50,7 @@ NOTABLE_DIFFERENCE = 0.05
 
 
 class Classification(Task):
-    """Single-label classification.
-
-    Args:
-        balance: Treatment of class imbalance; none if omitted.
-        distillation: The teacher's answers; none if omitted.
-    """
+    """Single-label classification."""
 
     metric = "val_top1"
     planned = True
@@ -203,10 +198,6 @@ class Classification(Task):
 def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallRow]:
     """Recall of old and new classes, where the training added classes to those of another run.
 
-    Args:
-        run: The finished training, whose weights began as those of the other run.
-        outcomes: Of its validation images.
-
     Returns:
         The rows; none if no class was added, or if the other run is not there any more.
     """
@@ -241,12 +232,7 @@ def previous_classifier(weights: str | None) -> LoadedRun | None:
 
 
 class ClassEvaluation(Evaluation):
-    """Accuracy, calibration and scores of each class.
-
-    Args:
-        samples: The images; those with NO_LABEL are left out.
-        classes: Class names.
-    """
+    """Accuracy, calibration and scores of each class."""
 
     def __init__(self, samples: Sequence[Sample], classes: Sequence[str]) -> None:
         super().__init__(samples)
@@ -287,11 +273,7 @@ class ClassEvaluation(Evaluation):
 
 
 class ClassTally:
-    """Loss, accuracy and balanced accuracy.
-
-    Args:
-        classes: Number of classes.
-    """
+    """Loss, accuracy and balanced accuracy."""
 
     def __init__(self, classes: int) -> None:
         self.classes = classes

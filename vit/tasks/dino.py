@@ -113,7 +113,6 @@ def distillation_losses(targets: Tensor, views: Tensor) -> Tensor:
     """Cross-entropy of each image's views with the answers to its other views, (images,).
 
     Args:
-        targets: Probabilities for global views, (global views, images, prototypes).
         views: Logits of the student before its temperature, (views, images, prototypes), global
             views first.
     """

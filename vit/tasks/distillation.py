@@ -43,7 +43,6 @@ class Distillation:
     Args:
         answers: Logits of the teacher, up to a constant of each image, (images, classes) on the
             CPU; of images with several classes log-odds.
-        settings: Kind of the loss, its weight and temperature.
         multilabel: Whether an image may have several classes.
     """
 
@@ -114,13 +113,8 @@ def classifier_loss(
     """Summed loss of one micro-batch of a classifier, (1,), with the forward pass.
 
     Args:
-        run: The training.
-        batch: The micro-batch.
-        images: Its normalised images on the device.
         targets: Share of each class by the labels, (batch, classes), on the device.
         epoch: The epoch, from 0.
-        label_loss: The loss without a teacher.
-        distillation: The teacher's answers, if there is a teacher.
     """
     if distillation is None:
         images, targets = mixed(run, batch, images, targets, epoch)

@@ -114,9 +114,7 @@ def embed_views(
     """Embeddings of the views of `images`, (views, images, dim), in float32 or wider.
 
     Args:
-        run: The training.
         images: Of the tensors of the loader, (images, channels, height, width); may be none.
-        split: Cuts them into batches of views of one size, view after view.
     """
     shown = blank_if_empty(images)
     with frozen_statistics(run, empty=not len(images)):

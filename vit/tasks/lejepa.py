@@ -76,7 +76,6 @@ def prediction_losses(views: Tensor, global_views: int) -> Tensor:
 
     Args:
         views: Embeddings, (views, images, dim), global views first.
-        global_views: How many of them are global.
     """
     centre = views[:global_views].mean(dim=0)
     losses: Tensor = (views - centre).square().mean(dim=(0, 2))
@@ -98,7 +97,6 @@ def sigreg(views: Tensor, directions: Tensor, *, total: Total = lambda mine: min
     Args:
         views: Embeddings of this process's images, (views, images, dim).
         directions: Unit vectors, (dim, projections).
-        total: Sum over processes.
     """
     # both halves of the integral are equal
     points = torch.linspace(0, RANGE, KNOTS // 2 + 1, device=views.device).to(views)

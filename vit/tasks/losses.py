@@ -18,7 +18,6 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float)
     Args:
         logits: (batch, classes).
         targets: Probability of each class, (batch, classes).
-        smoothing: Share of the target spread over all classes.
 
     Returns:
         A scalar, in float32 or wider.
@@ -33,7 +32,6 @@ def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing:
     Args:
         logits: (batch, classes).
         targets: Probability of each class, (batch, classes); they need not sum to 1.
-        smoothing: As for `smoothed_cross_entropy`.
 
     Returns:
         A scalar, in float32 or wider.

@@ -57,11 +57,7 @@ from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
 
 
 class MultiLabel(Task):
-    """Multi-label classification, with MixUp and CutMix.
-
-    Args:
-        distillation: The teacher's answers; none if omitted.
-    """
+    """Multi-label classification, with MixUp and CutMix."""
 
     metric = "val_map"
     planned = True
@@ -201,13 +197,7 @@ class MultiLabel(Task):
 
 
 class MultiLabelEvaluation(Evaluation):
-    """The metrics of `summarize_multilabel`; holds all probabilities, 8 bytes an image and class.
-
-    Args:
-        samples: The images.
-        classes: Class names.
-        thresholds: Decision threshold of each class.
-    """
+    """The metrics of `summarize_multilabel`; holds all probabilities, 8 bytes an image and class."""
 
     def __init__(
         self, samples: Sequence[Sample], classes: Sequence[str], thresholds: Sequence[float]
@@ -244,11 +234,7 @@ class MultiLabelEvaluation(Evaluation):
 
 
 class MultiLabelTally:
-    """Loss, mean average precision and F1, from all logits.
-
-    Args:
-        samples: The validation images, over all processes.
-    """
+    """Loss, mean average precision and F1, from all logits."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples

@@ -121,8 +121,6 @@ class Pretraining(Task):
         Runs the forward pass, so all processes must make this call, also with an empty batch.
 
         Args:
-            run: The training.
-            batch: The batch.
             images: Its images; only the compared ones unless `measures_all`.
         """
 
@@ -130,7 +128,6 @@ class Pretraining(Task):
         """The validation loss, from `validation_loss` of the images that are compared.
 
         Args:
-            run: The training.
             losses: Of all validation images, the mean, (); no number unless `measures_all`.
             rows: Other rows of the compared images, (images, ...).
         """
@@ -154,11 +151,7 @@ class Pretraining(Task):
     def evaluation(
         self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
     ) -> Evaluation:
-        """Refuse: there are no answers.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse: there are no answers."""
         raise ConfigError(
             "the network was pretrained without classes, and has no answers to measure: add them "
             "with vit train DATA --weights RUN"
@@ -214,12 +207,7 @@ def frozen_statistics(
 
 
 class FeatureTally:
-    """Loss, and the features of some images, compared at the end.
-
-    Args:
-        task: The method.
-        samples: All validation images.
-    """
+    """Loss, and the features of some images, compared at the end."""
 
     def __init__(self, task: Pretraining, samples: Sequence[Sample]) -> None:
         self.task, self.stride = task, stride_of(len(samples))

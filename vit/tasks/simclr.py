@@ -83,7 +83,6 @@ def gather_views(run: TrainingRun, views: Tensor, places: Tensor) -> tuple[Tenso
     """Embeddings of the images of all processes, each at its place in the batch.
 
     Args:
-        run: The training.
         views: Embeddings of this process's images, (views, images, dim).
         places: Their places in the batch, (images,).
 
@@ -112,8 +111,6 @@ def contrastive_losses(
         views: Embeddings of unit length, (views, images, dim), global views first.
         keys: Those of the images to tell apart, (views, batch, dim), among them these.
         places: Where these images are in `keys`, (images,).
-        global_views: How many views are global; each is compared with all others.
-        temperature: What similarities are divided by.
         present: Which of `keys` count, (batch,); all if omitted.
     """
     own = places[:, None] == torch.arange(keys.shape[1], device=places.device)

@@ -86,20 +86,12 @@ class ValidationLogits:
 
     @cached_property
     def groups(self) -> Tensor | None:
-        """The group of each image, for the report; None of independent images.
-
-        Raises:
-            VitError: The data, which are read again, have changed.
-        """
+        """The group of each image, for the report; None of independent images."""
         names = None if self.data is None else image_groups(self.data, self.paths)
         return None if names is None else number_groups(names)
 
     def calibration_groups(self, notify: Notify) -> Tensor | None:
-        """`groups`; if they cannot be read again all images are one, which proves nothing.
-
-        Args:
-            notify: Receives a note if they cannot be read again.
-        """
+        """`groups`; if they cannot be read again all images are one, which proves nothing."""
         try:
             return self.groups
         except VitError as error:
@@ -126,10 +118,7 @@ class ValidationLogits:
         """Rows of accuracy by slices, for the report.
 
         Args:
-            right: Whether each answer is right.
             classes: The class of each image; None of a multi-label network.
-            training_counts: Training images of each class.
-            fast: Leave out what takes opening the files again: size, shape and format.
         """
         if self.properties is None:
             return []
@@ -208,9 +197,6 @@ class FinishedRun(Protocol):
         """Batches of `samples` with their normalised images, and the best weights on their device.
 
         `failed` receives the files that cannot be read, with the reason.
-
-        Raises:
-            DataError: No image can be read.
         """
 
     def logits(
@@ -227,11 +213,7 @@ class FinishedRun(Protocol):
 
     @property
     def validation_logits(self) -> ValidationLogits:
-        """Logits of all validation images, computed once.
-
-        Raises:
-            DataError: No image can be read.
-        """
+        """Logits of all validation images, computed once."""
 
 
 class ImageOutput(Protocol):
@@ -351,11 +333,7 @@ class Task(ABC):
     """What is trained on a frozen encoder, for the log."""
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
-        """What the task reads of the data.
-
-        Raises:
-            ConfigError: A setting of the data has no meaning for the task.
-        """
+        """What the task reads of the data."""
         return DatasetSpec.from_config(config.data)
 
     def check_data(
@@ -365,17 +343,7 @@ class Task(ABC):
         given: Sequence[str],
         notify: Notify,
     ) -> tuple[Config, Splits]:
-        """Check that the task can learn `splits`, or change the task to one that can.
-
-        Args:
-            config: Settings as requested.
-            splits: The data.
-            given: Names of the settings that the user chose.
-            notify: Receives log lines.
-
-        Raises:
-            ConfigError: The task needs one class an image, and the data are multi-label.
-        """
+        """Check that the task can learn `splits`, or change the task to one that can."""
         if splits.multilabel:
             raise one_class_needed(config, "give it data with one")
         return config, splits
@@ -385,11 +353,7 @@ class Task(ABC):
         return splits.classes
 
     def complete(self, config: Config, given: Sequence[str]) -> Config:
-        """Complete the settings of the network that the task decides.
-
-        Raises:
-            ConfigError: A setting that the user chose, which is in `given`, does not fit the task.
-        """
+        """Complete the settings of the network that the task decides."""
         return config
 
     def build_network(self, config: Config) -> VisionTransformer:
@@ -415,35 +379,18 @@ class Task(ABC):
         """
 
     def view_size(self, config: Config, side: int) -> tuple[int, int]:
-        """(height, width) of what the loader gives for a training image.
-
-        Args:
-            config: Completed settings.
-            side: Side of the images of the epoch.
-        """
+        """(height, width) of what the loader gives for a training image."""
         return side, side
 
     def training_transform(self, config: Config, preprocessing: Preprocessing) -> Transform:
-        """The transform of training images.
-
-        Args:
-            config: Completed settings.
-            preprocessing: That of evaluation, with the image size of the epoch.
-        """
+        """The transform of training images."""
         quick = config.data.decode == "fast"
         return TrainingTransform(config.augment, preprocessing, fast_crop=quick)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
-        """The normalised `images` of a training batch as the network sees them, and lines on each.
-
-        Args:
-            run: The training, before its first step.
-            batch: A micro-batch.
-            images: Its images, normalised.
-            classes: Class names of the data.
-        """
+        """The normalised `images` of a training batch as the network sees them, and lines on each."""
         return images, [[classes[label]] for label in batch.labels.tolist()]
 
     @abstractmethod
@@ -482,15 +429,7 @@ class Task(ABC):
         return ACTIVATIONS[self.activation_name]()
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
-        """What an evaluation reads of the data.
-
-        Args:
-            spec: As requested.
-            outputs: Name of each output of the network.
-
-        Raises:
-            ConfigError: A setting of the data has no meaning for the network.
-        """
+        """What an evaluation reads of the data."""
         return spec
 
     def label_names(self, spec: DatasetSpec, outputs: tuple[str, ...]) -> tuple[str, ...]:
@@ -498,21 +437,13 @@ class Task(ABC):
         return outputs
 
     def check_samples(self, samples: Sequence[Sample], where: str) -> None:  # noqa: B027
-        """Check that a network of this task can be evaluated on `samples` of the data `where`.
-
-        Raises:
-            ConfigError: Their labels do not suit it.
-        """
+        """Check that a network of this task can be evaluated on `samples` of the data `where`."""
 
     @abstractmethod
     def evaluation(
         self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
     ) -> "Evaluation":
-        """Start an evaluation of a saved network on `samples`.
-
-        Raises:
-            DataError: The samples do not suit the network.
-        """
+        """Start an evaluation of a saved network on `samples`."""
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
         """Share in [0, 1] by which an exported file is compared with its run, higher is better.
@@ -521,10 +452,6 @@ class Task(ABC):
 
         Args:
             outputs: Of `activation`, (images, outputs).
-            samples: The images.
-
-        Raises:
-            ConfigError: The task has no such share.
         """
         raise ConfigError(
             "validation: files of this task are compared with their run on noise only; leave it out"
@@ -543,19 +470,11 @@ class Task(ABC):
         return {"task": config.training.task}
 
     def finish(self, run: FinishedRun) -> None:  # noqa: B027
-        """Complete the run folder after the last epoch; `vit train --resume` repeats it.
-
-        Raises:
-            VitError: The run cannot be read or written.
-        """
+        """Complete the run folder after the last epoch; `vit train --resume` repeats it."""
 
     @abstractmethod
     def write_report(self, run: FinishedRun) -> None:
-        """Write report.html.
-
-        Raises:
-            VitError: No image can be read, or the report cannot be written.
-        """
+        """Write report.html."""
 
     def warning(self, event: Event, config: Config) -> str | None:
         """A log line about suspicious scores of an epoch, written once in a run; else None."""
@@ -614,8 +533,6 @@ def mixed(
     """Apply the MixUp and CutMix of the current step to normalised `images` and `targets`.
 
     Args:
-        run: The training.
-        batch: The micro-batch.
         images: Its images, (batch, channels, height, width).
         targets: Class distributions, (batch, classes).
         epoch: The epoch, from 0.

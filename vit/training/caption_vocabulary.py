@@ -26,16 +26,7 @@ def prepare_captions(
     pretrained: Tokenizer | None,
     notify: Notify,
 ) -> tuple[Config, Splits]:
-    """Complete settings and splits with a tokenizer, and drop captions that are too long.
-
-    Args:
-        config: Settings of a training on captions.
-        splits: The images and their captions.
-        accelerator: One process makes the tokenizer for all.
-        resumed: Folder of the run to resume, whose tokenizer is kept.
-        pretrained: Tokenizer of a pretrained decoder.
-        notify: Called with a note about what is left out.
-    """
+    """Complete settings and splits with a tokenizer, and drop captions that are too long."""
     tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
     report_unknown_words(tokenizer, captions, notify)

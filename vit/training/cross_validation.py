@@ -75,20 +75,9 @@ def train_folds(
 ) -> dict[str, Any]:
     """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
-    Args:
-        config: As for `train`; `folds` is the number of folds.
-        out: Folder of the run folders; `runs/<name of the data>` if omitted.
-        measure: Returns the scores of a finished run; those that are numbers are kept.
-        resume: Skip finished folds, and resume the one that is not.
-        overwrite: Delete all existing runs of folds, once the first fold begins.
-        given: As for `train`.
-
     Returns:
         The content of folds.json, scores of each fold with their mean and interval; and `failed`,
         unreadable images with the reason.
-
-    Raises:
-        VitError: An error that the user can fix; the message has the remedy.
     """
     refuse_time(config)
     data = config.data.data if isinstance(config, Config) else config.get("data")
@@ -193,12 +182,7 @@ def resolve_weights_once(
 def finished_folds(
     folder: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
 ) -> dict[str, dict[str, float]]:
-    """Scores of the finished folds in `folder`, by number.
-
-    Raises:
-        RunError: The folder holds other files, or its record is damaged.
-        ConfigError: The folds have other settings.
-    """
+    """Scores of the finished folds in `folder`, by number."""
     path = folder / FOLDS_FILE
     if (folder / WEIGHTS).exists():  # of a training without folds
         raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
@@ -322,13 +306,6 @@ def delete_folds(folder: Path, *, locked: Path) -> None:
     """Delete the runs of folds in `folder`, and what was made of them, and nothing else.
 
     A command that is killed before its last fold would else resume with folds of the one before.
-
-    Args:
-        folder: Folder of the run folders.
-        locked: The run folder that this process has locked, for its next training.
-
-    Raises:
-        RunError: Another process trains a fold, or they cannot be deleted.
     """
     runs = fold_runs(folder)
     others = [run for run in runs if run != locked]

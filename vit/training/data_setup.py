@@ -46,16 +46,6 @@ def prepare_data(
 ) -> tuple[Config, Splits, dict[str, str]]:
     """Open the data, and complete the settings that they decide.
 
-    Args:
-        config: Settings as requested.
-        given: Names of the settings that the user chose.
-        accelerator: The devices.
-        notify: Receives log lines.
-        resumed: Folder of the run to resume, if any.
-        tokenizer: Tokenizer of a pretrained decoder.
-        listing: What `list_data` returned, if the data were listed before.
-        source: Pretrained weights of a new run, whose classes are compared with those of the data.
-
     Returns:
         Settings, the images, and the unreadable images with the reason.
     """
@@ -131,14 +121,7 @@ def open_data(
     compare: bool = True,
     resumed: Path | None = None,
 ) -> Splits:
-    """Open the images, with their classes, captions, or both.
-
-    Args:
-        config: Settings.
-        listing: What `list_data` returned; ignored if it has other settings.
-        compare: Whether to look for equal files, which reads many files.
-        resumed: Folder of the run to resume, if any.
-    """
+    """Open the images, with their classes, captions, or both."""
     data, training = config.data, config.training
     check_channels(config.model.channels)
     set_max_pixels(data.max_pixels)
@@ -169,14 +152,7 @@ def check_channels(channels: int) -> None:
 def complete_for_data(
     config: Config, splits: Splits, given: Sequence[str], notify: Notify = lambda _: None
 ) -> Config:
-    """Set the size of the head, and what else of the network the task decides.
-
-    Args:
-        config: Settings as requested.
-        splits: The data.
-        given: Names of the settings that the user chose.
-        notify: Receives log lines.
-    """
+    """Set the size of the head, and what else of the network the task decides."""
     task = task_of(config)
     found = len(task.output_names(splits))
     stated = config.model.num_classes

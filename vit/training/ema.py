@@ -20,7 +20,6 @@ class ExponentialMovingAverage:
     """Averages the trainable parameters of `model`, and BatchNorm's running statistics.
 
     Args:
-        model: The network.
         decay: Weight of the old average in an update, in (0, 1).
     """
 
@@ -62,7 +61,6 @@ def swapped_weights(model: nn.Module, others: Mapping[str, Tensor] | None) -> It
     """Inside, `model` has the weights `others`, and `others` those of `model`.
 
     Args:
-        model: The network without wrappers.
         others: Weights by name, with the same shapes and sharding; None changes nothing.
     """
     _swap(model, others or {})

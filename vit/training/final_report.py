@@ -64,13 +64,7 @@ class BestWeights:
     """The best weights of a finished training; the `vit.tasks.task.FinishedRun` of its task.
 
     Args:
-        run: The training.
-        folder: The run folder.
-        splits: The data.
         best_epoch: From 1.
-        calibrating: Whether the validation images are those of a calibration, which also measures
-            their distance from the training images.
-        robustness: `robustness` of `vit.evaluate` with corruptions, for the report.
     """
 
     def __init__(
@@ -200,13 +194,7 @@ class BestWeights:
         *,
         network: LoadedRun | None = None,
     ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` with their normalised images, on the device.
-
-        Args:
-            samples: The images.
-            failed: Receives the files that cannot be read, with the reason.
-            network: The network whose preprocessing applies; the best weights if omitted.
-        """
+        """Batches of `samples` with their normalised images, on the device."""
         run, preprocessing = self.run, (network or self.loaded).preprocessing
         loader = EvaluationLoader(
             samples,
@@ -241,9 +229,6 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
     """Let the task complete the run folder, and write report.html, or log why it cannot be.
 
     Args:
-        run: The finished training.
-        folder: The run folder.
-        splits: The data.
         epoch: The best epoch, from 1.
     """
     best = BestWeights(run, folder, splits, best_epoch=epoch, calibrating=True)

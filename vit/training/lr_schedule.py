@@ -30,10 +30,7 @@ class CosineSchedule:
     """Linear warm-up, then a cosine from `peak` to `least`.
 
     Args:
-        peak: Learning rate at the end of the warm-up.
-        least: Learning rate at the last step.
         warmup_steps: Optimiser steps of warm-up; 0 is none.
-        total_steps: Optimiser steps of the whole run.
     """
 
     peak: float
@@ -55,11 +52,8 @@ class WarmupStableDecay:
     """Linear warm-up to `peak`, constant, then linear to `least`.
 
     Args:
-        peak: Learning rate between warm-up and cooldown.
-        least: Learning rate at the last step.
         warmup_steps: Optimiser steps of warm-up; 0 is none.
         cooldown_steps: Optimiser steps of the linear end; 0 is none.
-        total_steps: Optimiser steps of the whole run.
         shares: Steps after the beginning of the cooldown, each with its share of `peak`; the rate
             is linear between them, and to `least` after them.
     """

@@ -50,7 +50,6 @@ def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images
 
     Args:
         accelerator: The processes, which must all make this call; None for a single process.
-        network: Has MoE layers.
         images: Images of this process in the pass; it may have 0 while other processes have some.
     """
     own = collect_routing(network)
@@ -123,11 +122,7 @@ class ExpertUsage:
 
 
 def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
-    """A log line if a layer drops many assignments or hardly uses an expert; None otherwise.
-
-    Args:
-        routers: From `ExpertUsage.describe`.
-    """
+    """A log line if a layer drops many assignments or hardly uses an expert; None otherwise."""
     parts = []
     worst = max(routers, key=lambda layer: layer["dropped"], default=None)
     if worst is not None and worst["dropped"] > MAX_DROPPED:

@@ -68,20 +68,13 @@ class Muon(Optimizer):
     Args:
         params: Parameters or groups of them. Those of a group with `use_fallback` go to AdamW; the
             others must be matrices (rows, cols), whole on each process.
-        lr: Learning rate of both.
         weight_decay: Decoupled: a step multiplies weights by 1 - lr * weight_decay.
         momentum: Decay of the momentum of matrices, in [0, 1).
         nesterov: Look ahead by one step of momentum, matrices only.
-        ns_coefficients: Name of the iterations, in `COEFFICIENTS`.
-        adjust_lr_fn: Name of the factor on the learning rate of a matrix, in `SCALES`.
-        eps: Least norm of a momentum, and what AdamW adds to its denominator.
         betas: Decays of AdamW's two moments, in [0, 1); nothing for matrices.
         ns_dtype: Type in which the iterations compute. By default bf16 on GPUs, as in Jordan et
             al., and float32 on CPUs, many of which are slow in bf16; always float64 for parameters
             in float64.
-
-    Raises:
-        ValueError: A setting is out of its range, or Muon is to move what is no matrix.
     """
 
     def __init__(
@@ -210,8 +203,6 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
 
     Args:
         matrices: (batch, rows, cols), rows <= cols; changed in place.
-        coefficients: Of one iteration after the other.
-        eps: Least norm that a matrix is divided by.
 
     Returns:
         (batch, rows, cols).

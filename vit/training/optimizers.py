@@ -91,16 +91,6 @@ def make_optimizer(
     """The optimiser named in `config`, over the parameters of `model`.
 
     AdamW is torch's, Muon our own; every other name is looked up in timm's factory.
-
-    Args:
-        model: The network.
-        config: Settings.
-        depth: Blocks of the network.
-        precision: In which the network computes: where it is bf16, Muon's iterations compute in it
-            on CPUs too.
-
-    Raises:
-        ConfigError: timm has no optimiser of that name, or it does not take these settings.
     """
     groups = parameter_groups(
         model,
@@ -160,10 +150,6 @@ def _for_muon(groups: list[dict[str, Any]], *, fallback: float = 1.0) -> list[di
 
     So do the stacked weights of experts, which timm's Muon would take for one flat matrix, and
     matrices that are too slim for it, such as those of routers to a few experts.
-
-    Args:
-        groups: From `parameter_groups`.
-        fallback: Factor on the learning rate of what falls back.
 
     Returns:
         The groups, each split in two by `use_fallback`.

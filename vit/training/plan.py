@@ -226,9 +226,6 @@ def with_chosen_weights(
 
     Args:
         config: Settings; returned as they are unless they name `auto` or a run of `vit pretrain`.
-        given: Names of those that somebody chose.
-        accelerator: The devices.
-        begun: Folder of the run that is resumed.
 
     Returns:
         The settings, the names of those that are to be kept, and the data as listed for the plan.
@@ -256,14 +253,7 @@ def with_chosen_weights(
 def facts_of(
     config: Config, splits: Splits, accelerator: Accelerator, given: Mapping[str, Any]
 ) -> Facts:
-    """What the plan follows from, the same on all processes.
-
-    Args:
-        config: Settings of the data, the devices and the task.
-        splits: The images.
-        accelerator: The devices.
-        given: Settings that somebody chose, or that weights have.
-    """
+    """What the plan follows from, the same on all processes."""
     with timing_networks(accelerator):
         facts = data_facts(config, splits, accelerator)
         return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))

@@ -189,12 +189,7 @@ class Choice(NamedTuple):
 
 @dataclass
 class Plan:
-    """Settings with their reasons, in the order in which they were decided.
-
-    Args:
-        facts: What they follow from.
-        given: Settings that somebody chose.
-    """
+    """Settings with their reasons, in the order in which they were decided."""
 
     facts: Facts
     given: Mapping[str, Any]
@@ -381,12 +376,7 @@ def patch_for(side: int, usual: int, *, convolutions: bool = False) -> int:
     then makes at most 32 x 32 tokens, else what is nearest to it.
 
     Args:
-        side: Of the images.
-        usual: Patches of the network for images of any other size.
         convolutions: Whether the stem must be one of convolutions, each of which halves the image.
-
-    Raises:
-        ConfigError: No patch of a sensible size divides the image.
     """
     least = 2 if side <= TINY_SIDE else 4
     sizes = (4, 8, 16, 32) if convolutions else range(least, 33)

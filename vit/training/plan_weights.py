@@ -176,11 +176,7 @@ def is_listed(weights: ListedWeights, source: str) -> bool:
 
 
 def find_on_hub() -> dict[ListedWeights, str]:
-    """All weights of the list.
-
-    Raises:
-        WeightsError: The hub is not to be asked, or cannot be reached.
-    """
+    """All weights of the list."""
     if why := hub.offline_reason(offline=None) or hub.unreachable_reason():
         raise WeightsError(why)
     return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
@@ -197,14 +193,8 @@ def choose_weights(
     """The weights for `facts`, and how they are trained.
 
     Args:
-        facts: What the choice follows from.
         given: Settings that somebody chose; the method and the image size may be among them.
-        on_disk: Weights that need no download; they are preferred where they fit the time.
         on_hub: Gives all that could be downloaded; called only where none on the disk fits.
-        one_class: Whether an image has one class, so that a probe can be fitted.
-
-    Raises:
-        ConfigError: There are no weights to be had, or none has patches that divide image_size.
     """
     rules = Rules(facts, given, one_class=one_class)
     best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
@@ -232,13 +222,7 @@ def choose_weights(
 
 @dataclass(frozen=True)
 class Rules:
-    """What fits the time.
-
-    Args:
-        facts: Of the data and the machine.
-        given: Settings that somebody chose.
-        one_class: Whether an image has one class.
-    """
+    """What fits the time."""
 
     facts: Facts
     given: Mapping[str, Any]
@@ -370,12 +354,6 @@ def plan_after_pretraining(
 
     Many labels train it as they would from scratch. Few overfit so, and fine-tuning is gentle:
     the settings of its method stay. Those that a teacher gives are not counted: it knows no more.
-
-    Args:
-        facts: What the plan follows from.
-        given: Settings that somebody chose.
-        network: Those of the pretrained network, by `architecture_settings`.
-        one_class: Whether an image has one class, so that a probe can be fitted.
     """
     plan = make_plan(facts, {**network, **given})
     of_network = {

@@ -25,16 +25,7 @@ MAX_DRAWS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class SearchDimension:
-    """A setting that trials change.
-
-    Args:
-        name: The setting.
-        kind: How a value is drawn: `factor` is log-uniform between two factors of the plan's
-            value, `times` one of some factors of it, `choice` one of some values, `network` a
-            neighbour of the plan's network on its ladder.
-        values: The factors or the values.
-        chosen: Settings that fix this one if the user chose any of them.
-    """
+    """A setting that trials change."""
 
     name: str
     kind: Literal["factor", "times", "choice", "network"]

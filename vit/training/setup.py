@@ -49,19 +49,7 @@ def make_network(
     notify: Notify = lambda _: None,
     tokenizer: Tokenizer | None = None,
 ) -> VisionTransformer:
-    """Build the network on the CPU, load pretrained weights, and add or freeze parts by method.
-
-    Args:
-        config: Completed settings.
-        source: Pretrained weights; random initialisation if omitted.
-        classes: Names of the classes; rows of the source's head with the same names are kept.
-        notify: Receives lines about the source's tensors and the trainable parameters.
-        tokenizer: Tokenizer of the captions, for a captioning task.
-
-    Raises:
-        WeightsError: The source's weights do not fit.
-        ConfigError: The method does not fit the network.
-    """
+    """Build the network on the CPU, load pretrained weights, and add or freeze parts by method."""
     torch.manual_seed(random_seed(config.training.seed, "weights"))
     network = get_task(config.training.task).build_network(config)
     if source is not None:
@@ -105,19 +93,7 @@ def make_training(
     interruption: Interruption | None = None,
     workers_for: Callable[[TrainingState, Sequence[Sample]], int | None] | None = None,
 ) -> TrainingState:
-    """Build network, optimiser, moving average and schedule on their devices.
-
-    Args:
-        config: Completed settings.
-        accelerator: The devices.
-        total_steps: Optimiser steps of the whole training.
-        network: From `make_network`; built from `config` if omitted.
-        splits: The data, with the tokenizer of captions; not needed for classification.
-        epoch_steps: Optimiser steps of an epoch; `total_steps` over the epochs if omitted.
-        failed: Images that were left out before, with the reason.
-        interruption: Records a signal to this process.
-        workers_for: Measures how many loader processes the training images need.
-    """
+    """Build network, optimiser, moving average and schedule on their devices."""
     training = config.training
     epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
     require_shardable(accelerator, config)

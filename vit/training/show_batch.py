@@ -37,16 +37,7 @@ def show_batch(
     *,
     given: Sequence[str] | None = None,
 ) -> None:
-    """Write the first micro-batch of a training, with classes or captions, to an image file.
-
-    Args:
-        config: As for `train`.
-        path: The image file, .png, .jpg or .webp; an existing one is replaced.
-        given: As for `train`.
-
-    Raises:
-        VitError: As `train`.
-    """
+    """Write the first micro-batch of a training, with classes or captions, to an image file."""
     kind = sheet_format(path)
     config, given, listing = resolve_plan(config, given)
     accelerator = make_accelerator(config.run)
@@ -85,12 +76,7 @@ def show_batch(
 
 
 def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[str]]]:
-    """The first micro-batch of this process: uint8 (images, 3, height, width), and their texts.
-
-    Raises:
-        BadImage: An image cannot be read and `on_bad_image` is stop.
-        DataError: No image can be read.
-    """
+    """The first micro-batch of this process: uint8 (images, 3, height, width), and their texts."""
     loader = training_loader(run, splits.train)
     try:
         batch = next(loader.epoch(0))

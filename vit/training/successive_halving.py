@@ -48,14 +48,7 @@ def with_steps(config: Config, steps: int) -> Config:
 
 
 class CostMeter:
-    """Measures the costs of trials, once for each network.
-
-    Args:
-        completed: The plan's settings, completed by the data and the memory.
-        splits: The images.
-        accelerator: The devices.
-        most: Seconds of one measurement.
-    """
+    """Measures the costs of trials, once for each network."""
 
     def __init__(
         self, completed: Config, splits: Splits, accelerator: Accelerator, most: float
@@ -120,19 +113,7 @@ def count_trials(
     seconds: float,
     requested: int | None,
 ) -> int:
-    """Choose the number of trials: the requested one, or the most whose trials are long enough.
-
-    Args:
-        available: Different trials that could be drawn.
-        plan: Settings and costs of the plan.
-        images: Training images.
-        startup: Seconds of a training before its network is built.
-        seconds: Time of the whole search.
-        requested: The user's number of trials.
-
-    Raises:
-        ConfigError: There are not so many different trials.
-    """
+    """Choose the number of trials: the requested one, or the most whose trials are long enough."""
     config, costs = plan
     if available < (requested or MAX_FINAL_TRIALS):
         raise ConfigError(
@@ -160,18 +141,7 @@ def make_rungs(
     total_seconds: float,
     requested: bool,
 ) -> list[dict[str, Any]]:
-    """The rungs: number of trials, seconds of each, and the optimiser steps of every trial.
-
-    Args:
-        costs: Settings and costs of all trials, the plan first.
-        startup: Seconds of a training before its network is built.
-        seconds: Time left for the search.
-        total_seconds: Time of the whole tuning.
-        requested: Whether the user chose the number of trials.
-
-    Raises:
-        ConfigError: There is too little time.
-    """
+    """The rungs: number of trials, seconds of each, and the optimiser steps of every trial."""
     number = len(costs)
     least = startup + max(cost.of(with_steps(one, MIN_STEPS), 2, MIN_STEPS) for one, cost in costs)
     if not requested:

@@ -61,20 +61,7 @@ def with_teacher(
     notify: Notify,
     resumed: Path | None = None,
 ) -> Splits:
-    """Add the answers of the teacher to `splits`, if there is a teacher.
-
-    Args:
-        config: Settings, completed for the data.
-        splits: The data.
-        accelerator: The devices, on all of which the teacher works.
-        notify: Receives log lines.
-        resumed: Folder of the run to resume, whose stored answers apply.
-
-    Raises:
-        ConfigError: The teacher is no classifier of this kind, or lacks a class.
-        WeightsError, BadImage, DataError, RunError: It or an image cannot be read; or the stored
-            answers are damaged or of other images.
-    """
+    """Add the answers of the teacher to `splits`, if there is a teacher."""
     if config.distillation.teacher is None:
         return splits
     stored = None if resumed is None else resumed / TEACHER_FILE
@@ -159,14 +146,7 @@ class Teacher(ABC):
 
 
 class NetworkTeacher(Teacher):
-    """A teacher in torch.
-
-    Args:
-        name: As the user gave it.
-        loaded: Network with its classes.
-        accelerator: The devices.
-        precision: Setting `precision` of the run.
-    """
+    """A teacher in torch."""
 
     def __init__(
         self, name: str, loaded: LoadedRun, accelerator: Accelerator, precision: str
@@ -205,8 +185,6 @@ class ExportedTeacher(Teacher):
     """A teacher in a file of `vit export`, whose graph prepares images of any size itself.
 
     Args:
-        name: The file.
-        engine: Engine that computes it.
         batch_size: Images per forward pass.
     """
 
@@ -239,12 +217,7 @@ class ExportedTeacher(Teacher):
 
 
 def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Teacher:
-    """Open the teacher of a run.
-
-    Raises:
-        WeightsError, RunError: It cannot be found or read.
-        ConfigError: It is no classifier, or one of another kind than the student.
-    """
+    """Open the teacher of a run."""
     name = config.distillation.teacher
     assert name is not None, "called for a run with a teacher"
     teacher: Teacher
@@ -279,11 +252,7 @@ def no_classifier(name: str, why: str) -> ConfigError:
 
 
 def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
-    """The output of the teacher for each of `classes`; it may have more.
-
-    Raises:
-        ConfigError: It lacks a class.
-    """
+    """The output of the teacher for each of `classes`; it may have more."""
     outputs = {name: column for column, name in enumerate(teacher.classes)}
     if missing := [name for name in classes if name not in outputs]:
         raise ConfigError(
@@ -297,13 +266,7 @@ def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherPass(ImagePass):
-    """Computes the scores of a teacher.
-
-    Args:
-        teacher: The teacher.
-        columns: Its output for each class of the data.
-        mirrored: Whether scores are the mean over an image and its mirror image.
-    """
+    """Computes the scores of a teacher."""
 
     title = "teacher's answers"
     teacher: Teacher
@@ -385,12 +348,7 @@ def compute_answers(
 
 
 def read_answers(path: Path, shape: tuple[int, int]) -> Tensor:
-    """The answers that a run folder stores, (images, classes) float32.
-
-    Raises:
-        RunError: The file is damaged.
-        DataError: It is for other images.
-    """
+    """The answers that a run folder stores, (images, classes) float32."""
     try:
         answers = read_tensors(path)[0].get(TEACHER_ANSWERS)
     except WeightsError as error:

@@ -143,11 +143,7 @@ class TimeBudget:
         """Steps of the whole run, of which `step` are made, that end when the time does.
 
         Args:
-            config: Settings of the run.
-            epoch_steps: Steps of an epoch.
-            step: The next one; an epoch begins with it.
             pace: Seconds that the run took so far, as a share of what was expected of it.
-            room: Seconds until the end.
         """
         room -= self.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
 
@@ -170,21 +166,9 @@ def fit_time(
 
     Unless a setting counts in epochs, an epoch is as long as validations may take their share.
 
-    Args:
-        config: Settings; `accumulate` is known.
-        splits: The images, some of which are read.
-        accelerator: The devices; all processes choose the same number.
-        notify: Called with one line about the steps that fit.
-        began: When the run was started, by `time.monotonic`.
-        planned: Whether nobody asked for this time: where start and report leave less than half of
-            it for training, as on a slow or busy machine, it gets longer.
-
     Returns:
         Settings with `steps` and `epochs`, and without `time`: they repeat the run. And the budget
         by which a run with schedule=wsd settles its steps.
-
-    Raises:
-        ConfigError: Not one step fits, or too few epochs for `warmup_epochs`.
     """
     seconds = config.training.seconds
     if seconds is None:
@@ -304,15 +288,6 @@ def settle_steps(
 
     The share that the learning rate has at the next step at which they may be settled again is
     settled with it: whatever follows then, the settings give all steps before the rates they had.
-
-    Args:
-        config: Settings of the run.
-        budget: Its time.
-        epoch_steps: Steps of an epoch.
-        step: The next one: an epoch of the cooldown begins with it, or it is `settling_step` of the
-            last epoch, which then neither gets longer than an epoch nor loses its image size.
-        pace: As for `TimeBudget.steps_from`.
-        accelerator: The devices; all processes choose the same number.
     """
     rate = cooldown_of(config, epoch_steps)
     late = max_over_processes(accelerator, time.monotonic() - budget.ends)
@@ -381,11 +356,7 @@ def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: flo
 
 
 class Stopwatch:
-    """Seconds between its laps, the same on all processes: those of the slowest.
-
-    Args:
-        accelerator: The devices, which finish what they were asked to do before a lap is taken.
-    """
+    """Seconds between its laps, the same on all processes: those of the slowest."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

@@ -201,7 +201,6 @@ def resolve_plan(
 
     Args:
         config: The settings; a Config is returned unchanged.
-        given: As for `train`.
 
     Returns:
         The Config, the names of the chosen settings, and the data as listed for the plan, if any.
@@ -246,12 +245,7 @@ def resolve(
     """Complete the settings of a run from its plan, weights, data and devices, in this order.
 
     Args:
-        config: Settings as requested.
         given: Names of the settings that the user chose; the others may be decided here.
-        accelerator: The devices.
-        resumed: Folder of the run to resume, whose stored settings apply.
-        began: Start of the time of `config.training.time`, by `time.monotonic`.
-        listing: The data as listed for a plan, if they were.
     """
     notify = notifier(accelerator)
     config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
@@ -370,11 +364,7 @@ def echo_seconds() -> float:
 
 @contextlib.contextmanager
 def translate_errors(resuming: Config | None = None) -> Iterator[None]:
-    """Raise errors of the machine, such as full memory, as RunError with a remedy.
-
-    Args:
-        resuming: Settings of the run, if it is resumed: they allow fewer remedies.
-    """
+    """Raise errors of the machine, such as full memory, as RunError with a remedy."""
     try:
         yield
     except RuntimeError as error:

@@ -53,14 +53,10 @@ class TrainingResult:
     """The result of a training.
 
     Args:
-        folder: The run folder.
         classes: Class names, in the order of the network's outputs.
         epoch: The best epoch, whose weights (or the average of the best epochs) are in
             model.safetensors; 0 is the head of a linear probe, before the first step.
         val_top1: Validation accuracy of model.safetensors in [0, 1]; None without classes.
-        scores: Its validation scores: `loss`, and `top1`, or `cider` and others.
-        test_scores: The same of test images, where the data have them but no validation images.
-        failed: Images that could not be read and were left out, with the reason.
     """
 
     folder: Path
@@ -73,17 +69,7 @@ class TrainingResult:
 
 
 class Trainer:
-    """Runs a training from its first or resumed step to its last.
-
-    Args:
-        run: Network, optimiser and settings.
-        folder: The run folder.
-        splits: The data.
-        steps: Optimiser steps of an epoch.
-        budget: Time budget that fixes the number of steps during the cooldown.
-        resumed_by: The command and the folder that resume it; `vit train` and `folder` if omitted.
-        report: Whether to choose thresholds and write report.html at the end.
-    """
+    """Runs a training from its first or resumed step to its last."""
 
     def __init__(
         self,
@@ -126,10 +112,6 @@ class Trainer:
 
         Args:
             resuming: Whether the folder may hold a checkpoint.
-            probed: Results of the linear probe that has just initialised the head, if any.
-
-        Raises:
-            DataError: The images are not those that the run began with.
         """
         run, notify, state = self.run, self.logger.notify, None
         if resuming:
@@ -171,12 +153,7 @@ class Trainer:
         self.finish_epoch(measured, progress)
 
     def restore(self, state: CheckpointState) -> None:
-        """Continue from a checkpoint whose tensors are loaded.
-
-        Raises:
-            DataError: The images are not those that the run began with.
-            RunError: The best weights so far are missing.
-        """
+        """Continue from a checkpoint whose tensors are loaded."""
         state.require_same_data(self.data, remedy=train_on(self.folder))
         self.epoch, self.part = state.epoch, dict(state.part)
         self.checkpoints.resume(state)
@@ -235,11 +212,7 @@ class Trainer:
         )
 
     def keep_to_time(self, began: float) -> None:
-        """Adapt the number of remaining steps to the time budget, after epochs of the cooldown.
-
-        Args:
-            began: When the first step was made, by `time.monotonic`.
-        """
+        """Adapt the number of remaining steps to the time budget, after epochs of the cooldown."""
         run, step = self.run, self.run.step
         rate = run.lr_at
         if self.budget is None or not isinstance(rate, WarmupStableDecay):
@@ -328,11 +301,7 @@ class Trainer:
         self.stop_on_signal(seen.signal)
 
     def stop_on_signal(self, signal: int) -> None:
-        """Save a checkpoint and raise, if `signal` is not 0.
-
-        Raises:
-            Interrupted: A signal was received.
-        """
+        """Save a checkpoint and raise, if `signal` is not 0."""
         if signal:
             self.save_and_wait()
             raise Interrupted(

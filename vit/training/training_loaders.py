@@ -42,14 +42,8 @@ def make_schedule(
     """The schedule of `count` samples over steps.
 
     Args:
-        config: Settings.
-        count: Number of samples.
         rank: Number of this process, from 0.
-        processes: Number of processes.
         samples: The samples; needed only to draw from the schedule.
-
-    Raises:
-        DataError: The batch is larger than the data, or does not split evenly.
     """
     draws = samples is not None and config.training.balance == "sampler"
     balanced = torch.tensor([sample.label for sample in samples or ()]) if draws else None

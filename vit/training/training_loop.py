@@ -46,18 +46,8 @@ def train_one_epoch(
 
     Args:
         run: Updated in place.
-        batches: Micro-batches of this process.
         epoch: Which epoch this is, from 0.
         end: Called before every step, which may change it.
-        progress: Advanced after every step.
-        due: Called in every step; returns whether this process requests a checkpoint.
-        after_step: Called with the results of every step.
-
-    Raises:
-        RunError: The loss is not finite, or several gradients; the weights are those of the
-            previous step.
-        BadImage: An image cannot be read and `on_bad_image` is stop; weights and running
-            statistics likewise.
     """
     run.model.train()
     while run.step < end():
@@ -120,12 +110,7 @@ def step_over_processes(
     One message, and the only point at which a step waits for the GPU.
 
     Args:
-        accelerator: The devices.
         losses: Summed loss, balance loss and router z-loss of this process, (3,), on the device.
-        grad_norm: Norm of the averaged gradient before clipping, ().
-        counts: Images of this process, those that could not be read, whether it requests a
-            checkpoint, and for each of `Interruption.SIGNALS` whether it received it.
-        lr: Learning rate of the step.
     """
     totals = torch.cat([losses, grad_norm.to(losses).view(1)])
     loss, balance, z_loss, norm, *found = all_reduce(accelerator, totals, counts)
@@ -192,10 +177,8 @@ def forward_losses(
     The random state depends only on the seed, the step, the micro-batch and the rank.
 
     Args:
-        run: The training.
         batch: A micro-batch, on the CPU; its images may be on the device.
         epoch: The epoch, from 0.
-        micro_batch: Index of the micro-batch in its step.
         reduce_routers: Whether routers' statistics are summed over processes, which then must
             all make this call.
 
@@ -236,10 +219,6 @@ def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
 
     Every process has the same numbers. With fp16 an infinite gradient is expected now and then: the
     scaler skips that step itself.
-
-    Raises:
-        RunError: The loss is not finite, or the gradients of too many steps are not, or the fp16
-            loss scale underflows.
     """
     scaled = run.accelerator.mixed_precision == "fp16"
     if scaled and run.accelerator.scaler.get_scale() < MIN_LOSS_SCALE:

@@ -66,15 +66,7 @@ def measure_speed(
     captions: CaptionStats | None = None,
     batch: int = PROBE_BATCH,
 ) -> TimedNetwork:
-    """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU.
-
-    Args:
-        config: Settings of the devices and the training.
-        accelerator: The devices.
-        row: The network.
-        captions: Of a network with a decoder, which then takes part.
-        batch: Images of a step on each process.
-    """
+    """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU."""
     found: tuple[int, float] | None
 
     def trial(size: int) -> float:

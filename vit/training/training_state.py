@@ -122,11 +122,7 @@ class TrainingState:
         return mine if self.processes == 1 or self.alone else sum_over_processes(mine)
 
     def exclude_unreadable(self, failed: list[BadImage]) -> None:
-        """Record the images that could not be read, of all processes, in `failed`.
-
-        Raises:
-            BadImage: `on_bad_image` is stop; on all processes.
-        """
+        """Record the images that could not be read, of all processes, in `failed`."""
         found = gather_lists(failed)
         if self.config.data.on_bad_image == "stop":
             self.optimizer.zero_grad()

@@ -102,12 +102,7 @@ class TuneResult:
     """The result of a search.
 
     Args:
-        folder: Its folder.
         best: Number of the best trial; 0 is the plan.
-        settings: Settings of the best trial, for `vit.make_config`.
-        training: The training of the best trial, whose run folder is FOLDER/best.
-        record: The content of tune.json.
-        lines: A summary.
     """
 
     folder: Path

@@ -44,18 +44,10 @@ def validate(
     """Evaluate the network on every validation image exactly once, over all processes.
 
     Args:
-        run: The training.
         loader: This process's share of the images.
-        expected: Number of images over all processes.
-        weights: Weights to evaluate instead of the network's own, by name.
 
     Returns:
         None if any process received a signal.
-
-    Raises:
-        BadImage: An image cannot be read and `on_bad_image` is stop.
-        DataError: No image can be read.
-        RunError: The loss is not finite.
     """
     run.model.eval()
     device, batches = run.accelerator.device, iter(loader)

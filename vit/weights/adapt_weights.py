@@ -60,9 +60,6 @@ class AdaptationReport:
 
     Args:
         reused: Number of unchanged tensors.
-        resized: Resized tensors, each with its old and new size.
-        initialised: Parts that the source does not have.
-        left_out: Parts of the source that were dropped.
         head: Classes whose head rows were kept; empty if none.
         upcycled: MLPs that became experts; empty if none.
     """
@@ -89,7 +86,6 @@ def adapt_weights(
     """Convert the tensors of `pretrained` to the network of `config`.
 
     Args:
-        pretrained: Source weights.
         config: Target network. It may differ in image size, patch size, channels, number of
             classes, settings without weights (dropout, token merging, expert capacity), and may
             have experts where the source has MLPs.
@@ -100,10 +96,6 @@ def adapt_weights(
 
     Returns:
         The tensors (unchanged ones share memory with the source), and a report.
-
-    Raises:
-        WeightsError: The networks differ in another setting, `classes` are not `num_classes`
-            distinct names, or the source does not match its own settings.
     """
     _check_compatible(pretrained, config)
     shapes = {name: tensor.to("meta") for name, tensor in pretrained.state.items()}
@@ -129,12 +121,7 @@ def adapt_weights(
 
 
 def implied_settings(source: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that follow from the `chosen` ones for a network built from `source`.
-
-    Args:
-        source: Network of the pretrained weights.
-        chosen: Explicit settings by name; these take precedence over the result.
-    """
+    """Settings that follow from the `chosen` ones for a network built from `source`."""
     found: dict[str, Any] = {}
     if source.patch_sizes and chosen.get("patch_size", source.patch_size) != source.patch_size:
         # training draws from the same sizes, whichever is the default
@@ -181,13 +168,7 @@ def change_patches(
     scaling of the logits is kept; threshold, sets and distance are proven for the network before.
 
     Args:
-        run: A loaded network.
-        merge_tokens: Patches merged in each block.
         patch_size: Side of a patch in pixels; the projection and the positions are resized.
-
-    Raises:
-        ConfigError: The blocks do not support token merging, or `patch_size` does not divide the
-            image size.
     """
     requested = {"merge_tokens": merge_tokens, "patch_size": patch_size}
     kinds, config = all_settings(), run.config
@@ -313,8 +294,6 @@ def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
 
     Args:
         matrix: (dim, old * pixels).
-        old: Input channels of `matrix`.
-        new: Input channels of the result.
 
     Returns:
         (dim, new * pixels), in the same dtype.
@@ -358,12 +337,6 @@ def resize_offsets_geometric(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], *, num_prefix_rows: int
 ) -> Tensor:
     """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
-
-    Args:
-        table: (offsets of the old grid + num_prefix_rows, heads).
-        old: Rows and columns of the table's grid, in patches.
-        new: Rows and columns of the new grid.
-        num_prefix_rows: Last rows of the table, which belong to prefix tokens; they are kept.
 
     Returns:
         (offsets of the new grid + num_prefix_rows, heads), in the same dtype.

@@ -87,20 +87,11 @@ def convert(
     """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
 
     Args:
-        source: As for `open_pretrained`.
-        to: Target library.
         out: Output folder, which must not exist.
-        overwrite: Replace an existing converted model.
         merge_tokens: Patches merged in each block; None: as in `source`.
-        check: Called with the converted weights and the folder, under a temporary name; if it
-            raises, nothing is written or replaced.
 
     Returns:
         The converted weights, and lines for the user.
-
-    Raises:
-        WeightsError: `source` cannot be opened, or the target library cannot express it.
-        RunError: `out` exists, holds `source`, or cannot be written.
     """
     place = Path(out).absolute()
     check_replaceable(place, source, overwrite=overwrite)
@@ -174,13 +165,7 @@ def convert_model(
 
 
 def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -> list[str]:
-    """Lines on what the folder lacks, what it requires, and what was assumed.
-
-    Args:
-        source: Settings of the source.
-        pretrained: Weights and settings that are written.
-        to: Target library.
-    """
+    """Lines on what the folder lacks, what it requires, and what was assumed."""
     dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
     lines = [
         f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
@@ -217,11 +202,7 @@ def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -
 
 
 def folder_contents(pretrained: Pretrained, to: Library) -> dict[str, str | Mapping[str, Tensor]]:
-    """Files of the folder by name: text, or tensors.
-
-    Raises:
-        WeightsError: The target library cannot express the network.
-    """
+    """Files of the folder by name: text, or tensors."""
     preprocessing, _ = preprocessing_or_default(pretrained)
     config, classes = pretrained.config, pretrained.classes or numbered_classes(pretrained)
     if to == "timm":
@@ -253,11 +234,7 @@ def to_json(content: Mapping[str, Any]) -> str:
 
 
 def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
-    """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it.
-
-    Raises:
-        RunError: It must not be replaced.
-    """
+    """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it."""
     if not os.path.lexists(out):
         return
     name = printable(out)
@@ -289,11 +266,7 @@ def _is_converted(weights: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Temporary folder that replaces `out` after the `with`, and is deleted on an error.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Temporary folder that replaces `out` after the `with`, and is deleted on an error."""
     beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
     with explain_write_errors(out):
@@ -317,18 +290,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def check_parity(
     pretrained: Pretrained, folder: Path, to: str, pil_image: str | os.PathLike[str]
 ) -> list[str]:
-    """Compare the outputs of the converted folder with ours, and return lines for the user.
-
-    Args:
-        pretrained: Converted weights.
-        folder: Folder of the converted model.
-        to: Library, "timm" or "huggingface".
-        pil_image: Path of an image.
-
-    Raises:
-        WeightsError: The library cannot open the folder, or its outputs differ.
-        BadImage: The image cannot be read.
-    """
+    """Compare the outputs of the converted folder with ours, and return lines for the user."""
     if to == "huggingface" and importlib.util.find_spec("transformers") is None:
         return ["note: transformers is not installed here, so its answers were not compared"]
     if pretrained.config.channels != 3:

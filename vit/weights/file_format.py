@@ -42,12 +42,7 @@ ONNX = (
 
 
 def detect_format(path: Path) -> FileFormat:
-    """Detect the format of the file `path`.
-
-    Raises:
-        WeightsError: It is missing, not a regular file, empty, or of another format, which the
-            message names.
-    """
+    """Detect the format of the file `path`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(HEADER_BYTES)
@@ -70,11 +65,7 @@ def detect_format(path: Path) -> FileFormat:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading.
-
-    Raises:
-        WeightsError: It is not a regular file, or cannot be opened.
-    """
+    """Open the regular file `path` for reading."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -116,11 +107,7 @@ def describe_foreign_format(start: bytes) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        WeightsError: The file is missing, larger than 50 MB, or not a JSON object.
-    """
+    """Read a JSON object."""
     with open_file(path) as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:

@@ -25,7 +25,6 @@ class Repository:
     """A repository of the hub.
 
     Args:
-        name: OWNER/NAME.
         revision: A branch, tag or commit; None for its main branch.
     """
 
@@ -34,11 +33,7 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str) -> "Repository":
-        """Parse OWNER/NAME or OWNER/NAME@REVISION.
-
-        Raises:
-            WeightsError: `text` has another form.
-        """
+        """Parse OWNER/NAME or OWNER/NAME@REVISION."""
         match = NAME_PATTERN.fullmatch(text)
         if match is None or ".." in text or "--" in match["repo"]:
             raise WeightsError(
@@ -112,16 +107,8 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
 
     The number of files and their size are printed to standard error first.
 
-    Args:
-        repository: Source of the files.
-        choose: Selects the required files from the names of all files.
-
     Returns:
         Snapshot folder with the files.
-
-    Raises:
-        WeightsError: The repository is missing or closed, or the network failed; the message is
-            the reason only.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -151,7 +138,6 @@ def download_message(repository: Repository, sizes: Sequence[int | None]) -> str
     """Line printed before a download: source, number of files, size, destination.
 
     Args:
-        repository: Source of the files.
         sizes: Size of each file in bytes; None if the hub does not give it.
     """
     known = sum(size or 0 for size in sizes)
@@ -191,11 +177,7 @@ def _first_line(error: object) -> str:
 
 
 def check_repository_name(name: str) -> None:
-    """Check the name of a repository.
-
-    Raises:
-        ConfigError: It is not OWNER/NAME.
-    """
+    """Check the name of a repository."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ConfigError(f"push={name!r}: write OWNER/NAME, such as ada/pets-vit")
 
@@ -205,9 +187,6 @@ def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
 
     Returns:
         URL of the repository.
-
-    Raises:
-        WeightsError: There is no login, the repository is closed, or the network failed.
     """
     from huggingface_hub import HfApi, errors
 

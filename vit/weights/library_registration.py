@@ -21,12 +21,7 @@ PLUGINS = {
 
 
 class PluginLoader(Loader):
-    """Loads a module with its own loader, then imports our plug-in.
-
-    Args:
-        loader: Loader of the module.
-        plugin: Name of our module.
-    """
+    """Loads a module with its own loader, then imports our plug-in."""
 
     def __init__(self, loader: Loader, plugin: str) -> None:
         self.loader = loader

@@ -68,24 +68,12 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
 
 
 def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
-    """Read the weights of `source` and everything known about them, without building a network.
-
-    Args:
-        source: timm/NAME, hf/OWNER/NAME, a run folder, a folder of timm or Hugging Face, or a file.
-        model: timm architecture of a file of tensors, if shapes do not determine it.
-
-    Raises:
-        WeightsError: They cannot be found or read, or this network cannot express them.
-    """
+    """Read the weights of `source` and everything known about them, without building a network."""
     return _read_weights(locate_weights(source), model)
 
 
 def read_source_config(source: Source) -> ModelConfig:
-    """ModelConfig of `source`, without downloads; of a run folder only config.json is read.
-
-    Raises:
-        RunError, WeightsError: As `open_pretrained`, or the source is not on this disk.
-    """
+    """ModelConfig of `source`, without downloads; of a run folder only config.json is read."""
     found = locate_weights(source, offline=True)
     return read_model_config(found.folder) if found.kind == "run" else _read_weights(found).config
 
@@ -270,12 +258,7 @@ def load_model(
     """Load a network for prediction, with its class names and preprocessing.
 
     Args:
-        source: A run folder, or any other source of weights with a head.
         notify: Called with each line about the weights and assumptions; None for silence.
-        headless: Accept weights without a head; the network then has no classes.
-
-    Raises:
-        RunError, WeightsError: It cannot be found or read, or has no head, or one output alone.
     """
     found = locate_weights(source)
     if found.kind == "run":

@@ -44,15 +44,7 @@ def model_card(
     name: str,
     with_scores: bool = True,
 ) -> str:
-    """Write the text of the model card.
-
-    Args:
-        source: Converted source; a run folder adds its scores to the card.
-        pretrained: The opened source.
-        to: Target library, "timm" or "huggingface".
-        name: Name of the folder.
-        with_scores: Whether the scores of the run apply to the converted network.
-    """
+    """Write the text of the model card."""
     config, best = pretrained.config, best_event(Path(source))
     use = USAGE[to]
     if config.stem == "conv":

@@ -24,14 +24,7 @@ SOUP_FILES = (WEIGHTS_FILE, CONFIG_FILE, "config.yaml", PATHS_FILE, SPLIT_FILE)
 
 
 def average_weights(weights: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Mean of each tensor over `weights`, computed in float64 on the CPU and cast to its dtype.
-
-    Args:
-        weights: Tensors of each network by name; one network at a time is in memory.
-
-    Raises:
-        WeightsError: Two networks have other names or shapes.
-    """
+    """Mean of each tensor over `weights`, computed in float64 on the CPU and cast to its dtype."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     count = 0

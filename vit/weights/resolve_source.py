@@ -70,16 +70,10 @@ class WeightsLocation:
     Args:
         kind: Their format: "run" (our run folder), "timm", "huggingface", "file" (tensors only),
             "npz" (numpy arrays).
-        folder: Folder of the files.
-        weights: Weight file, or the index of a sharded one.
         config: config.json; None if a cache has only timm's weights; for "file"
             open_clip_config.json, if the weights are of OpenCLIP.
         processor: preprocessor_config.json for "huggingface"; None if missing.
-        name: For "timm" ARCHITECTURE or ARCHITECTURE.TAG, as requested, even if config.json names
-            another architecture; otherwise the repository, folder or file.
         license: License of the weights; None if unknown.
-        searched: Locations that were searched, the successful one last.
-        notes: Lines for the user.
     """
 
     kind: SourceKind
@@ -99,12 +93,7 @@ def locate_weights(
     """Locate the weights `source`, and download them if they are not on this disk.
 
     Args:
-        source: A path, or a name on the Hugging Face Hub.
         offline: Whether to avoid the network; None follows HF_HUB_OFFLINE.
-
-    Raises:
-        WeightsError: They were not found; the message lists every searched location and the
-            remedy.
     """
     text = path_argument("weights", source, "a run folder, timm/NAME, hf/OWNER/NAME or a file")
     if not text.strip():
@@ -297,12 +286,7 @@ def _not_found(repository: hub.Repository, text: str, searched: list[str], why: 
 
 
 def locate_in_folder(folder: Path) -> WeightsLocation:
-    """Locate the weights in `folder`.
-
-    Raises:
-        WeightsError: There are none, the choice is ambiguous, or config.json does not describe a
-            network.
-    """
+    """Locate the weights in `folder`."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:
@@ -344,22 +328,14 @@ def _folders_with_weights(folder: Path) -> list[Path]:
 
 
 def locate_file(path: Path) -> WeightsLocation:
-    """Locate the weights in the file `path`, described by the config.json next to it, if any.
-
-    Raises:
-        WeightsError: The file has no readable weights, or config.json does not describe a network.
-    """
+    """Locate the weights in the file `path`, described by the config.json next to it, if any."""
     if path.name in SETTINGS:
         raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
     return _describe_files(path)
 
 
 def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Choose the weight file among the names of a folder; return it with notes on the others.
-
-    Raises:
-        WeightsError: There is no weight file, or the choice is ambiguous.
-    """
+    """Choose the weight file among the names of a folder; return it with notes on the others."""
     preferred = [name for name in PREFERRED_FILES if name in names]
     others = [
         name
@@ -391,11 +367,7 @@ def is_shard(name: str) -> bool:
 
 
 def required_files(names: Sequence[str]) -> list[str]:
-    """Names of the files of a repository that loading reads: weights, settings, model card.
-
-    Raises:
-        WeightsError: As `choose_weights_file`.
-    """
+    """Names of the files of a repository that loading reads: weights, settings, model card."""
     top = [name for name in names if "/" not in name]
     weights, _ = choose_weights_file(top)
     small = [name for name in (*SETTINGS, MODEL_CARD) if name in top]

@@ -25,11 +25,7 @@ SAFETENSORS_FULL = ("os error 28", "code: 28")  # its versions word it different
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write `tensors` and `metadata` to a safetensors file, with their digest.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
+    """Write `tensors` and `metadata` to a safetensors file, with their digest."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
     needed = sum(tensor.nbytes for tensor in on_cpu.values())
@@ -50,11 +46,7 @@ def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and metadata of a file written by `write_tensors`.
-
-    Raises:
-        WeightsError: The file is missing, truncated, or does not match its digest.
-    """
+    """Read tensors and metadata of a file written by `write_tensors`."""
     tensors, metadata = read_any_tensors(path)
     if metadata.pop(DIGEST, None) is None:
         raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
@@ -62,11 +54,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_any_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and metadata of any safetensors file; its digest is checked if present.
-
-    Raises:
-        WeightsError: The file is missing, truncated, or does not match its digest.
-    """
+    """Read tensors and metadata of any safetensors file; its digest is checked if present."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -95,11 +83,7 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically.
-
-    Raises:
-        RunError: The disk is full, or the folder cannot be written.
-    """
+    """Write a text file atomically."""
     atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -123,7 +107,6 @@ def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
     """Convert write errors inside the `with` to a RunError with `path` and the cause.
 
     Args:
-        path: File or folder that is written.
         needed: Its size in bytes; 0 if unknown.
     """
     try:

@@ -60,18 +60,10 @@ class LoadedRun:
 
     Args:
         model: Network in evaluation mode, on the CPU, float32.
-        classes: Class names, by output.
-        preprocessing: Image preprocessing.
-        config: Settings of the network.
-        linear_offsets: As in Pretrained.
-        decoder: Settings of the decoder, if the model is a Captioner.
-        tokenizer: Tokenizer of its captions.
         thresholds: Minimum sigmoid probability per class of a multi-label classifier; None for a
             single-label one.
-        stored_task: Name of its task, if the other fields do not show it.
         calibration: Calibration of its scores; None for raw ones. `thresholds` are of calibrated
             probabilities.
-        distance: Distance from the training images, if the calibration has a largest one.
         license: License of the weights; None if unknown.
     """
 
@@ -121,11 +113,7 @@ class SerializedModel:
     """Tensors of pretraining.safetensors, for a network that learned without labels."""
 
     def write(self, folder: Path) -> None:
-        """Write the files to `folder`, each atomically.
-
-        Raises:
-            RunError: The disk is full, or the folder cannot be written.
-        """
+        """Write the files to `folder`, each atomically."""
         # config.json first: unlike the weights, it is the same for every save of a run
         write_text(folder / CONFIG_FILE, self.config)
         notes = {"format": "pt", CONFIG_DIGEST: sha256(self.config.encode())}
@@ -147,12 +135,7 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     task_fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` to `folder`, a captioner with its `tokenizer`.
-
-    Raises:
-        WeightsError: The weights are not finite, or do not match the other arguments.
-        RunError: The disk is full, or the folder cannot be written.
-    """
+    """Write `model` to `folder`, a captioner with its `tokenizer`."""
     packed = serialize_model(
         model.state_dict(),
         config=config,
@@ -174,20 +157,7 @@ def serialize_model(
     tokenizer: Tokenizer | None = None,
     task_fields: Mapping[str, Any] | None = None,
 ) -> SerializedModel:
-    """Serialise a network in memory.
-
-    Args:
-        weights: State dict of a VisionTransformer, or of a Captioner if `tokenizer` is given.
-        config: Settings of the network.
-        classes: Class names, by output.
-        preprocessing: Image preprocessing.
-        terms: License of the weights.
-        tokenizer: Tokenizer of the captions.
-        task_fields: `Task.stored_fields` of the network's task.
-
-    Raises:
-        WeightsError: The weights are not finite, or do not match the other arguments.
-    """
+    """Serialise a network in memory."""
     settings = config.model
     check_classes(classes, settings)
     decoder = None if tokenizer is None else config.decoder
@@ -222,12 +192,7 @@ def serialize_model(
 
 
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
-    """Load the model of a run folder.
-
-    Raises:
-        RunError: `folder` is not a run folder.
-        WeightsError: A file is missing, damaged, or does not match the others.
-    """
+    """Load the model of a run folder."""
     where = Path(folder)
     raw = read_config(where)
     weights = where / WEIGHTS_FILE
@@ -260,12 +225,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
 
 
 def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """Read the ModelConfig of a run folder, without its weights.
-
-    Raises:
-        RunError: `folder` is not a run folder.
-        WeightsError: Its config.json is damaged.
-    """
+    """Read the ModelConfig of a run folder, without its weights."""
     return _parse_config(Path(folder), lambda content: parse_model_config(_config_of(content)))
 
 
@@ -274,14 +234,8 @@ def read_pretraining_run(
 ) -> tuple[ModelConfig, Preprocessing] | None:
     """Read the ModelConfig and the preprocessing of a run of `vit pretrain`, without its weights.
 
-    Args:
-        source: The run folder, or its weights file.
-
     Returns:
         Both; None for weights of any other kind.
-
-    Raises:
-        WeightsError: config.json is damaged.
     """
 
     def parse(content: Any) -> tuple[ModelConfig, Preprocessing] | None:
@@ -360,12 +314,7 @@ def split_pretraining(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
 
 
 def read_config(folder: Path) -> bytes:
-    """Read the bytes of config.json in a run folder.
-
-    Raises:
-        RunError: The file is missing or cannot be read.
-        WeightsError: It is too large.
-    """
+    """Read the bytes of config.json in a run folder."""
     path = folder / CONFIG_FILE
     try:
         if path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
@@ -381,11 +330,7 @@ def read_config(folder: Path) -> bytes:
 
 
 def vit_section(content: Any) -> dict[str, Any]:
-    """Our section of config.json; timm reads the rest.
-
-    Raises:
-        WeightsError: It was not written by this version of the format.
-    """
+    """Our section of config.json; timm reads the rest."""
     own = content.get("vit") if isinstance(content, dict) else None
     if not isinstance(own, dict):
         raise WeightsError(f"{CONFIG_FILE} has no key 'vit': it was not written by vit")
@@ -408,11 +353,7 @@ def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> No
     when it is resumed.
 
     Args:
-        folder: Run folder.
         changes: Thresholds or a calibration, as JSON values; None removes one.
-
-    Raises:
-        RunError, WeightsError: The run cannot be read or written.
     """
     where = Path(folder)
     raw = read_config(where)
@@ -443,9 +384,6 @@ def store_calibration(
     the training images if any.
 
     The run is valid at any time: without a calibration while the distance is written.
-
-    Raises:
-        RunError, WeightsError: The run cannot be read or written.
     """
     if calibration.farthest is not None and distance is not None:
         update_run(folder, {CALIBRATION: None, CALIBRATION_ERROR: None})
@@ -454,11 +392,7 @@ def store_calibration(
 
 
 def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
-    """Read the distance of a run.
-
-    Raises:
-        WeightsError: It is missing, damaged, or of another network.
-    """
+    """Read the distance of a run."""
     tensors, _ = read_tensors(folder / DISTANCE_FILE)
     layers = config.depth * config.repeat_blocks + 1
     try:
@@ -477,11 +411,7 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
     """Read the tokenizer of a run.
 
     Args:
-        folder: Run folder.
         digest: Expected SHA-256 of the file.
-
-    Raises:
-        WeightsError: It is missing, damaged, or does not match `digest`.
     """
     path = folder / TOKENIZER_FILE
     try:
@@ -502,11 +432,7 @@ def sha256(content: bytes) -> str:
 
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
-    """Check that there is one distinct class name per output, and return them as a tuple.
-
-    Raises:
-        WeightsError: The names are invalid.
-    """
+    """Check that there is one distinct class name per output, and return them as a tuple."""
     names = tuple(classes) if isinstance(classes, list | tuple) else ()
     if not config.num_classes and isinstance(classes, list | tuple) and not names:
         return ()
@@ -520,22 +446,14 @@ def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
 
 
 def check_task(name: Any) -> str:
-    """Check that a task exists, and return its name; empty if none is stored.
-
-    Raises:
-        WeightsError: There is no such task.
-    """
+    """Check that a task exists, and return its name; empty if none is stored."""
     if name != "" and name not in TASKS:
         raise WeightsError(f"task {printable(name)} is not known to this vit: {', '.join(TASKS)}")
     return str(name)
 
 
 def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
-    """Check that there is one probability per class, and return them as a tuple.
-
-    Raises:
-        WeightsError: The thresholds are invalid.
-    """
+    """Check that there is one probability per class, and return them as a tuple."""
     numbers = tuple(values) if isinstance(values, list | tuple) else ()
     plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
     if not plain or len(numbers) != len(classes):

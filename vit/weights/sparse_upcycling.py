@@ -32,11 +32,7 @@ def is_upcycled(source: ModelConfig, config: ModelConfig) -> bool:
 
 
 def check_feedforward(source: Pretrained, feedforward: str) -> None:
-    """Check that experts are made from MLPs only, and that experts stay experts.
-
-    Raises:
-        WeightsError: With the value, the reason and the remedy.
-    """
+    """Check that experts are made from MLPs only, and that experts stay experts."""
     has = source.config.feedforward
     if feedforward == has or "moe" not in (feedforward, has) or has == "mlp":
         return
@@ -58,9 +54,6 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
 
     Returns:
         The initialised parts, and a line about the blocks; both empty if no block was changed.
-
-    Raises:
-        WeightsError: The router weights of a token do not sum to one.
     """
     if not is_upcycled(source.config, config):
         return (), ""

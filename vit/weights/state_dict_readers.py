@@ -74,7 +74,6 @@ class StateFile:
         tensors: Floating point tensors by name: float32, finite, contiguous, on the CPU.
         integers: Integer and boolean tensors by name, unchanged.
         key: Checkpoint entry they were read from; None for a plain state dict.
-        notes: Lines for the user about other content.
         arch: Name of the network in a training checkpoint, as of timm; None if missing.
     """
 
@@ -86,12 +85,7 @@ class StateFile:
 
 
 def read_state(path: Path) -> StateFile:
-    """Read a safetensors file, a file of torch.save, or the index of several of them.
-
-    Raises:
-        WeightsError: The file is missing, damaged, of another format, could run code, or has
-            anything but finite numbers.
-    """
+    """Read a safetensors file, a file of torch.save, or the index of several of them."""
     found = _read_shards(path) if detect_format(path) == "index" else _read_one(path)
     return _strip_wrappers(found)
 
@@ -250,11 +244,7 @@ def _read_shards(index: Path) -> StateFile:
 
 
 def shard_map(index: Path) -> dict[str, str]:
-    """Shard file of each tensor in `index`.
-
-    Raises:
-        WeightsError: It is not an index, or a file is in another folder.
-    """
+    """Shard file of each tensor in `index`."""
     content = read_json(index)
     files = content.get("weight_map")
     if not isinstance(files, dict) or not files:
@@ -277,12 +267,7 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
     """Load a file of torch.save to the CPU.
 
     Args:
-        path: The file.
         zipped: Whether it is a zip archive, as torch writes since 1.6.
-
-    Raises:
-        WeightsError: It is damaged, imports anything but tensors and plain values, or declares
-            far more bytes than it has.
     """
     with _explain_damage(path):
         if zipped:
@@ -396,12 +381,7 @@ def is_npz(path: Path) -> bool:
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays of a .npz file by name; floats are converted to float32.
-
-    Raises:
-        WeightsError: The file is missing, damaged, of another format, or has anything but finite
-            numbers.
-    """
+    """Read the arrays of a .npz file by name; floats are converted to float32."""
     if detect_format(path) != "zip":
         raise WeightsError(f"{printable(path)} is no .npz file")
     with _explain_damage(path), zipfile.ZipFile(path) as archive:

@@ -20,19 +20,11 @@ class CaptionIds:
     Captions that are too long are omitted, not truncated: a truncated one would teach the network
     to stop anywhere.
 
-    Args:
-        captions: Captions of each sample, any number.
-        tokenizer: Tokenizer of the captions.
-        max_tokens: Maximum length of a caption, in tokens with begin and end.
-
     Attributes:
         too_long: Number of omitted captions.
         longest: Length of the longest caption, in tokens with begin and end; 0 without captions.
         longest_kept: The same of the captions that are kept.
         mean_tokens: Mean number of target tokens (with the end) of the captions kept; 0 without.
-
-    Raises:
-        DataError: A caption cannot be tokenised.
     """
 
     def __init__(
@@ -62,11 +54,7 @@ class CaptionIds:
         return int(self._counts[sample + 1] - self._counts[sample])
 
     def ids(self, sample: int, which: int) -> np.ndarray:
-        """Caption `which` of a sample: [begin, ..., end], (tokens,) int64.
-
-        Raises:
-            IndexError: The sample has fewer.
-        """
+        """Caption `which` of a sample: [begin, ..., end], (tokens,) int64."""
         if not 0 <= which < self.count(sample):
             raise IndexError(f"sample {sample} has {self.count(sample)} captions, no {which}")
         caption = self._counts[sample] + which

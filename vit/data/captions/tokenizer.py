@@ -97,9 +97,6 @@ class Tokenizer:
         end: Id of the token after a caption; equals `begin` only in a vocabulary whose one token
             `<|endoftext|>` is for both.
         size: Rows of an embedding table: the largest id plus one.
-
-    Raises:
-        WeightsError: The ids of the vocabulary cannot be used.
     """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
@@ -119,12 +116,7 @@ class Tokenizer:
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, captions: Sequence[str]) -> list[list[int]]:
-        """Ids of each caption, without begin and end.
-
-        Raises:
-            DataError: A caption contains half of a surrogate pair, or something for which the
-                vocabulary has no token, not even an unknown token.
-        """
+        """Ids of each caption, without begin and end."""
         return [self._encode(caption) for caption in captions]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -132,9 +124,6 @@ class Tokenizer:
 
         For a tokenizer trained here it is the inverse of `encode` up to normalisation and unknown
         tokens. Others may be less exact: BERT's puts spaces around punctuation.
-
-        Raises:
-            WeightsError: The decoder of its file is invalid.
         """
         kept = [number for number in ids if number not in self._special]
         try:
@@ -159,9 +148,6 @@ class Tokenizer:
 
         Padding, begin and end are the first of `PADS`, `BEGINS`, `ENDS` that the vocabulary has;
         if there is none, ours is added after the last id.
-
-        Raises:
-            WeightsError: It is damaged.
         """
         try:
             return cls(_parse(text))
@@ -209,11 +195,7 @@ class Tokenizer:
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Open a tokenizer.json, or a folder with one.
-
-    Raises:
-        DataError: There is none, or it cannot be used.
-    """
+    """Open a tokenizer.json, or a folder with one."""
     file = Path(path)
     try:
         file = file / FILE if file.is_dir() else file
@@ -257,11 +239,7 @@ def _check_merges(model: dict[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The library's message: it raises Exception itself, and Rust's panics as a BaseException.
-
-    Raises:
-        BaseException: The error is not the library's.
-    """
+    """The library's message: it raises Exception itself, and Rust's panics as a BaseException."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return printable(error)
     raise error
@@ -333,12 +311,7 @@ def train_tokenizer(
 
     Args:
         captions: Those of the training images only.
-        kind: `bpe` or `wordpiece`.
         vocab_size: Maximum number of tokens, with special ones; None for the rule above.
-
-    Raises:
-        ConfigError: `vocab_size` is less than the number of single bytes or characters.
-        DataError: There are no words, or a caption is not text.
     """
     texts = list(captions)
     for text in texts:

@@ -41,14 +41,8 @@ class DatasetListing:
     """The images of a dataset, before any of them is opened.
 
     Args:
-        root: Folder of the dataset.
         splits: Names, in the order found.
         classes: Names, sorted.
-        images: The images of all splits.
-        problems: Problems of paths and names.
-        spec: How the source is read.
-        grouped: Whether the source provides the groups of its images.
-        columns: Columns of its lists that are not read.
     """
 
     root: Path

@@ -164,17 +164,8 @@ def check_dataset(
     """Check a dataset without a model.
 
     Args:
-        data: As for `list_dataset`.
         workers: Processes that read images, and threads that compare them; one per core if None.
-        cache: Whether statistics are read from and written to the cache.
         cache_folder: Folder of the cache; in the user's cache if None.
-        timeout: Seconds after which an image is given up.
-        progress: Called with the progress.
-        notify: Called with the reason if the cache cannot be written.
-
-    Raises:
-        DataError: As in `list_dataset`, or `data.group` matches no path.
-        ConfigError: A setting does not apply to this kind of source.
     """
     listing = list_dataset(data)
     listing.problems += find_group_leakage(

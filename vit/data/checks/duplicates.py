@@ -26,10 +26,7 @@ def find_duplicates(
     """Find files of equal content, and images that are nearly the same.
 
     Args:
-        images: All images; those without statistics are skipped.
-        stats: Statistics by path.
         workers: Threads that compare; one per core if None.
-        progress: Called with the number of images compared with all others, and their total.
     """
     locations = {one.path: (one.split, one.labels) for one in images if one.path in stats}
     groups: dict[bytes, list[str]] = defaultdict(list)
@@ -93,8 +90,6 @@ def near_duplicate_problem(
 
     Args:
         pairs: Files of the first and of the second image; each may have exact copies.
-        locations: Split and classes of each file.
-        how: The evidence, in words.
     """
     order = ("split", "class")
     worst = max(

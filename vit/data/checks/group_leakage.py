@@ -14,12 +14,7 @@ def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Probl
     """Report groups that training shares with another split, and the number of groups.
 
     Args:
-        listing: The images.
         group: Column of the groups, or a regular expression over paths; None for no groups.
-
-    Raises:
-        ConfigError: `group` is neither of both.
-        DataError: It matches no path.
     """
     if group is None:
         return []

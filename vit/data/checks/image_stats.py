@@ -189,11 +189,6 @@ def compute_all_stats(
 ) -> Iterator[tuple[int, StatsOrReason]]:
     """Compute the statistics of `paths` in worker processes, by default one per core.
 
-    Args:
-        paths: Images.
-        workers: Number of processes.
-        timeout: Seconds after which an image is given up.
-
     Yields:
         The index of an image in `paths` and its statistics, in any order.
     """
@@ -226,11 +221,7 @@ def serve_stats(pipe: Connection, limit: int) -> None:
 
 
 class StatsWorker:
-    """One worker process, replaced when it fails.
-
-    Args:
-        paths, timeout: As in `compute_all_stats`.
-    """
+    """One worker process, replaced when it fails."""
 
     target = staticmethod(serve_stats)
 
@@ -309,7 +300,6 @@ class StatsCache:
     reason of an error may be removed in many ways. Without a writable folder nothing is stored.
 
     Args:
-        root: Folder of the dataset.
         folder: Of the databases; in the user's cache if None.
     """
 

@@ -65,11 +65,8 @@ def find_near_duplicates(
     """Find pairs of images that are nearly the same, in the order of the images.
 
     Args:
-        thumbnails: `ImageStats.thumbnail` of each image, without exact duplicates.
         short_sides: Of the images, in pixels.
-        known: So many images at the beginning are not compared with each other.
         workers: Threads; one per core if None.
-        progress: Called with the number of images just compared with all others.
     """
     if len(thumbnails) < 2:
         return []
@@ -95,9 +92,7 @@ def verify_near_duplicates(
     """Those of `pairs` that are nearly the same image.
 
     Args:
-        thumbnails: `ImageStats.thumbnail` of each image.
         short_sides: Of the images, in pixels.
-        pairs: Indices of two different images each.
         workers: Threads; one per core if None.
     """
     if not pairs:
@@ -202,8 +197,6 @@ def candidate_pairs(
 
     Args:
         grey: (images, side, side) uint8.
-        pool: Runs the comparison.
-        progress, known: As in `find_near_duplicates`.
     """
     # padded to full groups with zero features, which are similar to none
     padding = (0, 0, 0, -len(grey) % GROUPS)
@@ -286,7 +279,6 @@ def dct_features(grey: Tensor, window: Tensor) -> Tensor:
 
     Args:
         grey: uint8.
-        window: One of WINDOW_TRANSFORMS.
     """
     frequency = torch.arange(NUM_FREQUENCIES, dtype=torch.float32)
     total = frequency[:, None] + frequency
@@ -402,9 +394,7 @@ def align(first: Tensor, second: Tensor, guess: Tensor, *, blur: float, steps: i
 
     Args:
         first, second: (pairs, side, side).
-        guess: As in `compare_pairs`.
         blur: Standard deviation in pixels; it widens the range of convergence.
-        steps: Number of Gauss-Newton steps.
     """
     side, transform = first.shape[-1], guess
     centres, kernel = pixel_centres(side), blur_matrix(side, blur)

@@ -112,15 +112,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a dataset.
-
-    Args:
-        kind: One of KINDS.
-        detail: A description.
-        images: Paths of the images or folders, or the first SHOWN of them.
-        count: Number of all of them, if there are more.
-        labels: Classes of `images`, if they matter.
-    """
+    """One problem of a dataset."""
 
     kind: str
     detail: str

@@ -115,11 +115,7 @@ class Scene:
 
 
 def scenes(split: str) -> Iterator[tuple[Scene, Image.Image]]:
-    """Generate the scenes of a split and their images, 64 x 64 RGB; deterministic.
-
-    Args:
-        split: A key of `COUNTS`.
-    """
+    """Generate the scenes of a split and their images, 64 x 64 RGB; deterministic."""
     pairs = list(combinations_with_replacement(SHAPES, 2))
     for number in range(COUNTS[split]):
         rng = _SceneRandom(random_seed("shapes-v1", split, number))
@@ -128,11 +124,7 @@ def scenes(split: str) -> Iterator[tuple[Scene, Image.Image]]:
 
 
 def write_scenes(folder: Path) -> None:
-    """Write train/, val/ and unseen/, each with a folder a pair of shapes and metadata.jsonl.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write train/, val/ and unseen/, each with a folder a pair of shapes and metadata.jsonl."""
     for split in COUNTS:
         for pair in combinations_with_replacement(SHAPES, 2):
             (folder / split / " and ".join(pair)).mkdir(parents=True)
@@ -233,9 +225,6 @@ def digits_folder(cache: Path | None = None) -> Path:
 
     Args:
         cache: Parent folder; None: the user's cache.
-
-    Raises:
-        DataError: The folder cannot be written.
     """
     return _cached("digits", _write_digits, cache)
 

@@ -84,12 +84,7 @@ class ExportReport:
 
 
 def check_target(out: Path, source: str, *, overwrite: bool) -> None:
-    """Check that the output folder may be written, before any work is done.
-
-    Raises:
-        DataError: It contains the source; or it has files, unless `overwrite` is on and an
-            earlier export wrote them.
-    """
+    """Check that the output folder may be written, before any work is done."""
     name = printable(out)
     target, data = os.path.realpath(out), os.path.realpath(source)
     if os.path.lexists(source) and (data == target or data.startswith(target + os.sep)):
@@ -191,11 +186,7 @@ def export_data(
 
 
 def parse_shard_size(size: str) -> int:
-    """Bytes of a size such as 256MB.
-
-    Raises:
-        ConfigError: It is not a size, or too small for a shard.
-    """
+    """Bytes of a size such as 256MB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", size.strip().upper())
     unit = (found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B") if found else ""
     if found is None or unit not in SIZE_UNITS:
@@ -218,16 +209,7 @@ def export_dataset(
     """Write all images of `index`; the folder appears complete or not at all.
 
     Args:
-        index: Index of the dataset.
-        source: Name of the dataset, for messages.
-        out: Output folder.
-        to: Output format.
-        max_bytes: Bytes of a shard.
         progress: Called with 1 for each image.
-
-    Raises:
-        DataError: The folder cannot be written or contains an image of `index`, or no image can
-            be read.
     """
     _check_no_overlap(index, out)
     report = ExportReport(notes=list(index.notes))
@@ -397,7 +379,6 @@ def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
     """Folder name of each class: the class name itself if it is a valid folder name of its own.
 
     Args:
-        classes: Class names.
         split: Whether the images have splits; otherwise no class folder may be named like one.
     """
     names, folders = UniqueNames(), {}
@@ -426,9 +407,7 @@ def write_folder(
     """Write the images of one split to class folders.
 
     Args:
-        root: Folder to write to.
         split: Name of the split; empty if there are no splits.
-        images: Images, consumed one by one.
         folders: Folder of each class; None for multi-label images, which get a `LABELS_FILE`, and
             for captioned ones, which get a `CAPTIONS_FILE` in the folder of their split.
     """
@@ -471,10 +450,7 @@ def write_shards(
     """Write the images of one split to numbered shards.
 
     Args:
-        root, split, images: As for `write_folder`; one image is in memory at a time.
         max_bytes: Bytes of a shard, unless a single image is larger.
-        in_class_folders: Write CLASS/NAME.jpg; otherwise NAME.jpg, and its labels and captions in
-            NAME.json.
         multilabel: Whether an image may have any number of classes.
     """
     names, number, files = UniqueNames(), 0, 0
@@ -513,11 +489,7 @@ def _webdataset_members(
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error.
-
-    Raises:
-        DataError: It cannot be written.
-    """
+    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -40,11 +40,7 @@ RowErrors = list[RowError] | None
 
 
 def skip_or_raise(errors: RowErrors, kind: str, error: DataError, *images: str) -> None:
-    """Collect `error`, or raise it if errors are not collected.
-
-    Raises:
-        DataError: `errors` is None.
-    """
+    """Collect `error`, or raise it if errors are not collected."""
     if errors is None:
         raise error
     errors.append(RowError(kind, error, images))
@@ -161,13 +157,7 @@ def as_dataset_spec(
     """The DatasetSpec of the arguments of a Python call, or `data` if it is one.
 
     Args:
-        data: DATA, or a DatasetSpec.
-        settings: Fields that the function decides; a DatasetSpec has its own.
-        task: Task whose classes or captions are read, as in `vit train`; classes by default.
         given: Fields that the caller may choose; None or False where they did not.
-
-    Raises:
-        ConfigError: `data` is no path; or it is a DatasetSpec, and fields are given beside it.
     """
     chosen = {name: value for name, value in given.items() if value not in (None, False)}
     if isinstance(data, DatasetSpec):
@@ -187,9 +177,6 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
 
     Returns:
         The folder, and a note if `data` is also the name of a built-in dataset.
-
-    Raises:
-        DataError: `data` is neither.
     """
     if not data:
         raise DataError(f"no data given; {LAYOUT}")

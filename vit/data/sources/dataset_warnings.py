@@ -104,7 +104,6 @@ def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
     """A note that there are very few images a class, or of some classes; empty if there are enough.
 
     Args:
-        counts: Images of each class.
         total: Number of images, if an image may have several classes.
     """
     total = sum(counts.values()) if total is None else total
@@ -140,10 +139,7 @@ def equal_notes(
     """Notes about files in both splits, or in more than one class, that are `identical`.
 
     Args:
-        train: Training images.
-        val: Validation images.
         root: Folder that their names are relative to.
-        identical: Of all of them, as `search_identical` returns them.
     """
     if identical is None:
         return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
@@ -183,10 +179,6 @@ def compare_origins(
     group: Sequence[Key], origins: Mapping[Key, tuple[str, object]]
 ) -> tuple[Key, Key, set[str]]:
     """Compare the splits and classes of identical images.
-
-    Args:
-        group: At least two images.
-        origins: Split and class of each image.
 
     Returns:
         The first image, the image whose origin differs most from the first one's (else the

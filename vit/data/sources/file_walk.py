@@ -120,8 +120,6 @@ class FolderWalker:
 
     Args:
         root: Folder that names in notes are relative to.
-        suffixes: Suffixes of the files to list, in lower case.
-        visited: Visited folders, by device and inode.
 
     The other fields are records for `notes`, as names relative to `root`; `ignored_suffixes` counts
     the suffixes of those `ignored_files` that get a note.
@@ -135,11 +133,7 @@ class FolderWalker:
     ignored_suffixes: Counter[str] = field(default_factory=Counter)
 
     def images(self, folder: str) -> list[str]:
-        """Paths of the images under `folder`, depth first, sorted by name in each folder.
-
-        Raises:
-            DataError: A folder cannot be listed.
-        """
+        """Paths of the images under `folder`, depth first, sorted by name in each folder."""
         paths: list[str] = []
         self._collect(folder, paths)
         return paths

@@ -77,9 +77,6 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of all splits, downloading the dataset if it is not in the cache.
 
     Splits without labels, or without captions where those are read, are left out.
-
-    Raises:
-        DataError: The dataset cannot be loaded, or has no such columns.
     """
     data = spec.data
     splits: dict[str, list[ImageRecord]] = {}
@@ -201,11 +198,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     """Find the columns that `spec` reads: images, and classes, captions and groups.
 
     Args:
-        features: Feature type of each column.
         spec: Names of columns; those that are None are found by their types and usual names.
-
-    Raises:
-        DataError: There is no such column, or there are several candidates.
     """
     data, group = spec.data, ""
     for setting in ("image_column", "label_column", "caption_column"):
@@ -302,11 +295,7 @@ def _only_column(
 def read_label_column(
     cells: Sequence[Any], columns: ColumnSelection, data: str
 ) -> list[tuple[str, ...]] | None:
-    """Class names of each row; None if no row has a label.
-
-    Raises:
-        DataError: Only some rows have a label, or a label is not in the class names.
-    """
+    """Class names of each row; None if no row has a label."""
     unlabelled = [cell is None or cell == -1 for cell in cells]
     if cells and all(unlabelled):
         return None

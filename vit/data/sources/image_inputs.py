@@ -24,13 +24,6 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     dataset for the images they hold; the name of a built-in dataset, unless a file has that name,
     for its validation images. A missing file or one that is no image stays in the result, so that
     its error is reported in its place.
-
-    Args:
-        inputs: Files, folders, globs, lists, addresses.
-        notes: Receives a line for everything that is left out of folders.
-
-    Raises:
-        DataError: A folder has no images, a glob matches nothing, or a list is damaged.
     """
     images: list[str] = []
     for name in inputs:

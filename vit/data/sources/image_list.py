@@ -494,12 +494,7 @@ def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
 
 
 def images_in(path: str, notes: list[str] | None = None) -> list[str]:
-    """The images that a list names, in its order; it needs no classes.
-
-    Args:
-        path: The list.
-        notes: Receives what was left out.
-    """
+    """The images that a list names, in its order; it needs no classes."""
     spec = DatasetSpec(path, allow_outside=True, labels=False, reads_splits=False)
     collected = [] if notes is None else notes
     contents = read_list(path, spec, collected)

@@ -87,11 +87,7 @@ def has_json_key(path: str, key: str) -> bool:
 
 
 def refuse_single_images(data: str) -> None:
-    """Refuse a single image or a glob of images, where one folder or list is expected.
-
-    Raises:
-        DataError: `data` is one.
-    """
+    """Refuse a single image or a glob of images, where one folder or list is expected."""
     if is_image(data) and os.path.isfile(data):
         raise DataError(f"{EXPECTED}, not a single image: {printable(data)}")
     if WILDCARDS.search(data) and not os.path.lexists(data):

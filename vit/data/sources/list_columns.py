@@ -100,14 +100,7 @@ def find_column(names: Sequence[str], column: str) -> str:
 
 
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
-    """The columns of a list.
-
-    Args:
-        names: Of the header, or the keys of a record.
-        path: The list.
-        line: Of the header or record.
-        spec: Columns that the user named; whether captions and classes are read.
-    """
+    """The columns of a list."""
     has = join_names([name.strip() for name in names], 8) or "none"
 
     def named(setting: str, column: str) -> str:
@@ -198,15 +191,7 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
 def check_record(
     names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a JSON record that lacks the group of the first one, or has a value under another key.
-
-    Args:
-        names: Keys of the record.
-        columns: Of the first record.
-        spec: Columns that the user named.
-        path: The list.
-        line: Of the record.
-    """
+    """Refuse a JSON record that lacks the group of the first one, or has a value under another key."""
     others = [name for name in names if name != columns.image]
     expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
     if spec.group:
@@ -296,7 +281,6 @@ def drop_uncaptioned(
 
     Args:
         splits: Images by split, with captions that may be empty or repeated.
-        notes: Receives how many captions and images were left out.
     """
     kept: dict[str, list[ImageRecord]] = {}
     empty, repeats = 0, 0
@@ -413,12 +397,7 @@ def no_label(path: str, line: int) -> DataError:
 
 
 def comma_notes(path: str, labels: Iterable[Sequence[str]]) -> list[str]:
-    """How to write cells of several classes where they have commas, as lists of tags have them.
-
-    Args:
-        path: The table.
-        labels: The classes of each line.
-    """
+    """How to write cells of several classes where they have commas, as lists of tags have them."""
     commas = [name for names in labels for name in names if "," in name.strip(",")]
     if len(commas) < 2:
         return []

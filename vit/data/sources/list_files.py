@@ -245,11 +245,8 @@ def images_folder(
     the only sibling folder, or the working folder.
 
     Args:
-        path: The list.
         names: The file names in it; absolute ones are ignored.
-        images: The folder that the user gave, if any.
         notes: Receives the folder, unless it is the given one or that of the list.
-        is_table: Whether the names are cells of a table.
     """
     relative_names = [name for name in names if not os.path.isabs(name)]
     sample = relative_names[:: max(len(relative_names) // SAMPLE, 1)]

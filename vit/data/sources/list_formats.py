@@ -85,24 +85,12 @@ Reader = Callable[[str, DatasetSpec, list[str], OnError], Iterator[Row]]
 def read_rows(
     path: str, spec: DatasetSpec, notes: list[str], on_error: OnError = stop
 ) -> Iterator[Row]:
-    """The rows of a list.
-
-    Args:
-        path: The list.
-        spec: Which columns are read, and whether it is a list of captions.
-        notes: Receives, at the end, what was left out.
-        on_error: Called with the error of a line that cannot be read.
-    """
+    """The rows of a list."""
     return READERS[list_format(path, spec)](path, spec, notes, on_error)
 
 
 def list_format(path: str, spec: DatasetSpec) -> str:
-    """A key of `READERS`.
-
-    Args:
-        path: The list.
-        spec: Whether it is a list of captions, which has more formats, and columns by name.
-    """
+    """A key of `READERS`."""
     if spec.captions:
         return _caption_format(path, spec)
     start = beginning(path).lstrip()[:1]

@@ -101,31 +101,19 @@ def is_folder_source(data: str) -> bool:
 
 
 def check_source_exists(data: str) -> None:
-    """Check the name of a source, before other work is done.
-
-    Raises:
-        DataError: There is no such source.
-    """
+    """Check the name of a source, before other work is done."""
     if is_folder_source(data):
         resolve_folder(data)
 
 
 def refuse_captions(data: str) -> None:
-    """Refuse a list of captions, where no captions are read.
-
-    Raises:
-        DataError: `data` is one.
-    """
+    """Refuse a list of captions, where no captions are read."""
     if os.path.isfile(data) and is_folder_source(data) and has_captions(data):
         raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
 
 
 def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
-    """The group of each image of `spec` by its path, empty if it has none; None without groups.
-
-    Raises:
-        VitError: As of reading the data, or `spec.group` matches no image.
-    """
+    """The group of each image of `spec` by its path, empty if it has none; None without groups."""
     if spec.group is None:
         return None
     index = read_source(spec)
@@ -191,11 +179,7 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
-    """The index with classes if every image has exactly one of several, and without any otherwise.
-
-    Raises:
-        DataError: The source cannot be read either way.
-    """
+    """The index with classes if every image has exactly one of several, and without any otherwise."""
     plain = dataclasses.replace(spec, labels=False, optional_labels=False)
     try:
         index = read(spec)
@@ -230,13 +214,7 @@ def open_splits(
     """Open the training and validation images of a dataset.
 
     Args:
-        data: DATA, or a specification of it.
         val_share: Share of each class to hold out if there are no validation images, in (0, 1).
-        seed: Seed of the choice of held-out images.
-        fold: Cross-validation fold to hold out instead.
-        listing: An index to use if its specification is the same one.
-        compare: Whether to search for identical files, which reads many files. They are not
-            separated by a split that is made here.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
@@ -339,11 +317,6 @@ def open_eval_split(
     """Open one split for evaluation; labels are indices into `classes`.
 
     Args:
-        data: As in `open_splits`.
-        split: `train`, `test`..., or `val` for the first validation split there is.
-        classes: Class names of the model.
-        held_out: Images that training held out. Used if the dataset has no validation split other
-            than `test`, and contains any of them.
         unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
             are left out, with a note.
 
@@ -401,11 +374,7 @@ def open_eval_split(
 def _without_classes(
     records: Sequence[ImageRecord], classes: Collection[str], location: str
 ) -> tuple[list[ImageRecord], list[str]]:
-    """The records of other classes, and a note if there are some of `classes`.
-
-    Raises:
-        DataError: There are no others.
-    """
+    """The records of other classes, and a note if there are some of `classes`."""
     unshared = {*classes}
     others = [one for one in records if unshared.isdisjoint(map(_normalised, one.labels))]
     if len(others) == len(records):
@@ -440,18 +409,8 @@ def match_class_names(
 
     Names that are equal after Unicode normalisation (NFC) match.
 
-    Args:
-        names: Class names of the split.
-        classes: Class names to map to.
-        location: The split, in messages.
-        owner: What has `classes`, in messages.
-        remedy: What to do about unknown names, in messages.
-
     Returns:
         `names` -> `classes`, and notes for the user.
-
-    Raises:
-        DataError: A name has no match.
     """
     known = set(classes)
     normalised = {_normalised(name): name for name in classes}

@@ -39,11 +39,7 @@ def is_remote(data: str) -> bool:
 
 
 def read_remote(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of remote shards, downloading the missing ones.
-
-    Raises:
-        DataError: A shard cannot be downloaded or read.
-    """
+    """Index the images of remote shards, downloading the missing ones."""
     paths, notes = download_shards(spec.data)
     index = read_shards(spec, paths)
     key = hashlib.blake2b(spec.data.encode("utf-8", "replace"), digest_size=8).hexdigest()
@@ -62,9 +58,6 @@ def download_shards(data: str) -> tuple[list[str], list[str]]:
 
     Returns:
         Paths of the local copies, and a note about those that were downloaded now.
-
-    Raises:
-        DataError: A shard cannot be downloaded.
     """
     filesystem, addresses = _list_addresses(data)
     cache = _cache()

@@ -47,8 +47,6 @@ class LineError(DataError):
     """An error at a line of a file.
 
     Args:
-        path: The file.
-        what: The reason.
         line: From 1; 0 if the error is not of a line.
     """
 
@@ -244,9 +242,7 @@ def read_table(
     """Open a table; its rows are read lazily.
 
     Args:
-        path: The file.
         delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
-        on_error: Called with the error of a row that is no CSV or has another number of cells.
         is_text_last: Whether columns of these names end with free text, which may have delimiters
             and needs no quotes; called for two columns only.
     """
@@ -381,12 +377,7 @@ def check_width(
 
 
 def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and value of the JSON objects in a file with one in each line.
-
-    Args:
-        path: The file.
-        on_error: Called with the error of a line that is no object.
-    """
+    """Line number and value of the JSON objects in a file with one in each line."""
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue

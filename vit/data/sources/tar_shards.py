@@ -75,11 +75,7 @@ def is_shards(data: str) -> bool:
 
 
 def shard_files(data: str) -> list[str]:
-    """Expand `data` to sorted paths of shards.
-
-    Raises:
-        DataError: A pattern matches nothing, or a shard is missing.
-    """
+    """Expand `data` to sorted paths of shards."""
     if os.path.isdir(data):
         return _shards_in_folder(data)
     if os.path.lexists(data):
@@ -147,11 +143,7 @@ def _tars(folder: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand `{00..02}` and `{train,val}` in every combination, as shells do.
-
-    Raises:
-        DataError: A brace is not closed, or there are more than `MAX_SHARDS` names.
-    """
+    """Expand `{00..02}` and `{train,val}` in every combination, as shells do."""
     names = []
     for name in _expand(pattern):
         names.append(name)
@@ -235,12 +227,7 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
     """Index the images of shards, with their classes, captions, or both.
 
     Args:
-        spec: Its `data` is a shard, a pattern or a folder.
         files: Sorted paths of the shards; None: those that `data` names.
-
-    Raises:
-        DataError: A shard is missing, damaged or compressed, or an image has no class. If
-            `spec.row_errors` collects errors: no image is left.
     """
     files = shard_files(spec.data) if files is None else files
     data, errors = printable(spec.data), spec.row_errors
@@ -287,9 +274,6 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
 
     They are in order of the shards, then of their names. Images of unsupported formats are
     included, as in folders, so that each gets its error.
-
-    Raises:
-        DataError: A shard is damaged or compressed, or there are no images.
     """
     images, _, _, notes = _list_members(files, IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     if not images:
@@ -407,11 +391,7 @@ def _root(images: list[ShardImage], files: Sequence[str], data: str, common_fold
 
 
 class _Annotations:
-    """Classes, captions and groups of images in shards, from their folders and sidecar files.
-
-    Raises:
-        DataError: An image has no class, and errors are not collected.
-    """
+    """Classes, captions and groups of images in shards, from their folders and sidecar files."""
 
     def __init__(self, images: Sequence[ShardImage], members: _Members, spec: DatasetSpec) -> None:
         self.images, self.spec, self.errors = images, spec, spec.row_errors
@@ -438,11 +418,7 @@ class _Annotations:
             self._report_unlabelled()
 
     def record(self, number: int) -> ImageRecord | None:
-        """The image with this index; None if its error is collected.
-
-        Raises:
-            DataError: An annotation is invalid.
-        """
+        """The image with this index; None if its error is collected."""
         image, group = self.images[number], ""
         try:
             texts = self._text_captions(number)

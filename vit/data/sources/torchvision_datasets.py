@@ -36,12 +36,7 @@ def is_named(data: str) -> bool:
 
 
 def read_torchvision(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of a torchvision dataset, a class of `torchvision.datasets`.
-
-    Raises:
-        DataError: There is no such dataset, it cannot be downloaded, captions are read, or an
-            image does not have exactly one class.
-    """
+    """Index the images of a torchvision dataset, a class of `torchvision.datasets`."""
     data = spec.data
     if spec.captions:
         expected = "give a list of captions, tar shards or hf:NAME"

@@ -68,17 +68,8 @@ def split_train_val(
     """Split a dataset by its own validation split, a fold, or a held-out share.
 
     Args:
-        index: The dataset.
-        spec: Its specification; `group` keeps groups together.
         val_share: Share of each class to hold out, in (0, 1).
         seed: Seed of the random order.
-        fold: The fold to hold out.
-        copies: Images that are identical, which are not separated.
-
-    Raises:
-        DataError: A group is in training and in another split, or a class has no training images.
-        ConfigError: A fold is requested of a dataset with validation images, or `group` is neither
-            a column nor a regular expression.
     """
     train = index.train
     own = spec.validation_split(index.splits)
@@ -164,10 +155,7 @@ def make_units(
     Groups and images with copies of an image in common are one unit.
 
     Args:
-        records: The images.
-        groups: Group of each image.
         names: `relative` names of the images.
-        copies: Images that are identical.
     """
     members: dict[tuple[bool, str], list[int]] = defaultdict(list)
     unit_of: dict[str, tuple[bool, str]] = {}  # by set of copies
@@ -207,7 +195,6 @@ def stratify(units: Sequence[SplitUnit], shares: Sequence[float], *, seed: int) 
     most images.
 
     Args:
-        units: Units to assign.
         shares: Share of each part; they sum to 1.
         seed: Seed of the order of units that are alike.
 
@@ -259,13 +246,7 @@ def find_groups(names: Sequence[str], pattern: str, columns: Sequence[str] = ())
     Names that do not match have the empty group.
 
     Args:
-        names: Of the images.
-        pattern: A regular expression.
         columns: Columns that the user may have meant, for the message.
-
-    Raises:
-        ConfigError: `pattern` is not a regular expression.
-        DataError: It matches no name.
     """
     try:
         expression = re.compile(pattern)
@@ -298,11 +279,7 @@ def group_notes(groups: Sequence[str], group: str, *, column: bool) -> list[str]
 def check_group_leakage(
     train: Sequence[str], val: Sequence[str], group: str, location: str
 ) -> None:
-    """Check that no group is in both splits of a dataset with its own validation split.
-
-    Raises:
-        DataError: A group is in both.
-    """
+    """Check that no group is in both splits of a dataset with its own validation split."""
     shared = sorted({*train} & {*val} - {""})
     if shared:
         names = join_names(shared, 3)

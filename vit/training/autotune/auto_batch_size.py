@@ -70,9 +70,6 @@ def fit_memory(
 
     Args:
         config: Settings; `batch_size` is at most the number of training images.
-        accelerator: The devices.
-        notify: Receives the result as one line.
-        splits: The data, with the tokenizer of captions; not needed for classification.
     """
     data, device = config.data, accelerator.device
     if data.accumulate is not None:
@@ -113,7 +110,6 @@ def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:
     """Micro-batch sizes that divide the images of a device, the largest first.
 
     Args:
-        share: Images of a device in one step.
         pairs: Whether sizes must be even, since neighbouring images are mixed.
     """
     sizes = [share // parts for parts in range(1, share + 1) if share % parts == 0]
@@ -130,7 +126,6 @@ def largest_that_fits(
         trial: Returns a number for a size, such as the memory that it needs, or raises
             torch.OutOfMemoryError. It must not wait for other processes, which may have run out of
             memory earlier.
-        accelerator: The devices.
 
     Returns:
         The size and the largest of the processes' numbers; None if none fits.
@@ -166,10 +161,6 @@ def limit_gpu_memory(accelerator: Accelerator, headroom: float = HEADROOM) -> It
     """Limit torch to the same number of bytes of the GPU on all processes, and yield that limit.
 
     Processes whose steps wait for each other then run out of memory together.
-
-    Args:
-        accelerator: The devices.
-        headroom: Share of the free memory that stays free.
     """
     device = accelerator.device
     if device.index is None:  # that of a single process

@@ -30,12 +30,6 @@ def dry_run(
     Random state, loss scale and the state of accelerate are restored. After an error, memory is
     free once the exception is released and `accelerator.free_memory` was called.
 
-    Args:
-        config: Settings with a number for `accumulate`.
-        accelerator: The devices.
-        act: Uses the training.
-        splits: The data, with the tokenizer of captions; not needed for classification.
-
     Returns:
         The result of `act`, which must not refer to the training.
     """

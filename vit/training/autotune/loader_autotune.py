@@ -74,10 +74,6 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
     """Add a cache of the training images to `splits`, if the setting `cache` is not none.
 
     All processes of a machine share it: one builds it, and the others wait.
-
-    Raises:
-        DataError: It does not fit, or cannot be written.
-        ConfigError: The method reads each image once.
     """
     data = config.data
     if data.cache == "none":

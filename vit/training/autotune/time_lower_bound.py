@@ -32,13 +32,7 @@ def check_time(config: Config, splits: Splits, accelerator: Accelerator, *, bega
     """Refuse a `time` that is over already, or too short for one step and one validation.
 
     Args:
-        config: Settings.
-        splits: The images.
         accelerator: The devices; only CPUs are measured.
-        began: When the run was started, by `time.monotonic`.
-
-    Raises:
-        ConfigError: The message has a time that may be enough.
     """
     seconds = config.training.seconds
     if seconds is None:

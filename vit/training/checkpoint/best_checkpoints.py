@@ -28,13 +28,7 @@ Evaluate = Callable[[Mapping[str, Tensor]], Validation | None]
 
 
 class BestEpochs:
-    """The best epochs so far, the best one first.
-
-    Args:
-        folder: The run folder.
-        keep: Number of epochs whose weights are kept; the best one's are in model.safetensors too.
-        rank: Sort key of the events of epochs, higher is better.
-    """
+    """The best epochs so far, the best one first."""
 
     def __init__(self, folder: Path, keep: int, rank: Rank) -> None:
         self.folder = folder / BEST
@@ -61,11 +55,7 @@ class BestEpochs:
         return self.folder / f"epoch-{epoch:04d}.safetensors"
 
     def save(self, epoch: int, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights of `epoch`, if more than the best epoch is kept.
-
-        Raises:
-            RunError: They cannot be written.
-        """
+        """Write the weights of `epoch`, if more than the best epoch is kept."""
         if self.keep == 1:
             return
         with explain_write_errors(self.folder):
@@ -73,11 +63,7 @@ class BestEpochs:
         write_tensors(self.path(epoch), weights, {"epoch": str(epoch)})
 
     def load(self, epoch: int) -> dict[str, Tensor]:
-        """Read what `save` wrote.
-
-        Raises:
-            WeightsError: The file is missing or damaged.
-        """
+        """Read what `save` wrote."""
         return read_tensors(self.path(epoch))[0]
 
     def prune(self, *needed: Sequence[Event]) -> None:
@@ -101,15 +87,11 @@ def average_best_epochs(
     Every process reads the same files, so all of them return the same average.
 
     Args:
-        best: At least one epoch, with weights on the disk.
         evaluate: Validates weights; returns None if a signal was received.
 
     Returns:
         The event of the average, and the weights to save: the average if it is better than the
         best epoch (`event["better"]`), else the best epoch's. None if a signal was received.
-
-    Raises:
-        WeightsError: Weights of an epoch are missing, damaged or of another network.
     """
     members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
     event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}

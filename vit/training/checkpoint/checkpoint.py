@@ -98,11 +98,7 @@ class CheckpointState:
         """Refuse a dataset whose fingerprint `now` differs from the stored one.
 
         Args:
-            now: The fingerprint of the data.
             remedy: How to train on changed data.
-
-        Raises:
-            DataError: The message has the number of images then and now.
         """
         then = self.data
         if then != now:
@@ -141,8 +137,6 @@ def take_snapshot(
 
     Args:
         model: The network; if it is sharded, every process must make this call.
-        optimizer: The optimiser of its parameters.
-        average: The moving average of its parameters, if any.
         keep: False on processes that only contribute their shards.
     """
     reshard(model)
@@ -160,17 +154,7 @@ def write_checkpoint(
     state: CheckpointState,
     damaged: Collection[Path] = (),
 ) -> Path:
-    """Write a checkpoint of step `state.step`, then delete all but the newest two.
-
-    Args:
-        folder: The folder of the checkpoints.
-        snapshot: The tensors.
-        state: The state beside the tensors.
-        damaged: Checkpoints that cannot be read, which are deleted too.
-
-    Raises:
-        RunError: It cannot be written; the earlier ones are untouched.
-    """
+    """Write a checkpoint of step `state.step`, then delete all but the newest two."""
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
@@ -205,10 +189,6 @@ def load_checkpoint(
 
     Returns:
         The state beside the tensors, for the caller to restore; None without a checkpoint.
-
-    Raises:
-        RunError: Every checkpoint is damaged.
-        WeightsError: The checkpoint is of another network, optimiser or version.
     """
     paths, damaged = find_checkpoints(folder), list[Path]()
     for path in paths:
@@ -272,11 +252,7 @@ def _restore(
 def require_same(
     path: Path, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """Refuse tensors with missing or unexpected names or other shapes.
-
-    Raises:
-        WeightsError: The message has the first three names.
-    """
+    """Refuse tensors with missing or unexpected names or other shapes."""
     faults = [f"{name} is missing" for name in expected.keys() - found.keys()]
     faults += [f"{name} is not expected" for name in found.keys() - expected.keys()]
     faults += [
@@ -297,9 +273,6 @@ def require_same_groups(
     """Refuse the parameter groups of another optimiser.
 
     A group with additional or fewer settings is accepted: versions of torch differ in them.
-
-    Raises:
-        WeightsError: The number of groups differs, or both have settings that the other lacks.
     """
     mine = _group_settings(optimizer)
     fault = ""

@@ -49,11 +49,7 @@ class Writer:
         self.pending: Future[None] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread, after waiting for the previous job.
-
-        Raises:
-            VitError: The previous job failed.
-        """
+        """Run `work` in the thread, after waiting for the previous job."""
         self.wait()
         self.pending = self.thread.submit(work)
 
@@ -63,11 +59,7 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            VitError: It could not be written.
-        """
+        """Wait until everything is on the disk."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -81,10 +73,6 @@ class CheckpointManager:
     """Writes checkpoints and the weights of the best epochs.
 
     Args:
-        run: The training.
-        folder: The run folder.
-        classes: Names of the classes.
-        best: The best epochs so far.
         metrics: metrics.jsonl on the main process; None on the others.
     """
 
@@ -114,20 +102,13 @@ class CheckpointManager:
         """Whether a checkpoint is due on the main process, `checkpoint_minutes` after the last one.
 
         The first one is due after a minute, since the first epoch may take hours.
-
-        Raises:
-            RunError: The last checkpoint could not be written.
         """
         self.writer.check()
         minutes = (time.monotonic() - self.saved) / 60
         return self.metrics is not None and minutes >= self.interval
 
     def resume(self, state: CheckpointState) -> None:
-        """Continue from a checkpoint that was loaded.
-
-        Raises:
-            RunError: model.safetensors, with the best weights so far, is missing.
-        """
+        """Continue from a checkpoint that was loaded."""
         self.best.restore(state.best)
         self.previous_best, self.damaged = state.best, state.damaged
         self.has_checkpoint = True
@@ -141,17 +122,7 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, part: Mapping[str, Any], data: dict[str, Any], kept: bool = False
     ) -> None:
-        """Copy the state of the run, and write it as a checkpoint in the background.
-
-        Args:
-            epoch: Epochs recorded so far.
-            part: `images` and `loss_sum` of the steps since then.
-            data: Fingerprint of the dataset.
-            kept: Whether the epoch that has just ended is among the best.
-
-        Raises:
-            RunError: The previous checkpoint could not be written.
-        """
+        """Copy the state of the run, and write it as a checkpoint in the background."""
         run, self.has_checkpoint = self.run, True
         self.saved, self.interval = time.monotonic(), run.config.run.checkpoint_minutes
         if self.metrics is None and not is_sharded(run.accelerator):
@@ -209,11 +180,7 @@ class CheckpointManager:
         )
 
     def wait(self) -> None:
-        """Wait until everything is on the disk.
-
-        Raises:
-            RunError: It could not be written.
-        """
+        """Wait until everything is on the disk."""
         self.writer.wait()
 
     def close(self) -> None:

@@ -71,10 +71,6 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     """Check the run folder before any expensive work; returns whether it holds a run to resume.
 
     A run that stopped before its first weights does not count.
-
-    Raises:
-        RunError: The folder holds a run and neither `resume` nor `overwrite` is set, or it has
-            files of something else.
     """
     where = printable(folder)
     if resume and overwrite:
@@ -106,11 +102,7 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
 
 def lock_folder(folder: Path) -> BinaryIO:
-    """Lock `folder` until the returned file is closed or this process ends.
-
-    Raises:
-        RunError: Another process is training there, or the folder cannot be written.
-    """
+    """Lock `folder` until the returned file is closed or this process ends."""
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")
@@ -226,7 +218,6 @@ def train_on(folder: Path, data: str | None = None) -> str:
     weights if it has any.
 
     Args:
-        folder: The run folder.
         data: The changed data; those of the run, in their place, if omitted.
     """
     data = stored_config(folder).data.data if data is None else data

@@ -16,15 +16,7 @@ BROADCAST_NUMBERS = 2**24
 
 
 def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
-    """Call `act` on the main process; every process returns its result or raises its error.
-
-    Args:
-        accelerator: The devices.
-        act: Returns an object that can be pickled.
-
-    Raises:
-        VitError: Raised by `act`.
-    """
+    """Call `act` on the main process; every process returns its result or raises its error."""
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
@@ -100,11 +92,7 @@ def agreed_signal(accelerator: Accelerator, number: int) -> int:
 
 
 def require_same_step(accelerator: Accelerator, step: int) -> None:
-    """Check that all processes resume at the same step.
-
-    Raises:
-        RunError: They do not; the run folder is not on a shared disk.
-    """
+    """Check that all processes resume at the same step."""
     mine = torch.tensor([step], device=accelerator.device)
     steps = accelerator.gather(mine).tolist()
     if len(set(steps)) > 1:

@@ -24,12 +24,7 @@ DYNAMO_DISABLED = "__dynamo_disable"
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
-    """Create the accelerator: the devices of this process, in their precision.
-
-    Raises:
-        ConfigError: The device is unknown or absent, or cannot compute in that precision.
-        RunError: Several processes were started, and cannot communicate.
-    """
+    """Create the accelerator: the devices of this process, in their precision."""
     chosen = None if config.device == "auto" else config.device
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if chosen and ":" in chosen and started > 1:
@@ -104,11 +99,7 @@ def reconnect(backend: str) -> None:
 
 
 def arithmetic(name: str, device: torch.device) -> str:
-    """Resolve `--precision name` on `device` to fp32, tf32, bf16, fp16 or fp64.
-
-    Raises:
-        ConfigError: The device does not support it.
-    """
+    """Resolve `--precision name` on `device` to fp32, tf32, bf16, fp16 or fp64."""
     if name == "tf32":
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
             raise ConfigError(

@@ -27,12 +27,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def require_shardable(accelerator: Accelerator, config: Config) -> None:
-    """Refuse distributed configurations of accelerate that are not supported.
-
-    Raises:
-        ConfigError: DeepSpeed or Megatron-LM, FSDP version 1, or FSDP with a setting that it does
-            not support.
-    """
+    """Refuse distributed configurations of accelerate that are not supported."""
     kind = accelerator.distributed_type
     if not is_sharded(accelerator):
         if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -97,7 +92,6 @@ def full_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tenso
     """Copy full tensors to the CPU; later steps do not change the copies.
 
     Args:
-        tensors: Tensors, sharded or not.
         keep: False on processes that only contribute their shards.
     """
     found = {}

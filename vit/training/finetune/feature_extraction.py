@@ -70,7 +70,6 @@ class Features:
     Args:
         values: (images, dim) float32, on the CPU.
         labels: (images,) int64.
-        failed: The unreadable images, with the reason.
     """
 
     values: Tensor
@@ -90,20 +89,10 @@ def extract(
     """Features of `samples`, from the cache or computed; all processes must make this call.
 
     Args:
-        samples: Files and their classes.
-        extractor: Computes missing features.
-        weights_key: Digest of the weights that the features depend on, as of `weights_digest`.
-        notify: Receives, on the main process, a summary and notes about damaged files.
-        on_bad_image: `stop` at an unreadable image, or `skip` it.
         cache: Folder of the cache; None for no cache.
 
     Returns:
         The same on all processes; None after a signal, with the computed features in the cache.
-
-    Raises:
-        BadImage: An image cannot be read, and `on_bad_image` is stop.
-        DataError: No image can be read.
-        RunError: The cache cannot be written, or a feature is not finite.
     """
     accelerator = extractor.accelerator
     keys = extractor.keys([sample.path for sample in samples])
@@ -125,12 +114,7 @@ def extract(
 
 
 def weights_digest(state: Mapping[str, Tensor], config: ModelConfig) -> str:
-    """Digest of everything in a network that its features depend on, so without the head.
-
-    Args:
-        state: Weights by name, on any device.
-        config: Settings of the network.
-    """
+    """Digest of everything in a network that its features depend on, so without the head."""
     body = {name: tensor.detach().cpu() for name, tensor in state.items()}
     body = {name: tensor for name, tensor in body.items() if not name.startswith("head.")}
     settings = {name: repr(value) for name, value in asdict(config).items()}
@@ -155,13 +139,8 @@ class ImagePass(ABC):
     """Computes a vector of each image, on all processes.
 
     Args:
-        accelerator: The devices.
-        precision: Setting `precision` of the run.
         batch_size: Images per device in one forward pass.
         workers: Threads that read images; by the number of cores if None.
-        interrupted: Called between batches, at the same places on all processes; True, on all of
-            them, ends the work.
-        advance: Receives the number of images that this process has finished since its last call.
     """
 
     title: ClassVar[str]
@@ -180,11 +159,7 @@ class ImagePass(ABC):
 
     @abstractmethod
     def prepare(self, path: str) -> Tensor:
-        """The input of one image, uint8.
-
-        Raises:
-            BadImage, ValueError, OSError, MemoryError: It cannot be read or resized.
-        """
+        """The input of one image, uint8."""
 
     @abstractmethod
     def vectors(self, inputs: Sequence[Tensor]) -> Tensor:
@@ -211,11 +186,7 @@ class ImagePass(ABC):
         return [keys[index] for index in range(len(paths))]
 
     def compute(self, files: Sequence[tuple[bytes, str]]) -> Generator[FeatureChunk, None, None]:
-        """Features of `files`, distinct keys and paths, in chunks; the same on all processes.
-
-        Raises:
-            RunError: A feature is not finite.
-        """
+        """Features of `files`, distinct keys and paths, in chunks; the same on all processes."""
         processes = self.accelerator.num_processes
         chunks = [files[at : at + CHUNK] for at in range(0, len(files), CHUNK)]
         rounds = [math.ceil(len(chunk) / (processes * self.batch_size)) for chunk in chunks]
@@ -298,12 +269,7 @@ class ImagePass(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureExtractor(ImagePass):
-    """Computes features on all processes.
-
-    Args:
-        network: Whole, on the device of the accelerator; left in evaluation mode.
-        preprocessing: Preparation of images.
-    """
+    """Computes features on all processes."""
 
     title = "features"
     network: VisionTransformer
@@ -365,16 +331,7 @@ def _is_readable(status: os.stat_result) -> bool:
 
 
 class FeatureStore:
-    """Cached features of one network, preprocessing and precision.
-
-    Args:
-        cache: The folder of all stores.
-        identity: Everything but the image that a feature depends on, for JSON.
-        notify: Receives notes about damaged files.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Cached features of one network, preprocessing and precision."""
 
     def __init__(self, cache: Path, identity: Mapping[str, object], notify: Notify) -> None:
         text = json.dumps(identity, sort_keys=True)
@@ -407,11 +364,7 @@ class FeatureStore:
                 yield [keys[row] for row in rows], values[rows]
 
     def write(self, keys: Sequence[bytes], values: Tensor) -> None:
-        """Write `values`, (images, dim) float32, under distinct `keys`.
-
-        Raises:
-            RunError: The disk is full, or the folder cannot be written.
-        """
+        """Write `values`, (images, dim) float32, under distinct `keys`."""
         flat = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
         path = self.folder / f"{uuid.uuid4().hex}.safetensors"
         write_tensors(path, {"keys": flat.view(-1, KEY_BYTES), "values": values}, {})
@@ -434,17 +387,7 @@ class FeatureStore:
 
 @dataclass
 class FeatureTable:
-    """Collects the features of `samples`; only the main process has them all.
-
-    Args:
-        samples: Files and their classes.
-        keys: Key of each sample, or the reason why it is unreadable.
-        on_bad_image: `stop` at an unreadable image, or `skip` it.
-        title: What is computed, for the log.
-
-    Raises:
-        BadImage: A sample has no key, and `on_bad_image` is stop.
-    """
+    """Collects the features of `samples`; only the main process has them all."""
 
     samples: Sequence[Sample]
     keys: Sequence[bytes | BadImage]
@@ -480,11 +423,7 @@ class FeatureTable:
                 self.store.write(keys, values)
 
     def exclude(self, failed: Mapping[bytes, BadImage]) -> None:
-        """Record unreadable images.
-
-        Raises:
-            BadImage: `on_bad_image` is stop; the first one in the order of the samples.
-        """
+        """Record unreadable images."""
         if failed and self.on_bad_image == "stop":
             first = next(failed[key] for key in self.files if key in failed)
             raise BadImage(first.path, first.reason)
@@ -505,11 +444,7 @@ class FeatureTable:
         return f"{self.title}: {', '.join(counts)}"
 
     def features(self, accelerator: Accelerator) -> Features:
-        """All features in the order of the samples, on all processes.
-
-        Raises:
-            DataError: There are none.
-        """
+        """All features in the order of the samples, on all processes."""
         failed: dict[str, str] = {}
         labels, good = [], []
         for sample, key in zip(self.samples, self.keys, strict=True):

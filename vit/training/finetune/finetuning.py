@@ -82,14 +82,7 @@ FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 def complete_for_weights(
     config: Config, source: Pretrained, given: Sequence[str], notify: Notify = lambda _line: None
 ) -> Config:
-    """Complete the settings with those of the pretrained weights and the method.
-
-    Args:
-        config: Settings of the user, with `finetune.weights`.
-        source: Those weights.
-        given: Names of the settings that the user gave; they are kept.
-        notify: Called with notes on defaults that do not suit the weights.
-    """
+    """Complete the settings with those of the pretrained weights and the method."""
     if "feedforward" in given:
         check_feedforward(source, config.model.feedforward)
     chosen = flatten(config)
@@ -151,14 +144,6 @@ def complete_for_added_classes(
     The head of the probe, on features of old and new images, has all classes before the first
     step. A few epochs follow with the optimiser and augmentation that trained the network, on all
     images, so that no class is forgotten.
-
-    Args:
-        config: Settings completed for the weights and the data.
-        source: The weights.
-        classes: Class names of the data.
-        images: Number of training images.
-        given: Names of the settings that the user chose.
-        notify: Receives log lines.
     """
     change = ClassChange.between(source.classes, classes)
     if not change.kept or not config.training.single_label:
@@ -302,14 +287,7 @@ def wants_other_vocabulary(
 def check_unused_settings(
     method: str, chosen: Mapping[str, Any], given: Sequence[str], usual: Mapping[str, Any]
 ) -> None:
-    """Raise if a given setting has no effect under `method`.
-
-    Args:
-        method: Fine-tuning method.
-        chosen: Every setting, tuples as lists.
-        given: Names of the settings that the user gave.
-        usual: Their defaults.
-    """
+    """Raise if a given setting has no effect under `method`."""
     for name in UNUSED_SETTINGS.get(method, ()):
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
         if name in given and chosen[name] != left_out:

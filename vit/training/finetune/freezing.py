@@ -12,11 +12,7 @@ HEAD = ("head.", "decoder.")
 
 
 def freeze_backbone(network: nn.Module) -> None:
-    """Freeze all parameters but those of the head and the decoder.
-
-    Raises:
-        ConfigError: There is no head.
-    """
+    """Freeze all parameters but those of the head and the decoder."""
     if not any(name.startswith(HEAD) for name, _ in network.named_parameters()):
         raise ConfigError("num_classes=0: there is no head, and nothing else is to learn")
     freeze_except(network, lambda name: name.startswith(HEAD))
@@ -27,7 +23,6 @@ def freeze_except(network: nn.Module, trainable: Callable[[str], bool]) -> None:
 
     Args:
         network: Changed in place.
-        trainable: Whether to train the parameter of this name.
     """
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(trainable(name))

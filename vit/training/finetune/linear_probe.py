@@ -49,10 +49,7 @@ class PenaltyTrial:
     """Predictions for held-out images at one strength.
 
     Args:
-        strength: L2 penalty.
         weights: (rank + 1, problems, classes).
-        right: Whether each prediction is correct, (held out,).
-        losses: -log of the probability of its class, (held out,); infinite for unseen classes.
     """
 
     strength: float
@@ -78,10 +75,6 @@ class PenaltySweep:
     Args:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
         labels: Classes, (images,).
-        classes: Number of classes.
-        variance: Of the coordinates, (rank,).
-        folds: Number of folds.
-        seed: Decides the folds.
     """
 
     def __init__(
@@ -213,11 +206,7 @@ class Probe:
         strength: L2 penalty, the weight of |W|^2 / 2 beside the mean loss.
         accuracy_by_strength: Accuracy on held-out images, from strong to weak; empty without
             cross-validation.
-        loss_by_strength: Mean log-loss of images whose class is in the other folds.
-        cv_correct: Correct predictions for held-out images at `strength`.
-        cv_count: Held-out images, over all folds.
         folds: Folds that were held out; 0 without cross-validation.
-        notes: Notes for the user.
     """
 
     weight: Tensor
@@ -266,12 +255,8 @@ def fit_probe(
         features: (images, dim), finite, at least one image; standardised by all of them.
         labels: (images,) int64.
         classes: Number of classes; some may have no image.
-        seed: Decides the folds.
         folds: Number of folds, at least 2.
         strengths: Strengths to try; 10 to 1e-5, extended where the best is at an end, if None.
-
-    Raises:
-        ValueError: The shapes do not fit, or a value is impossible.
     """
     check_fit(features, labels, classes, folds, strengths)
     basis = Eigenbasis.of(features.float().cpu())
@@ -343,7 +328,6 @@ def knn_accuracy(
         train: (images, dim), on the CPU like all of these.
         labels: Classes of `train`, (images,).
         val: (validation images, dim), at least one.
-        val_labels: Classes of `val`.
         k: Neighbours, at most those in `train`.
     """
     keys = F.normalize(train.float(), dim=1)

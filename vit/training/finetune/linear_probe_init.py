@@ -36,28 +36,14 @@ BATCH_SIZES = {"cpu": 16}
 
 @dataclass(frozen=True)
 class ProbeFit:
-    """Training loss of a linear probe.
-
-    Args:
-        loss: Mean cross-entropy, without smoothing.
-        images: Number of training images.
-    """
+    """Training loss of a linear probe."""
 
     loss: float
     images: int
 
 
 def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
-    """Fit a linear probe to the features of the network, report it, and copy it into the head.
-
-    Args:
-        run: Training state before the first step; the head of its network and of its average are
-            replaced.
-        splits: Training and validation images.
-
-    Raises:
-        Interrupted: A signal arrived; the features computed so far are kept.
-    """
+    """Fit a linear probe to the features of the network, report it, and copy it into the head."""
     config, notify = run.config, notifier(run.accelerator)
     train, val = probe_samples(config, splits, notify)
     features = FeatureExtraction(run, notify)
@@ -129,12 +115,7 @@ def feature_cache(config: Config) -> Path:
 
 
 class FeatureExtraction:
-    """Extracts features of images with the network of a training, through the cache.
-
-    Args:
-        run: The training.
-        notify: Receives log lines.
-    """
+    """Extracts features of images with the network of a training, through the cache."""
 
     def __init__(self, run: TrainingState, notify: Notify) -> None:
         self.run, self.notify = run, notify
@@ -142,11 +123,7 @@ class FeatureExtraction:
         self.key = weights_digest(state, run.config.model)
 
     def __call__(self, samples: Sequence[Sample]) -> Features:
-        """Features of `samples`.
-
-        Raises:
-            Interrupted: A signal was received.
-        """
+        """Features of `samples`."""
         run, config = self.run, self.run.config
         extractor = FeatureExtractor(
             network=run.network,

@@ -97,8 +97,6 @@ class LogisticProblems:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
         labels: Classes, (images,).
         included: Whether an image is part of a problem, (images, problems).
-        classes: Number of classes.
-        variance: Variance of the coordinates, (rank,).
     """
 
     def __init__(
@@ -165,12 +163,8 @@ def minimise(
     """Solve all problems by L-BFGS, each with a step length of its own.
 
     Args:
-        problems: The problems.
-        start: Initial weights.
-        strength: Weight of the penalty.
         tolerance: Largest distance from the minimum, by a quadratic estimate, relative to
             loss + SMALL.
-        most: Maximum number of steps.
     """
     penalty = torch.full((problems.shape[0], 1, 1), strength, device=start.device)
     penalty[-1] = 0.0  # the bias

@@ -25,9 +25,7 @@ class LoRALinear(nn.Linear):
     """A frozen linear layer plus a trainable low-rank difference.
 
     Args:
-        linear: The layer; its parameters are shared and frozen.
         rank: Rank of the difference, from 1.
-        alpha: The difference is scaled by alpha / rank.
     """
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
@@ -62,13 +60,8 @@ def add_lora(
 
     Args:
         network: Changed in place.
-        rank, alpha: As for `LoRALinear`.
         targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1,
             with experts only qkv and proj.
-
-    Raises:
-        ConfigError: A target is not in this network, `rank` or `alpha` is out of range, or the
-            network has LoRA already.
     """
     found = projections(network)
     _check(found, rank, alpha, targets)
@@ -104,10 +97,6 @@ def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[
 
     Args:
         state: Weights by name; returned unchanged without LoRA.
-        rank, alpha: As for `add_lora`.
-
-    Raises:
-        WeightsError: A LoRA tensor is missing, or has another rank.
     """
     plain = {name: tensor for name, tensor in state.items() if _last(name) not in (A, B)}
     for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:

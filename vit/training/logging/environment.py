@@ -30,12 +30,7 @@ GIT_SECONDS = 5.0
 
 
 def record_environment(folder: Path, data: str) -> None:
-    """Append a line to environment.jsonl of the run in `folder`, if more than the time differs.
-
-    Args:
-        folder: The run folder.
-        data: The setting `data`.
-    """
+    """Append a line to environment.jsonl of the run in `folder`, if more than the time differs."""
     path = folder / ENVIRONMENT_FILE
     found = describe_environment(data)
     known = read_environment(folder)

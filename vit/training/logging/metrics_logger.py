@@ -27,11 +27,7 @@ MIN_WAIT_SECONDS = 2.0
 
 
 class MetricsFile:
-    """Appends events to metrics.jsonl.
-
-    Args:
-        path: The file.
-    """
+    """Appends events to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         with explain_write_errors(path):
@@ -70,12 +66,7 @@ class MetricsFile:
 
 
 class MetricsLogger:
-    """Writes events and log lines, on the main process only.
-
-    Args:
-        run: The training.
-        folder: The run folder.
-    """
+    """Writes events and log lines, on the main process only."""
 
     def __init__(self, run: TrainingState, folder: Path) -> None:
         self.run = run
@@ -180,13 +171,7 @@ class MetricsLogger:
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Log the result of the run.
-
-        Args:
-            chosen: Event of the best epoch, or of the average of the best epochs.
-            images: Number of validation images that were read.
-            routers: Expert usage in the best epoch, if there are experts.
-        """
+        """Log the result of the run."""
         failed = self.run.failed
         if failed:
             self.notify(f"{len(failed)} of the images could not be read and were left out:")

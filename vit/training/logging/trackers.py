@@ -63,16 +63,7 @@ TELEMETRY_OFF = {
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record of a run in a tracker, to start or to continue.
-
-    Args:
-        folder: RUN/tracking.
-        title: Displayed name.
-        key: Id by which the tracker finds the record.
-        new: Whether the record is new.
-        step: Optimiser steps made so far.
-        settings: All settings, as numbers and strings.
-    """
+    """The record of a run in a tracker, to start or to continue."""
 
     folder: Path
     title: str
@@ -104,11 +95,7 @@ TRACKERS: dict[str, Callable[[Record], GeneralTracker]] = {
 
 
 def require_tracker(name: str | None) -> None:
-    """Refuse a tracker that is not installed, which accelerate would silently ignore.
-
-    Raises:
-        ConfigError: The message has the command that installs it.
-    """
+    """Refuse a tracker that is not installed, which accelerate would silently ignore."""
     if name is not None and name not in [str(each) for each in get_available_trackers()]:
         raise ConfigError(f"track={name!r} is not installed: pip install {name}")
 
@@ -159,15 +146,8 @@ class Tracking:
     """A thread that sends the events of RUN/metrics.jsonl to a tracker.
 
     Args:
-        name: An installed tracker of `TRACKERS`.
-        folder: The run folder; its metrics.jsonl is truncated to the checkpoint.
-        settings: All settings of the run.
         step: Optimiser steps made so far. At 0, a tracker that cannot start is an error; a resumed
             run continues without it.
-
-    Raises:
-        ConfigError: The tracker cannot start, for a new run.
-        RunError: The folder cannot be written.
     """
 
     def __init__(self, name: str, folder: Path, settings: Mapping[str, Any], *, step: int) -> None:
@@ -272,7 +252,6 @@ class Sent:
 
     Args:
         path: The file, rewritten in place after each event.
-        record: The record of the run.
     """
 
     def __init__(self, path: Path, record: Record) -> None:

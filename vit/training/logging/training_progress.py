@@ -62,8 +62,6 @@ class Progress:
 
     Args:
         title: Label of the bar, such as `epoch 3/20`.
-        total: Images in the epoch.
-        visible: False on all processes but the main one.
     """
 
     def __init__(self, title: str, total: int, *, visible: bool) -> None:
@@ -125,12 +123,7 @@ class TimeRemaining:
     """Estimates the remaining time of a run once, after the first steps of the process.
 
     Args:
-        steps: Optimiser steps left, as `steps_left` counts them.
-        validations: Validations left.
         validation_share: Images of one validation, as a share of those of one step.
-        growing: Whether the image size increases during training. The cost of a step is taken to
-            be proportional to it, so the estimate is then an upper bound.
-        most: Seconds that a time budget leaves, to which the number of steps is adapted.
         clock: Returns seconds.
     """
 

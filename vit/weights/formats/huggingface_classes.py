@@ -21,11 +21,7 @@ from vit.weights.formats.huggingface_config import MODEL_TYPE
 
 
 class VitToolkitConfig(PretrainedConfig):
-    """transformers' config with our settings under `network`.
-
-    Args:
-        network: Fields of ModelConfig.
-    """
+    """transformers' config with our settings under `network`."""
 
     model_type = MODEL_TYPE
 

@@ -39,12 +39,7 @@ CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
 
 @dataclass(frozen=True)
 class ConfigValues:
-    """Values of config.json, with one checked accessor per type.
-
-    Args:
-        model_type: Family.
-        values: Values of the file over the defaults of the family.
-    """
+    """Values of config.json, with one checked accessor per type."""
 
     model_type: str
     values: Mapping[str, Any]
@@ -96,11 +91,7 @@ class ConfigValues:
 
 
 def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
-    """Settings of the image encoder in `config`.
-
-    Raises:
-        WeightsError: The model type is not supported.
-    """
+    """Settings of the image encoder in `config`."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WeightsError(
@@ -127,15 +118,7 @@ def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
 
 
 def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
-    """Fields of ModelConfig, except the number of classes.
-
-    Args:
-        settings: From `read_vision_config`.
-        classifies: Whether there is a head; some families then pool differently.
-
-    Raises:
-        WeightsError: A value has the wrong type, or this network cannot express it.
-    """
+    """Fields of ModelConfig, except the number of classes."""
     dim, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if "head_dim" in settings.values and settings.values["head_dim"] != dim / heads:
         raise settings.invalid(
@@ -263,7 +246,6 @@ class Family:
     """A model type of transformers.
 
     Args:
-        fields: Maps settings, and whether there is a head, to fields of ModelConfig.
         defaults: Values that config.json may omit.
     """
 
@@ -314,13 +296,7 @@ FAMILIES = {
 def write_custom_model(
     state: Mapping[str, Tensor], config: ModelConfig, classes: Sequence[str]
 ) -> tuple[dict[str, Any], State]:
-    """Content of config.json and tensors for our registered class.
-
-    Args:
-        state: Tensors by our names.
-        config: Settings of the network.
-        classes: Class names, by output.
-    """
+    """Content of config.json and tensors for our registered class."""
     settings = {
         "architectures": [CLASSES[config.num_classes > 0]],
         "model_type": MODEL_TYPE,
@@ -347,11 +323,7 @@ def label_settings(classes: Sequence[str]) -> dict[str, Any]:
 def read_custom_model(
     content: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, State]:
-    """The inverse of `write_custom_model`.
-
-    Raises:
-        WeightsError: The settings or the tensor names are invalid.
-    """
+    """The inverse of `write_custom_model`."""
     unknown = [name for name in state if not name.startswith(PREFIX)]
     if unknown:
         raise WeightsError(f"{printable(unknown[0])} is no tensor of model_type={MODEL_TYPE}")

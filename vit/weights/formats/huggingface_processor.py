@@ -74,9 +74,7 @@ def read_processor(
     """Convert an image processor of transformers.
 
     Args:
-        processor: Content of preprocessor_config.json, or of processor_config.json around it.
         image_size: Input size of the network in pixels.
-        model_type: That of config.json, which decides the class where the file names none.
 
     Returns:
         Our Preprocessing, None if it cannot be expressed; and notes for the user. If only the
@@ -199,11 +197,7 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
     """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
 
     Args:
-        preprocessing: Image preprocessing.
         image_size: Input size of the network in pixels.
-
-    Raises:
-        WeightsError: transformers cannot express it.
     """
     if preprocessing.image_size != (image_size, image_size):
         height, width = preprocessing.image_size

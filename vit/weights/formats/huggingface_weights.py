@@ -157,18 +157,7 @@ TOKENS = ("cls_token", "reg_token", "pos_embed", "attn_pool.latent")
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Tensor names of one family.
-
-    Args:
-        prefix: Prefix of the encoder.
-        block: Prefix of a block, after that of the encoder.
-        in_files: Maps names in files to ours.
-        in_memory: Maps names in memory to ours, where they differ.
-        block_in_memory: Other prefix of a block.
-        qkv: Names of query, key and value in `in_files`.
-        left_out: Tensors that do not affect the output.
-        unused_with_head: Tensors that do not affect the output of a classifier.
-    """
+    """Tensor names of one family."""
 
     prefix: str
     block: str
@@ -180,11 +169,7 @@ class TensorNames:
     unused_with_head: Patterns = ()
 
     def read(self, state: Mapping[str, Tensor], source: str) -> State:
-        """Rename `state` to our names.
-
-        Raises:
-            WeightsError: A name is unknown, or a tensor is duplicated.
-        """
+        """Rename `state` to our names."""
         optional = f"(?:{self.prefix})?" if self.prefix else ""
         blocks = "|".join(name for name in (self.block, self.block_in_memory) if name)
         table = _expand_table(
@@ -242,12 +227,7 @@ CLIP_NAMES, SIGLIP_NAMES = (
 
 
 def tensor_names(model_type: str, *, gated: bool = False) -> TensorNames:
-    """Tensor names of a model type of transformers.
-
-    Args:
-        model_type: As in config.json.
-        gated: Whether the MLP is gated.
-    """
+    """Tensor names of a model type of transformers."""
     if model_type in VIT_NAMES:
         return VIT_NAMES[model_type]
     if model_type == "dinov3_vit":
@@ -285,13 +265,7 @@ def read_huggingface(
     """Convert a model of transformers.
 
     Args:
-        config: Content of config.json.
         processor: Content of preprocessor_config.json; None if missing.
-        state: Tensors by transformers' names.
-        where: Source of the files, for error messages.
-
-    Raises:
-        WeightsError: Our network cannot express it, or the files do not match.
     """
     try:
         if config.get("model_type") == MODEL_TYPE:

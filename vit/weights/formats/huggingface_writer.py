@@ -36,13 +36,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 @dataclass(frozen=True)
 class TransformersClass:
-    """A model class of transformers that we can write.
-
-    Args:
-        architecture: Name of the class.
-        model_type: Family.
-        requirements: Allowed values, by trait of our network.
-    """
+    """A model class of transformers that we can write."""
 
     architecture: str
     model_type: str
@@ -203,18 +197,12 @@ def write_huggingface(
     """Convert our network to a model of transformers.
 
     Args:
-        state: Tensors by our names.
-        config: Settings that match `state`.
         classes: Class names by output; None without a head.
-        preprocessing: Image preprocessing.
         multilabel: Whether an image may have several classes.
 
     Returns:
         Contents of config.json and of preprocessor_config.json, and the tensors of
         model.safetensors.
-
-    Raises:
-        WeightsError: No class of transformers can express it, or the arguments do not match.
     """
     reason = huggingface_incompatibility(config)
     if reason is not None:

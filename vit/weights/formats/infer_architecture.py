@@ -52,15 +52,7 @@ def is_vision_transformer(state: Mapping[str, Tensor]) -> bool:
 def infer_config(
     state: Mapping[str, Tensor], original: Collection[str] = ()
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Infer the settings of `state`, with notes on the assumptions.
-
-    Args:
-        state: Tensors by timm's names, the patch projection as a convolution.
-        original: All names in the source, before any was dropped.
-
-    Raises:
-        WeightsError: It is not a Vision Transformer, or several networks fit.
-    """
+    """Infer the settings of `state`, with notes on the assumptions."""
     if not is_vision_transformer(state):
         raise WeightsError("these are not a Vision Transformer's weights in timm's names")
     notes: list[str] = []
@@ -80,7 +72,6 @@ def infer_preprocessing(
     """Preprocessing of the family that tensor names reveal, with a note; None for other names.
 
     Args:
-        original: All names in the source, before any was dropped.
         image_size: Side of the input images in pixels.
     """
     if any(name.endswith(BIAS_TABLE) for name in original):  # BEiT, whose versions differ

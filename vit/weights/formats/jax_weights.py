@@ -44,13 +44,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class BlockNames:
-    """Indices in the module names of a block.
-
-    Args:
-        attention: Index of the attention.
-        norm2: Index of the second norm.
-        mlp: Index of the MLP.
-    """
+    """Indices in the module names of a block."""
 
     attention: int
     norm2: int
@@ -62,15 +56,7 @@ BIG_VISION = BlockNames(attention=0, norm2=1, mlp=0)
 
 
 def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
-    """Convert the arrays of an .npz file.
-
-    Args:
-        arrays: Arrays by name, as numpy reads them.
-        where: Source of the arrays, for error messages.
-
-    Raises:
-        WeightsError: They are not a Vision Transformer that this network can express.
-    """
+    """Convert the arrays of an .npz file."""
     try:
         config, state, notes = _read(arrays)
         check_fit(state, meta_model(config))

@@ -61,7 +61,6 @@ class OpenCLIPConfig:
     Args:
         pretrained_cfg: Preprocessing, by timm's names; empty if unknown.
         timm_model_name: timm architecture of the tower; None for OpenCLIP's own.
-        quick_gelu: Whether the activation is QuickGELU.
     """
 
     pretrained_cfg: Mapping[str, Any]
@@ -90,11 +89,7 @@ def read_open_clip_config(content: Mapping[str, Any]) -> OpenCLIPConfig:
 
 
 def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
-    """Rename `state` to the names of timm's VisionTransformer; also return notes on dropped parts.
-
-    Raises:
-        WeightsError: Two tensors get the same name, or a mask is not one of zeros and ones.
-    """
+    """Rename `state` to the names of timm's VisionTransformer; also return notes on dropped parts."""
     notes: list[str] = []
     start = wrapper_prefix(state, (*WRAPPERS, "model."))  # Lightning's
     plain = _image_tower({name.removeprefix(start): t for name, t in state.items()}, notes)

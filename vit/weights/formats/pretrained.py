@@ -12,13 +12,7 @@ from vit.score_calibration import ScoreCalibration
 
 @dataclass(frozen=True)
 class PretrainedDecoder:
-    """A pretrained caption decoder and its tokenizer.
-
-    Args:
-        state: Tensors by the decoder's parameter names.
-        config: Decoder settings that match `state` exactly.
-        tokenizer: Tokenizer of its captions.
-    """
+    """A pretrained caption decoder and its tokenizer."""
 
     state: dict[str, Tensor]
     config: DecoderConfig
@@ -35,17 +29,9 @@ class Pretrained:
         classes: Class names by output; None if unknown.
         preprocessing: Image preprocessing; None if unknown.
         license: License of the weights; None if unknown.
-        origin: Short description, such as "timm vit_small_patch16_224".
         linear_offsets: Whether relative position biases are resized linearly, as our networks do
             for images of another size; otherwise geometrically, as in BEiT.
-        antialias: Whether learned positions are resized with antialiasing, as our networks do for
-            images of another size; otherwise without, as in transformers.
-        decoder: Decoder of a captioner.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
-        calibration: Calibration of the scores, as in LoadedRun.
-        from_scratch: Whether a run of this package began with random weights, so that no license
-            of other weights applies.
-        notes: Lines for the user: assumptions, and tensors that were left out.
     """
 
     state: dict[str, Tensor]

@@ -39,11 +39,7 @@ PLACEHOLDERS = {
 
 
 def flatten_patches(state: Mapping[str, Tensor]) -> State:
-    """Convert the patch projection from a convolution to a matrix; a stem is kept unchanged.
-
-    Raises:
-        WeightsError: There is no patch projection.
-    """
+    """Convert the patch projection from a convolution to a matrix; a stem is kept unchanged."""
     flat = dict(state)
     if PATCH_WEIGHT not in flat:
         raise WeightsError(f"{PATCH_WEIGHT} is missing: these are not a Vision Transformer's")
@@ -53,11 +49,7 @@ def flatten_patches(state: Mapping[str, Tensor]) -> State:
 
 
 def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
-    """Rename the tensors of `state` by `table`.
-
-    Raises:
-        WeightsError: A name matches no row of `table`, or two tensors get the same name.
-    """
+    """Rename the tensors of `state` by `table`."""
     patterns = [(_compile(theirs), ours) for theirs, ours in table]
     renamed: State = {}
     unknown = []
@@ -96,11 +88,7 @@ def wrapper_prefix(names: Iterable[str], wrappers: Sequence[str]) -> str:
 
 
 def to_float32(state: Mapping[str, Tensor]) -> State:
-    """Convert the tensors to float32 on the CPU; those without data stay on the meta device.
-
-    Raises:
-        WeightsError: A tensor has integers, or is a single number.
-    """
+    """Convert the tensors to float32 on the CPU; those without data stay on the meta device."""
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             raise WeightsError(f"{printable(name)} holds {tensor.dtype}, expected floats")
@@ -113,11 +101,7 @@ def to_float32(state: Mapping[str, Tensor]) -> State:
 
 
 def fuse_qkv(state: Mapping[str, Tensor]) -> State:
-    """Concatenate the separate query, key and value of each block to one `qkv`.
-
-    Raises:
-        WeightsError: One of the three is missing, or has another shape.
-    """
+    """Concatenate the separate query, key and value of each block to one `qkv`."""
     fused = dict(state)
     for name in state:
         match = re.fullmatch(r"(blocks\.\d+\.attn\.)(?:query|q)\.(weight|bias)", name)
@@ -169,11 +153,7 @@ def square_side(count: int) -> int:
 
 
 def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
-    """Side in patches of the square grid that a relative position bias table belongs to.
-
-    Raises:
-        WeightsError: The number of rows fits no square grid.
-    """
+    """Side in patches of the square grid that a relative position bias table belongs to."""
     count = len(table) - PREFIX_ROWS * prefix
     across = square_side(count)
     if not across % 2:
@@ -183,11 +163,7 @@ def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
 
 
 def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check that `state` has exactly the tensors of `model`, with their shapes and finite values.
-
-    Raises:
-        WeightsError: With the first few missing, unknown, misshapen or non-finite tensors.
-    """
+    """Check that `state` has exactly the tensors of `model`, with their shapes and finite values."""
     expected = model.state_dict()
     shapes = [
         f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"

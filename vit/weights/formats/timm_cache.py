@@ -45,11 +45,6 @@ def cached_facts(
 
     In a process that has imported timm there is nothing to gain, and its registry may have been
     changed: `compute` is called, and nothing is read or written.
-
-    Args:
-        compute: Imports timm.
-        state: Tensors, whose names and shapes decide the facts.
-        question: What else decides them, as values for JSON.
     """
     if "timm" in sys.modules:
         return compute()
@@ -89,12 +84,7 @@ def load_facts(path: Path) -> TimmFacts | None:
 
 
 def save_facts(path: Path, facts: TimmFacts) -> None:
-    """Write the facts, so that only complete files appear.
-
-    Raises:
-        OSError: The folder cannot be written.
-        TypeError, ValueError: The metadata cannot be written as JSON.
-    """
+    """Write the facts, so that only complete files appear."""
     order = facts.rotary_order
     values = facts._replace(
         config=asdict(facts.config),  # type: ignore[arg-type]  # for JSON

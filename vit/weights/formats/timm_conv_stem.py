@@ -26,16 +26,7 @@ class TimmConvStem(ConvStem):
     Args:
         img_size: Side of the images, or (height, width).
         patch_size: Side of a patch, in pixels.
-        in_chans: Channels of an image.
-        embed_dim: Width of a token.
-        bias: Ignored: each convolution is followed by a norm, which has the bias.
-        strict_img_size: Whether to raise for images of another size.
         output_fmt: NHWC or NCHW for a grid of tokens; None for a sequence.
-        dynamic_img_pad: Must be False: padding is not supported.
-        stem_depth, stem_width, stem_stride, stem_norm: As in ModelConfig.
-        stem_eps: norm_eps of the network.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -131,13 +122,7 @@ class TimmConvStem(ConvStem):
 
 @register_model  # type: ignore[untyped-decorator]
 def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
-    """timm's Vision Transformer with a stem of 3x3 convolutions (arXiv:2106.14881).
-
-    Args:
-        pretrained: Load the weights of `pretrained_cfg`, which a `local-dir:` has.
-        kwargs: `base`, timm's architecture without the stem; `stem_depth`, `stem_width`,
-            `stem_stride`, `stem_norm` and `stem_eps` of the stem; all others are timm's.
-    """
+    """timm's Vision Transformer with a stem of 3x3 convolutions (arXiv:2106.14881)."""
     if pretrained and kwargs.get("pretrained_cfg") is None:
         raise RuntimeError("vit_conv_stem has no weights of its own; give local-dir:FOLDER")
     base = kwargs.pop("base", "vit_tiny_patch16_224")

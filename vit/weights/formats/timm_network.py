@@ -60,17 +60,7 @@ def build_timm_model(
     about: Mapping[str, Any],
     state: Mapping[str, Tensor],
 ) -> tuple[Any, int, tuple[str, ...]]:
-    """Build timm's network for `state`; return it with the image size in pixels and notes.
-
-    Args:
-        name: timm model name, with or without a tag.
-        model_args: Arguments of the network in config.json.
-        about: timm's `pretrained_cfg`.
-        state: Tensors by timm's names.
-
-    Raises:
-        WeightsError: timm has no such network, or it does not match `state`.
-    """
+    """Build timm's network for `state`; return it with the image size in pixels and notes."""
     patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
     if patch is None:
         raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
@@ -174,10 +164,6 @@ class RotaryOrder:
     """Channel order of a rotary embedding within a head.
 
     Ours: channels i and i + head_dim / 2 form a pair, and row angles precede column angles.
-
-    Args:
-        interleaved: Whether pairs are adjacent channels; otherwise they are half a head apart.
-        columns_first: Whether column angles precede row angles.
     """
 
     interleaved: bool
@@ -314,12 +300,7 @@ def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfi
     """ModelConfig of timm's network `model`.
 
     Args:
-        model: Network built by timm, on any device.
-        name: Its architecture, for error messages.
         image_size: Side of its images in pixels, a multiple of the patch size.
-
-    Raises:
-        WeightsError: Our network cannot express it.
     """
     try:
         for path, module in model.named_modules():

@@ -18,7 +18,6 @@ class RegistryEntry:
     """One set of pretrained weights.
 
     Args:
-        name: ARCHITECTURE.TAG.
         hub_id: Repository on the Hugging Face Hub; None for a few old ones.
         url: Other URL of the weights; None for most.
         license: License of the weights; None if unknown.
@@ -60,11 +59,7 @@ def _is_expressible(architecture: str) -> bool:
 
 
 def search(pattern: str) -> list[RegistryEntry]:
-    """Supported models whose name contains `pattern` or matches it as a shell pattern.
-
-    Raises:
-        WeightsError: There is none; the message has the nearest names.
-    """
+    """Supported models whose name contains `pattern` or matches it as a shell pattern."""
     word = pattern.lower().removeprefix("timm/")
     named = [name for name in pretrained_names() if word in name or fnmatch(name, word)]
     found = [name for name in named if is_supported(name)]

@@ -66,18 +66,9 @@ def read_timm(
     """Convert weights with timm's names or those of the original repositories.
 
     Args:
-        state: Tensors of the file.
         architecture: timm model name, with or without a tag; None to infer the settings from
             the tensors.
-        model_args: Arguments with which timm builds the network.
-        pretrained_cfg: timm's metadata: preprocessing, license, tag.
-        label_names: Class names.
         other_names: Names of integers in the file, which may tell its family.
-        where: Source of the tensors, for error messages.
-
-    Raises:
-        WeightsError: timm does not know the architecture, our network cannot express it, or the
-            tensors do not match it; without an architecture, no or several networks fit.
     """
     try:
         about = dict(pretrained_cfg)
@@ -148,13 +139,7 @@ def timm_facts(
     *,
     named: bool,
 ) -> TimmFacts:
-    """Facts about weights from a network that timm builds; imports timm.
-
-    Args:
-        architecture, model_args, about: As for `read_timm`; `about` is its `pretrained_cfg`.
-        state: Tensors by timm's names.
-        named: Whether the class names are known already.
-    """
+    """Facts about weights from a network that timm builds; imports timm."""
     about = about or known_pretrained_cfg(architecture)
     model, size, notes = build_timm_model(architecture, model_args, about, state)
     config = config_from_timm(model, architecture, size)
@@ -165,11 +150,7 @@ def timm_facts(
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse timm's config.json to keyword arguments of `read_timm`; older files are flat.
-
-    Raises:
-        WeightsError: It has no architecture.
-    """
+    """Parse timm's config.json to keyword arguments of `read_timm`; older files are flat."""
     about = content.get("pretrained_cfg", content)
     parts = {"model_args": content.get("model_args") or {}, "pretrained_cfg": about}
     name = content.get("architecture")
@@ -185,7 +166,6 @@ def preprocessing(
     """Preprocessing in timm's `pretrained_cfg`, and a note if it is unknown.
 
     Args:
-        about: timm's `pretrained_cfg`.
         image_size: Side of the input images in pixels.
     """
     if not {"mean", "std", "crop_pct"} <= about.keys():
@@ -216,7 +196,6 @@ def class_names(
 
     Args:
         names: A list, or a mapping from index to name; None if there are none.
-        count: Outputs of the network.
     """
     if not names or not count:
         return None, ()
@@ -238,10 +217,7 @@ def imagenet_names(
     """WordNet ids of the classes, if timm's tag names ImageNet as the last training set.
 
     Args:
-        name: timm model name with or without a tag, such as
-            vit_base_patch16_224.augreg_in21k_ft_in1k.
         about: timm's `pretrained_cfg`, which may have the tag instead.
-        count: Outputs of the network.
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
@@ -256,16 +232,7 @@ def imagenet_names(
 
 
 def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Convert tensors of timm's Vision Transformers to our names and shapes.
-
-    Args:
-        state: Tensors by timm's names.
-        packed: Whether to keep gate and value of a SwiGLU in one matrix.
-
-    Raises:
-        WeightsError: The patch projection or a part of query, key and value is missing, or a
-            tensor is duplicated.
-    """
+    """Convert tensors of timm's Vision Transformers to our names and shapes."""
     ours: State = {}
     for name, tensor in state.items():
         name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)

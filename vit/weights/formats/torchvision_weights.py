@@ -59,15 +59,7 @@ def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
 
 
 def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
-    """Convert a VisionTransformer of torchvision.
-
-    Args:
-        state: Tensors by torchvision's names.
-        where: The file, for error messages.
-
-    Raises:
-        WeightsError: It is another network, or one that ours cannot express.
-    """
+    """Convert a VisionTransformer of torchvision."""
     try:
         _refuse(state)
         ours = to_float32(rename(state, TABLE, SOURCE))
