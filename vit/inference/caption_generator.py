@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
-from vit.generation.caption import Caption
+from vit.generation.generation_config import Caption
 from vit.generation.caption_likelihood import caption_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
