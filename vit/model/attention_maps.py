@@ -1,6 +1,6 @@
 """Attention weights of a forward pass, recorded by an attention function that keeps them."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,10 @@ class AttentionRecorder:
     def __init__(self) -> None:
         self.maps: list[Tensor] = []
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """As `dot_product_attention`; records (batch, heads, tokens, memory_tokens)."""
-        weights = attention_weights(query, key, mask=mask)
-        self.maps.append(weights)
-        return weighted_values(weights, value, dropout=dropout)
+        self.maps.append(attention_weights(query, key, mask=options.get("mask")))
+        return weighted_values(self.maps[-1], value, dropout=options.get("dropout", 0.0))
 
 
 class AttentionRecording(NamedTuple):
@@ -60,7 +51,7 @@ def record_attention(model: "VisionTransformer", images: Tensor) -> AttentionRec
         images = images.clone().requires_grad_(torch.is_grad_enabled())
     recorder = AttentionRecorder()
     tokens, context = model.encode(images, attention_fn=recorder)
-    maps = [*recorder.maps]
+    blocks = len(recorder.maps)
     logits = model.forward_head(tokens, context)
-    pooling = recorder.maps[-1] if len(recorder.maps) > len(maps) else None
-    return AttentionRecording(logits, maps, pooling, tokens, context)
+    maps, pooling = recorder.maps[:blocks], recorder.maps[blocks:]
+    return AttentionRecording(logits, maps, pooling[0] if pooling else None, tokens, context)
