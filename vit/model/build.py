@@ -27,7 +27,6 @@ from vit.model.blocks import (
     SandwichNormBlock,
 )
 from vit.model.captioner import Captioner
-from vit.model.conv_stem import ConvStem
 from vit.model.decoder import (
     LearnedTextPositions,
     RotaryTextPositions,
@@ -48,7 +47,7 @@ from vit.model.moe import (
 )
 from vit.model.normalization import BatchNorm, ChannelLayerNorm, RMSNorm
 from vit.model.patch_dropout import PatchDropout
-from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
+from vit.model.patch_embed import ConvStem, FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.pooling import (
     AttentionPooling,

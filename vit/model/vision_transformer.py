@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from vit.errors import ConfigError
-from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
-from vit.model.attention_maps import AttentionRecorder
+from vit.model.attention import (
+    AttentionContext,
+    AttentionFunction,
+    AttentionRecorder,
+    dot_product_attention,
+)
 from vit.model.blocks import Block
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
