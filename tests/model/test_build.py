@@ -192,18 +192,8 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3: does not divide num_heads=4"),
         ({"parallel_blocks": True, "norm_order": "post"}, "norm_order='post': parallel_blocks"),
-        ({"repeat_blocks": 0}, "repeat_blocks=0: must be at least 1"),
         ({"repeat_blocks": 2, "feedforward": "moe"}, "repeat_blocks=2: routers would learn"),
         ({"drop_path": 0.1, "depth": 1}, "drop_path=0.1: it is 0 at the first block"),
-        (
-            {"position": "relative", "prefix_positions": "none"},
-            "prefix_positions='none': position=relative does not read it",
-        ),
-        ({"rotary_grid": "centred"}, "rotary_grid='centred': position=learned does not read it"),
-        (
-            {"feedforward": "swiglu", "activation": "relu"},
-            "activation='relu': feedforward=swiglu does not read it; feedforward=mlp or moe",
-        ),
     ],
 )
 def test_contradicting_settings_are_refused(settings, message):

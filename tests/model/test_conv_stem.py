@@ -166,9 +166,6 @@ def test_gradients_of_the_conv_stem_equal_finite_differences(norm):
     ("settings", "message"),
     [
         ({"stem_depth": 2}, "stem_depth=2: stem=linear does not read it; stem=conv does"),
-        ({"stem_width": 8}, "stem_width=8: stem=linear does not read it"),
-        ({"stem_norm": "layernorm"}, "stem_norm='layernorm': stem=linear does not read it"),
-        ({"stem": "conv", "patch_bias": False}, "patch_bias=False: stem=conv does not read it"),
         ({"stem": "conv", "patch_sizes": (4,)}, "stem=conv does not read it; stem=linear does"),
         (
             {"stem": "conv", "patch_size": 12, "image_size": 48},
@@ -178,9 +175,6 @@ def test_gradients_of_the_conv_stem_equal_finite_differences(norm):
         ({"stem": "conv", "stem_depth": 1}, "stem_depth=1: stem=conv with patch_size=8 needs"),
         ({"stem": "conv", "stem_stride": 3}, "stem_stride=3: the first convolution takes every"),
         ({"stem": "conv", "patch_size": 1, "stem_stride": 2}, "stem_stride=2: patch_size=1 has no"),
-        ({"stem_stride": 1}, "stem_stride=1: stem=linear does not read it"),
-        ({"stem": "conv", "stem_depth": 0}, "stem_depth=0: must be at least 1"),
-        ({"stem": "conv", "stem_width": 0}, "stem_width=0: must be at least 1"),
         ({"stem": "conv", "stem_width": 64}, "stem_width=64: the last convolution has dim=32"),
         (
             {"stem": "conv", "patch_size": 2, "stem_depth": 1, "stem_width": 8},

@@ -561,11 +561,7 @@ def test_exports_to_onnx_with_any_batch(options, tmp_path):
     [
         ({"top_k": 5}, "top_k=5: there are num_experts=4"),
         ({"moe_every": 3}, "moe_every=3: no block of depth=2 has experts"),
-        ({"moe_every": 0}, "moe_every=0: must be at least 1"),
         ({"top_k": 1, "router_weights": "renormalised"}, "with top_k=1 it is always 1"),
-        ({"router_priority": "score"}, "router_priority='score': nothing is dropped"),
-        ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
-        ({"router_jitter": 1.0}, "router_jitter=1.0: must be a share"),
     ],
 )
 def test_contradicting_moe_settings_are_refused(options, message):

@@ -17,10 +17,10 @@ from vit.commands.train_command import (
     notify_on_main,
     require_data,
 )
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import collect_settings, names_of_chosen
 from vit.config.parser import default_run_folder, make_config
-from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.errors import ConfigError
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports

@@ -1,37 +1,156 @@
-"""Base class of the settings' dataclasses: aliases of fields, and checks of values."""
+"""What a setting is: default, range, what reads it, what decides it; base class of the sections."""
 
-from dataclasses import field
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar
 
 from vit.errors import ConfigError
 
+PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
+"""Values of `task` that learn without labels."""
+CAPTION_TASKS = ("caption", "classify,caption")
+LABEL_TASKS = ("classify", "multilabel", *CAPTION_TASKS)
+SectionClass = Any  # type[Section], which mypy does not take for hashable
+BOUNDS: dict[str, tuple[str, Callable[..., bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
+"""Property of a setting -> its words, and whether a value is within it."""
 
-def setting(default: Any, *aliases: str) -> Any:
-    """A dataclass field with alternative flags, such as `-b` or `--img-size`."""
-    return field(default=default, metadata={"aliases": aliases})
+
+class Other(tuple[Any, ...]):
+    """Any value but these."""
+
+
+ON = Other((None, 0, "none"))
+Need = Mapping[str, tuple[Any, ...]]
+"""Other settings with the values of which one is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What a setting is, beside its name, type and default."""
+
+    aliases: tuple[str, ...] = ()
+    """Alternative flags, such as `-b` or `--img-size`."""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    needs: tuple[Need, ...] = ()
+    """What reads it: where one of these does not hold, only the default is accepted."""
+    tasks: tuple[str, ...] = ()
+    """The same for the setting `task`."""
+    off: tuple[Any, ...] = ()
+    """Values that mean no more than the default where nothing reads it."""
+    unused_by: tuple[str, ...] = ()
+    """Values of `method` that have no use for it."""
+    decided_by: str = ""
+    """What decides it if nobody does: time, weights, data or plan; None leaves it to them."""
+    resumable: bool = False
+    """May change on resume: no result depends on it, but for the numbers that dropout draws."""
+
+
+def setting(default: Any, *aliases: str, **properties: Any) -> Any:
+    """A dataclass field with `Properties`."""
+    return field(default=default, metadata={"is": Properties(aliases=aliases, **properties)})
 
 
 class Section:
     """A section of the settings; subclasses are frozen dataclasses."""
 
+    shared: ClassVar[Mapping[str, Any]] = {}
+    """`Properties` of all settings of the section."""
+
+    def __post_init__(self) -> None:
+        self.check_ranges()
+        check_read(vars(self), type(self))
+
+    def check_ranges(self) -> None:
+        """Check each value by itself; of a tuple, each number."""
+        kind: SectionClass = type(self)
+        for name, bounds in bounds_of(kind).items():
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                if value is not None and not all(holds(value, end) for _, holds, end in bounds):
+                    texts = [f"{words} {end}" for words, _, end in bounds]
+                    self.refuse(name, f"must be {' and '.join(texts)}")
+
     def refuse(self, name: str, why: str) -> None:
         """Raise a ConfigError that names the setting and its value."""
-        error = ConfigError(f"{name}={getattr(self, name)!r}: {why}")
-        error.setting = name
-        raise error
+        refuse(name, getattr(self, name), why)
 
-    def check_at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            if not getattr(self, name) >= least:
-                self.refuse(name, f"must be at least {least}")
 
-    def check_above(self, bound: float, *names: str) -> None:
-        for name in names:
-            if not getattr(self, name) > bound:
-                self.refuse(name, f"must be more than {bound}")
+def refuse(name: str, value: Any, why: str) -> None:
+    """Raise a ConfigError that names the setting and its value."""
+    error = ConfigError(f"{name}={value!r}: {why}")
+    error.setting = name
+    raise error
 
-    def check_fraction(self, *names: str, one: bool = False) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not (0 <= value < 1 or (one and value == 1)):
-                self.refuse(name, f"must be a share from 0 to 1{'' if one else ', 1 excluded'}")
+
+@cache
+def properties_of(kind: SectionClass) -> dict[str, Properties]:
+    """The properties of each setting of a section."""
+    return {
+        one.name: replace(one.metadata.get("is", Properties()), **kind.shared)
+        for one in fields(kind)
+    }
+
+
+@cache
+def bounds_of(kind: SectionClass) -> dict[str, list[tuple[str, Callable[..., bool], float]]]:
+    """Of each setting with a range its ends, as in BOUNDS."""
+    found = {}
+    for name, known in properties_of(kind).items():
+        ends = [(*how, getattr(known, key)) for key, how in BOUNDS.items()]
+        found[name] = [end for end in ends if end[-1] is not None]
+    return {name: ends for name, ends in found.items() if ends}
+
+
+@cache
+def conditions_of(kind: SectionClass) -> dict[str, tuple[tuple[Any, ...], tuple[Need, ...]]]:
+    """Of each setting that not all trainings read: the values they all accept, and its needs."""
+    found = {}
+    for one in fields(kind):
+        known = properties_of(kind)[one.name]
+        needs = (*known.needs, {"task": known.tasks}) if known.tasks else known.needs
+        found[one.name] = (one.default, *known.off), needs
+    return {name: (accepted, needs) for name, (accepted, needs) in found.items() if needs}
+
+
+def missing_need(name: str, values: Mapping[str, Any], kind: SectionClass) -> Need | None:
+    """What a setting in `values` needs and does not have; what `values` lack is left open."""
+    accepted, needs = conditions_of(kind).get(name, ((), ()))
+    if values[name] in accepted:
+        return None
+    for need in needs:
+        if need.keys() <= values.keys() and not any(
+            (values[part] in wanted) != isinstance(wanted, Other) for part, wanted in need.items()
+        ):
+            return need
+    return None
+
+
+def check_read(values: Mapping[str, Any], *kinds: SectionClass) -> None:
+    """Refuse a setting of the sections `kinds` that nothing reads beside the other `values`."""
+    for kind in kinds:
+        for name in conditions_of(kind):
+            if (need := missing_need(name, values, kind)) is not None:
+                refuse(name, values[name], why_unread(values, need))
+
+
+def why_unread(values: Mapping[str, Any], need: Need) -> str:
+    """`stem=linear does not read it; stem=conv does`."""
+    now = [f"{part}={values[part]}" for part in need]
+    others = [
+        f"--{part.replace('_', '-')}"
+        if isinstance(wanted, Other)
+        else f"{part}={' or '.join(map(str, wanted))}"
+        for part, wanted in need.items()
+    ]
+    does = "does" if len(need) == 1 else "do"
+    return f"{' and '.join(now)} {does} not read it; {' or '.join(others)} does"

@@ -9,15 +9,20 @@ from typing import Any
 
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
+from vit.config.parser import (
+    all_settings,
+    as_typed,
+    checked,
+    default_run_folder,
+    read_settings,
+    settings_with,
+    with_effect,
+)
 from vit.config.stored_config import (
     is_stored_file,
     located,
-    settings_of_task,
     stored_settings,
-    with_effect,
 )
-from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
 from vit.text import Notify, join_names, print_to_stderr, printable
@@ -122,7 +127,8 @@ def collect_settings(
     if is_stored_file(config):
         values = _settings_of_run(config, values, notify)
     if "time" in chosen and values.get("steps") is not None:  # another time decided them
-        values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
+        timed = settings_with(decided_by="time")
+        values = {name: value for name, value in values.items() if name not in timed}
     # what a flag switches off, but not what a file does itself
     kept = with_effect({**values, **chosen}).keys() | (values.keys() - with_effect(values).keys())
     values = {name: value for name, value in values.items() if name in kept}
@@ -163,7 +169,7 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
     They are defaults, perhaps of another version, or somebody changed them.
     """
     known = all_settings()
-    read = located(settings_of_task(values), Path(path).parent, notify)
+    read = located(with_effect(values), Path(path).parent, notify)
     unread = [
         f"{name}={as_typed(value)}"
         for name, value in values.items()

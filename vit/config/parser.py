@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
+from vit.config.config_section import Properties, missing_need, properties_of
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError
@@ -50,7 +51,12 @@ class Setting:
     kind: Any
     default: Any
     help: str
-    aliases: tuple[str, ...]
+    properties: Properties
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Alternative flags."""
+        return self.properties.aliases
 
 
 @cache
@@ -62,11 +68,31 @@ def all_settings() -> dict[str, Setting]:
         docs = field_docs(kind)
         for field in dataclasses.fields(kind):
             assert field.name not in found, f"two settings are called {field.name}"
-            aliases = field.metadata.get("aliases", ())
             found[field.name] = Setting(
-                field.name, section, hints[field.name], field.default, docs[field.name], aliases
+                field.name,
+                section,
+                hints[field.name],
+                field.default,
+                docs[field.name],
+                properties_of(kind)[field.name],
             )
     return found
+
+
+def settings_with(**properties: Any) -> list[str]:
+    """Names of the settings with these properties."""
+    return [
+        name
+        for name, found in all_settings().items()
+        if all(getattr(found.properties, key) == value for key, value in properties.items())
+    ]
+
+
+def with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those that nothing reads beside the others."""
+    every = {name: found.default for name, found in all_settings().items()} | {**values}
+    kinds = {name: SECTIONS[all_settings()[name].section] for name in values}
+    return {n: value for n, value in values.items() if missing_need(n, every, kinds[n]) is None}
 
 
 def field_docs(kind: type) -> dict[str, str]:

@@ -29,14 +29,15 @@ from vit.config.parser import (
     default_run_folder,
     flatten,
     make_config,
+    settings_with,
+    with_effect,
     with_settings,
 )
-from vit.config.stored_config import PATHS, has_stored_config, located, stored_config, with_effect
+from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
-    RESUMABLE_CHANGES,
     WEIGHTS,
     delete_run,
     delete_unused,
@@ -206,7 +207,7 @@ def finished_folds(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
     settings, before = with_effect(settings), located(before, folder / "fold-1")
-    names = sorted({*settings, *before} - RESUMABLE_CHANGES)
+    names = sorted({*settings, *before} - {*settings_with(resumable=True)})
     now, then = (
         {**one, **{name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}}
         for one in (settings, before)

@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
 from vit.config.parser import all_settings, checked, flatten, make_config, with_settings
-from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
 from vit.config.training_config import TASKS, TrainingConfig
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds

@@ -27,11 +27,16 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.merge_settings import call_settings
-from vit.config.parser import checked, default_run_folder, make_config, write_settings
-from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.parser import (
+    checked,
+    default_run_folder,
+    make_config,
+    settings_with,
+    write_settings,
+)
 from vit.config.stored_config import has_stored_config
-from vit.config.training_config import TIME_DECIDES
 from vit.data.multilabel_targets import labels_of
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
 from vit.evaluation.tune_report import (
@@ -50,7 +55,6 @@ from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
-    RESUMABLE_CHANGES,
     TEACHER_FILE,
     WEIGHTS,
     delete_run,
@@ -90,8 +94,6 @@ COMMAND = "vit tune"
 MAX_SEARCH_SHARE = 0.75
 """Share of the time after which a search that is slower than measured ends."""
 RECIPE = "The best settings that vit tune found.\nTrain them: vit train --config THIS"
-# Settings that the search decides: they count epochs, of which trials have few.
-REFUSED = (*TIME_DECIDES, "patience")
 
 Record = dict[str, Any]
 """The content of tune.json."""
@@ -243,7 +245,7 @@ def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
             f"folds={values['folds']}: a tuning validates on one part; leave it out, and train the "
             f"{RECIPE_FILE} that it writes with --folds"
         )
-    for name in REFUSED:
+    for name in (*settings_with(decided_by="time"), "patience"):  # they count epochs
         if values.get(name):
             raise ConfigError(
                 f"{name}={values[name]!r}: trials have lengths of their own, by the time; leave it "
@@ -310,7 +312,7 @@ def claim_tuning(
 
 def change_settings(record: Record, values: Mapping[str, Any]) -> None:
     """Apply those of `values` that may change on resume to a search and all of its trials."""
-    changes = {name: values[name] for name in values if name in RESUMABLE_CHANGES}
+    changes = {name: values[name] for name in values if name in settings_with(resumable=True)}
     for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
         settings.update(changes)
     for trial in record["trials"]:
@@ -366,7 +368,7 @@ def require_same(
     changed = [
         name
         for name in sorted({*now, *before})
-        if now.get(name) != before.get(name) and name not in RESUMABLE_CHANGES
+        if now.get(name) != before.get(name) and name not in settings_with(resumable=True)
     ]
     if changed:
         name = changed[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.config import Config
-from vit.config.parser import flatten, make_config, with_settings, write_settings
+from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
 from vit.config.stored_config import (
     COPY,
     DATA_PATHS,
@@ -20,7 +20,6 @@ from vit.config.stored_config import (
     stored_config,
     write_paths,
 )
-from vit.config.training_config import TIME_DECIDES
 from vit.data.dataset_types import Splits
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
@@ -51,20 +50,6 @@ BEST = "best"
 LOCK = ".lock"
 PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: f"{COPY}*"}
 """Folders in a run folder, and the names of the files that a training writes there."""
-
-# settings that may change on resume, since they do not change what is computed, but for the numbers
-# that dropout draws in other micro-batches; accumulate only where no loss compares their images
-RESUMABLE_CHANGES = {
-    *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
-    "cache_folder",
-    *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
-}
-
-# settings for which None means: decided by the pretrained weights
-DECIDED_BY_WEIGHTS = ("method", "probe_first", "license")
-
-# settings that the data decide
-FROM_DATA = {"num_classes", "batch_size", "vocab_size", "caption_tokens"}
 
 
 def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -164,11 +149,14 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
     stored = stored_config(folder)
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
-        kept = {n: chosen[n] for n in given if not (n in DECIDED_BY_WEIGHTS and chosen[n] is None)}
+        by_weights = settings_with(decided_by="weights")
+        kept = {n: chosen[n] for n in given if not (n in by_weights and chosen[n] is None)}
         config = make_config({**theirs, **kept}, complete=True)
     measured: dict[str, Any] = {}
     if config.training.time is not None:
-        measured = {name: getattr(stored.training, name) for name in TIME_DECIDES}
+        measured = {
+            name: getattr(stored.training, name) for name in settings_with(decided_by="time")
+        }
         measured["time"] = None
     if config.data.accumulate is None:
         measured["accumulate"] = stored.data.accumulate
@@ -191,7 +179,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
             there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
             raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
-    allowed = (RESUMABLE_CHANGES | {*DATA_PATHS}) - fixed
+    allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
     if changed:
         name = "num_classes" if "num_classes" in changed else changed[0]
@@ -202,7 +190,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
                 f"{train_on(folder, config.data.data)}"
             )
         remedy = "leave the flag out, or start a new run with another --out"
-        if name in FROM_DATA:
+        if name in settings_with(decided_by="data"):
             remedy = (
                 "if nobody gave it, the data set changed: restore it, or "
                 f"{train_on(folder, config.data.data)}; or {remedy}"

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.parser import flatten, make_config
+from vit.config.config_section import refuse, why_unread
+from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
 from vit.config.stored_config import (
     EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
-    with_effect,
 )
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
@@ -60,22 +60,6 @@ RECIPE = (
 )
 """Settings that a training with added classes takes from the run whose weights it begins with;
 not `fallback_lr`, with which the head that the probe has fitted changed too much (measured)."""
-# A probe is a single fit to images without augmentation.
-UNUSED_BY_PROBE = (
-    *("epochs", "steps", "epoch_steps", "time", "growth_epochs"),
-    *("schedule", "cooldown_epochs", "cooldown_shares", "cooldown_steps"),
-    *("lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
-    *("weight_decay", "betas"),
-    *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
-    *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
-    *("router_jitter", "balance_loss", "router_z_loss", "balance"),
-    *(field.name for field in dataclasses.fields(AugmentConfig)),
-)
-# Settings without effect under a method; with linear, the blocks and their routers are frozen.
-UNUSED_SETTINGS = {
-    "probe": UNUSED_BY_PROBE,
-    "linear": ("balance_loss", "router_z_loss", "encoder_lr", "layer_decay"),
-}
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
@@ -288,16 +272,12 @@ def check_unused_settings(
     method: str, chosen: Mapping[str, Any], given: Sequence[str], usual: Mapping[str, Any]
 ) -> None:
     """Raise if a given setting has no effect under `method`."""
-    for name in UNUSED_SETTINGS.get(method, ()):
+    for name in given:
+        unused_by = all_settings()[name].properties.unused_by
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
-        if name in given and chosen[name] != left_out:
-            others = [
-                each for each in ("linear", "lora") if name not in UNUSED_SETTINGS.get(each, ())
-            ]
-            raise ConfigError(
-                f"{name}={chosen[name]!r}: method={method} has no use for it; leave it out, or use "
-                f"--method {', '.join(others)} or full"
-            )
+        if method in unused_by and chosen[name] != left_out:
+            methods = tuple(each for each in ("linear", "lora", "full") if each not in unused_by)
+            refuse(name, chosen[name], why_unread({"method": method}, {"method": methods}))
 
 
 def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
