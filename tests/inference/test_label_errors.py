@@ -157,9 +157,9 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
     report = CheckReport(DatasetListing(Path("/data")), {}, problems)
     path = tmp_path / name
     assert write_suspects(report, str(path)) == 2
-    entries = read_list(str(path), DatasetSpec(str(path)), []).entries
+    rows = read_list(str(path), DatasetSpec(str(path)), []).rows
     guard = "'" if name.endswith(".csv") else ""
-    assert {image: entry.labels for image, entry in entries.items()} == {
+    assert {row.name: row.labels for row in rows} == {
         f"{guard}=a/1.png": ("=a",),
         "hat/-2.png": ("hat",),
     }

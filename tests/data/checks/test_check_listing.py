@@ -340,14 +340,16 @@ def test_a_folder_with_captions_has_the_flag_in_its_errors(make_tree):
     root = make_tree({"images": 6})
     (one,) = [p for p in list_dataset(str(root)).problems if p.kind == "one_class"]
     assert "--task caption" not in one.detail
-    (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
+    lines = ["image,caption\n", *(f"{n}.png,a dog {n}\n" for n in range(6))]
+    (root / "captions.txt").write_text("".join(lines))
     (one,) = [p for p in list_dataset(str(root)).problems if p.kind == "one_class"]
     assert one.detail.endswith("; for the captions in it, add --task caption")
 
 
 def test_a_list_of_captions_has_no_classes_to_count(make_tree):
     root = make_tree({"images": 6})
-    (root / "captions.txt").write_text("".join(f"{n}.png, a dog, {n}\n" for n in range(6)))
+    lines = ["image,caption\n", *(f"{n}.png,a dog {n}\n" for n in range(6))]
+    (root / "captions.txt").write_text("".join(lines))
     listing = list_dataset(DatasetSpec(str(root), captions=True, labels=False))
     assert CheckReport(listing, {}, []).lines(5)[0] == "6 images with captions"
     listing = list_dataset(str(make_tree({"train/a": 2, "train/b": 1})))
@@ -356,10 +358,10 @@ def test_a_list_of_captions_has_no_classes_to_count(make_tree):
 
 def test_all_notes_about_the_source_are_shown(make_tree):
     root = make_tree({"": 8})
-    lines = [*(f"{n}.png, a dog, {n}\n" for n in range(6)), "6.png, \n"]
+    lines = ["image,caption,id\n", *(f"{n}.png,a dog,{n}\n" for n in range(6)), "6.png,,6\n"]
     (root / "captions.txt").write_text("".join(lines))
     text = "\n".join(checked(root, captions=True, labels=False).lines(5))
-    for note in ("no header", "1 image that no line of a list names", "1 empty caption"):
+    for note in ("not used: id", "1 image that no line of a list names", "1 empty caption"):
         assert note in text
 
 

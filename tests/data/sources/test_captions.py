@@ -303,7 +303,8 @@ def test_sources_without_captions_are_refused(tmp_path):
 def test_a_list_of_captions_without_their_task_is_named(tmp_path, capsys, command):
     write_images(tmp_path / "写真")
     path = tmp_path / "説明.txt"
-    path.write_text("".join(f"{name}, 赤い、四角\n" for name in IMAGES), encoding="utf-8")
+    lines = ["image,caption\n", *(f"{name}, 赤い、四角\n" for name in IMAGES)]
+    path.write_text("".join(lines), encoding="utf-8")
     for more in ([], ["--images", str(tmp_path / "写真")]):
         assert main([command, str(path), *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()

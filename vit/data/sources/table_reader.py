@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -207,7 +207,6 @@ MARKS = ' \t\r\n,;|"'
 """Characters of a line without content."""
 IN_HEADER = "but {} in the header; a cell with commas needs quotes around it"
 IN_SHEET = "but {} in the header; the first row has to name the columns, without a title above"
-IN_PAIR = "but {} are expected, the name of an image and its caption"
 
 
 class Table(NamedTuple):
@@ -232,19 +231,11 @@ class Table(NamedTuple):
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
-def read_table(
-    path: str,
-    delimiter_of: Callable[[str], str],
-    on_error: OnError = stop,
-    *,
-    is_text_last: Callable[[list[str]], bool] = lambda _names: False,
-) -> Table:
+def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError = stop) -> Table:
     """Open a table; its rows are read lazily.
 
     Args:
         delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
-        is_text_last: Whether columns of these names end with free text, which may have delimiters
-            and needs no quotes; called for two columns only.
     """
     lines = text_lines(path)
     declared: str | None = None
@@ -261,50 +252,14 @@ def read_table(
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
     delimiter = declared or delimiter_of(header)
     names = fields(header, delimiter)
-    if len(names) == 2 and is_text_last(names):
-        lines = quote_text(lines, delimiter)
     rows = _rows(path, lines, line + 1, delimiter, len(names), blank, on_error)
     return Table(names, line, rows, delimiter, blank)
-
-
-def read_pairs(path: str, names: Sequence[str], delimiter: str, on_error: OnError = stop) -> Table:
-    """Open a table of two columns without a header; the second one is free text."""
-    blank: list[int] = []
-    lines = quote_text(text_lines(path), delimiter)
-    return Table(
-        [*names], 0, _rows(path, lines, 1, delimiter, 2, blank, on_error, IN_PAIR), delimiter, blank
-    )
-
-
-def quote_text(lines: Iterable[str], delimiter: str) -> Iterator[str]:
-    """Lines of two cells with the second one in quotes, where it needs and lacks them."""
-    quoted = re.compile(rf'"(?:[^"]|"")*"\s*($|{re.escape(delimiter)})')
-    inside = False  # of a quoted cell of several lines
-    for line in lines:
-        name, mark, rest = line.partition(delimiter)
-        text = rest.strip()
-        odd = line.count('"') % 2 == 1
-        begins = odd and text.startswith('"')
-        if inside or begins or not mark or name.lstrip().startswith('"') or quoted.match(text):
-            inside ^= odd
-            yield line
-        else:
-            end = line[len(line.rstrip("\r\n")) :]
-            doubled = text.replace('"', '""')
-            yield f'{name}{mark}"{doubled}"{end}'
 
 
 def separator(line: str) -> str | None:
     """The delimiter that a line `sep=;` declares; None for other lines."""
     found = SEPARATOR.fullmatch(line)
     return found and found[1].replace("\\t", "\t")
-
-
-def below_separator(text: str) -> tuple[str | None, str]:
-    """The delimiter that the first line declares, and the text after it; None if it does not."""
-    first, _, rest = text.partition("\n")
-    declared = separator(first)
-    return declared, text if declared is None else rest
 
 
 def _rows(
@@ -315,7 +270,6 @@ def _rows(
     width: int,
     blank: list[int],
     on_error: OnError,
-    expected: str = IN_HEADER,
 ) -> Iterator[tuple[int, list[str]]]:
     row: list[str] = []  # the lines of the current row
     pending: deque[str] = deque()  # lines to parse again, before those of `text`
@@ -348,7 +302,7 @@ def _rows(
             blank.append(line)
         elif cells:
             try:
-                check_width(cells, width, path, line, expected)
+                check_width(cells, width, path, line)
             except DataError as error:
                 on_error(error)
             else:
@@ -366,13 +320,10 @@ def fields(header: str, delimiter: str) -> list[str]:
         return [text[:LONGEST]]
 
 
-def check_width(
-    cells: list[str], width: int, path: str, line: int, expected: str = IN_HEADER
-) -> None:
-    """Refuse a row that has more or fewer than `width` cells; `expected` has the reason."""
+def check_width(cells: list[str], width: int, path: str, line: int) -> None:
+    """Refuse a row that has more or fewer than `width` cells."""
     if len(cells) != width:
-        if expected == IN_HEADER and path.lower().endswith(".xlsx"):
-            expected = IN_SHEET
+        expected = IN_SHEET if is_workbook(path) else IN_HEADER
         raise wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", line)
 
 
