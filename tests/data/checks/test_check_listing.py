@@ -12,13 +12,15 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.data.checks.check_listing import (
+    KINDS,
     DatasetListing,
     ListedImage,
+    Problem,
     list_dataset,
     match_classes,
+    shared_property,
 )
 from vit.data.checks.dataset_check import CheckReport, check_dataset
-from vit.data.checks.problems import KINDS, Problem, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.table_reader import read_table
@@ -270,7 +272,7 @@ def test_incomplete_pairs_of_shards_are_reported_one_by_one(tmp_path):
     }
     assert len(report.stats) == 4
     assert KINDS["lone_label"] == "warning"
-    with pytest.raises(DataError, match=r"2 images without \.cls beside, which others have"):
+    with pytest.raises(DataError, match=r"4\.png: its \.cls is not the name or number of one class"):
         open_splits(str(path), val_share=0.2, seed=0)
 
 
