@@ -141,12 +141,6 @@ def write_exported(kind: str) -> Callable[[Path], str]:
     return write
 
 
-def write_streamed_shards(folder: Path) -> str:
-    words = [write_parquet(folder / "table"), "--task", "caption", "--to", "shards", "--streaming"]
-    assert main(["data", *words, "--out", str(folder / "out")]) == 0
-    return str(folder / "out")
-
-
 SOURCES: dict[str, Callable[[Path], str]] = {
     "csv": write_csv,
     "json lines": write_json_lines,
@@ -158,7 +152,6 @@ SOURCES: dict[str, Callable[[Path], str]] = {
     "image folder of hf": lambda folder: f"hf:{write_json_lines(folder)}",
     "exported folder": write_exported("folder"),
     "exported shards": write_exported("shards"),
-    "streamed shards": write_streamed_shards,
 }
 GROUPED = ("csv", "json lines", "tar with .txt", "tar with .json", "parquet", "save_to_disk")
 

@@ -192,7 +192,7 @@ WRONG = [
     ('image,caption\na.jpg,x\nb.jpg,"a\n\n', "line 3: not CSV .unexpected end of data"),
     ('image,caption,id\na.jpg,"a"b,1\n', "line 2: not CSV .*a quote inside a quoted cell is doub"),
     ("image,caption\na.jpg,\"['a', 'b']\"\n", "line 2: a list in a cell: .*use JSON lines"),
-    ("a.jpg, one, two\nb.jpg\n", r"line 1: looks like data \(a.jpg, one, two\), not like names of col"),
+    ("a.jpg, one, two\nb.jpg\n", r"line 1: looks like data \(a.jpg, one, two\), not like na"),
     ('{"file_name": "a.jpg"}\n', "line 1: no column of captions among file_name"),
     ('{"text": "a"}\n', "line 1: no column of images among text; expected file_name"),
     ('{"file_name": "a", "text": "a"}\n{"file_name": "b"}\n', "line 2: no column of captions"),
