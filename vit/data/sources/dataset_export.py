@@ -422,40 +422,27 @@ def _webdataset_members(
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
-    temporary: Path | None = None
+    made: Path | None = None
+    before: Path | None = None
+    kept = ""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        _replace(temporary, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            yield made
+            made.chmod(0o755)
+            if folder.exists():
+                before = folder.rename(f"{made}-before")
+            made.rename(folder)
+        finally:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
+            if before is not None and folder.exists():
+                shutil.rmtree(before, ignore_errors=True)
+            elif before is not None:
+                kept = f"; what was there is now {printable(before)}"
+                before.rename(folder)
+                kept = ""
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be written ({error.strerror})") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(source: Path, folder: Path) -> None:
-    """Rename `source` to `folder`; an existing `folder` is deleted, or restored on an error."""
-    backup_root = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    backup, done = backup_root / "before", False
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(backup)
-        source.rename(folder)
-        done = True
-    finally:
-        if not done and os.path.lexists(backup):
-            _restore(backup, folder)
-        shutil.rmtree(backup_root, ignore_errors=True)
-
-
-def _restore(backup: Path, folder: Path) -> None:
-    try:
-        backup.rename(folder)
-    except OSError as error:
-        raise DataError(
-            f"{printable(folder)}: cannot be written ({error.strerror}); what was there is now "
-            f"{printable(backup)}"
-        ) from None
+        text = f"{printable(folder)}: cannot be written ({error.strerror}){kept}"
+        raise DataError(text) from None

@@ -12,9 +12,9 @@ import math
 import os
 import re
 import stat
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vit.data.workbook import is_workbook, read_sheet
@@ -264,51 +264,33 @@ def separator(line: str) -> str | None:
 
 def _rows(
     path: str,
-    text: Iterator[str],
+    lines: Iterator[str],
     line: int,
     delimiter: str,
     width: int,
     blank: list[int],
     on_error: OnError,
 ) -> Iterator[tuple[int, list[str]]]:
-    row: list[str] = []  # the lines of the current row
-    pending: deque[str] = deque()  # lines to parse again, before those of `text`
-
-    def lines() -> Iterator[str]:
-        for line in chain(iter(lambda: pending.popleft() if pending else None, None), text):
-            row.append(line)
-            yield line
-
-    def new_reader() -> Iterator[list[str]]:
-        csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
-        spaces = delimiter != " "
-        return csv.reader(lines(), delimiter=delimiter, skipinitialspace=spaces, strict=True)
-
-    reader = new_reader()
+    csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
+    spaces = delimiter != " "
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     while True:
-        broken = ""
+        began = line + reader.line_num
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            broken = f"not CSV ({error}); a quote inside a quoted cell is doubled"
-        if broken:
-            on_error(wrong(path, broken, line))
-            pending.extendleft(reversed(row[1:]))  # its quote may span valid rows
-            del row[1:]
-            reader, cells = new_reader(), []
+            what = f"not CSV ({error}); a quote inside a quoted cell is doubled"
+            on_error(wrong(path, what, began))
+            return  # its quote may span valid rows
         if cells is None:
             return
         if cells and not any(cell.strip() for cell in cells):
-            blank.append(line)
+            blank.append(began)
+        elif cells and len(cells) != width:
+            expected = IN_SHEET if is_workbook(path) else IN_HEADER
+            on_error(wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", began))
         elif cells:
-            try:
-                check_width(cells, width, path, line)
-            except DataError as error:
-                on_error(error)
-            else:
-                yield line, cells
-        line += len(row)
-        row.clear()
+            yield began, cells
 
 
 def fields(header: str, delimiter: str) -> list[str]:
@@ -320,31 +302,19 @@ def fields(header: str, delimiter: str) -> list[str]:
         return [text[:LONGEST]]
 
 
-def check_width(cells: list[str], width: int, path: str, line: int) -> None:
-    """Refuse a row that has more or fewer than `width` cells."""
-    if len(cells) != width:
-        expected = IN_SHEET if is_workbook(path) else IN_HEADER
-        raise wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", line)
-
-
 def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line number and value of the JSON objects in a file with one in each line."""
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue
         try:
-            record = _record(text, path, line)
+            record = parse_json(text, path, line)
+            if not isinstance(record, dict):
+                raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
         except DataError as error:
             on_error(error)
         else:
             yield line, record
-
-
-def _record(text: str, path: str, line: int) -> dict[str, Any]:
-    record = parse_json(text, path, line)
-    if not isinstance(record, dict):
-        raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
-    return record
 
 
 def parse_json(text: str, path: str, line: int = 0) -> Any:
