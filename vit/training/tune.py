@@ -37,7 +37,7 @@ from vit.config.parser import (
     write_settings,
 )
 from vit.config.stored_config import has_stored_config
-from vit.data.multilabel_targets import labels_of
+from vit.data.dataset_types import labels_of
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
 from vit.evaluation.tune_report import (
     PAGE_FILE,
