@@ -1,21 +1,20 @@
 """What a setting is: each is refused outside of its range, and where nothing reads it."""
 
+import dataclasses
 import math
 
 import pytest
 
 from vit.config import SECTIONS
 from vit.config.config_section import (
-    LABEL_TASKS,
     PRETRAINING_TASKS,
     Other,
+    as_typed,
     bounds_of,
+    check_read,
     conditions_of,
-    missing_need,
-    why_unread,
 )
-from vit.config.parser import all_settings, make_config, settings_with, with_effect
-from vit.config.training_config import TASKS
+from vit.config.parser import make_config, settings_with, with_effect
 from vit.errors import ConfigError
 from vit.generation.generation_config import Search
 
@@ -45,32 +44,29 @@ def test_a_value_out_of_range_is_refused(kind, name, ends):
 @pytest.mark.parametrize(("kind", "name", "need"), NEEDS, ids=str)
 def test_a_setting_that_nothing_reads_is_refused(kind, name, need):
     accepted, needs = conditions_of(kind)[name]
-    met = {
-        part: "on" if isinstance(wanted, Other) else wanted[-1]
-        for other in needs
-        for part, wanted in other.items()
-    }
-    assert missing_need(name, {**met, name: "changed"}, kind) is None
-    off = {part: wanted[0] if isinstance(wanted, Other) else "?" for part, wanted in need.items()}
-    values = {**met, **off, name: "changed"}
-    assert missing_need(name, values, kind) == need
-    assert why_unread(values, need).startswith(" and ".join(f"{part}={off[part]}" for part in off))
-    assert all(missing_need(name, {**values, name: value}, kind) is None for value in accepted)
-    del values[next(iter(need))]  # left open, as by weights that are not read yet
-    assert missing_need(name, values, kind) is None
+    values = {each.name: each.default for each in dataclasses.fields(kind)} | {"weights": "w"}
+    for other in needs:
+        for part, wanted in other.items():
+            values[part] = "on" if isinstance(wanted, Other) else wanted[-1]
+    values[name] = "changed"
+    check_read(values, kind)
+    off = {part: wanted[0] if isinstance(wanted, Other) else "x" for part, wanted in need.items()}
+    parts = " and ".join(f"{part}={as_typed(value)}" for part, value in off.items())
+    with pytest.raises(
+        ConfigError, match=rf"^{name}='changed': {parts} do.* not read it; .* does$"
+    ):
+        check_read({**values, **off}, kind)
+    for value in accepted:
+        check_read({**values, **off, name: value}, kind)
 
 
 @pytest.mark.parametrize("task", PRETRAINING_TASKS)
-def test_labels_and_pretraining_have_settings_of_their_own(task):
-    for name, found in all_settings().items():
-        tasks = found.properties.tasks
-        assert {*tasks} <= {*TASKS} == {*LABEL_TASKS, *PRETRAINING_TASKS}
-        if tasks and task not in tasks and found.section != "decoder":
-            chosen = {name: found.default, "task": task}
-            assert name in with_effect(chosen)
+def test_pretraining_reads_no_settings_of_labels(task):
     for name, value in (("smoothing", 0.2), ("mixup", 0.2), ("folds", 3), ("patience", 3)):
         with pytest.raises(ConfigError, match=rf"^{name}={value}: task={task} does not read it"):
             make_config({"task": task, name: value})
+    stored = {"task": task, "num_classes": 0, "smoothing": 0.0, "mixup": 0.2, "decoder_depth": 4}
+    assert with_effect(stored).keys() == {"task", "num_classes", "smoothing"}
 
 
 def test_what_weights_will_bring_is_not_needed_before():

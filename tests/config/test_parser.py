@@ -99,7 +99,7 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"opt": "sgd", "optimizer": "lamb"}, "optimizer is given twice"),
         ({"std": [0.5, 0, 0.5]}, "std=(0.5, 0.0, 0.5): must be more than 0"),
         ({"fallback_lr": 1e-3}, "fallback_lr=0.001: optimizer=adamw does not read it; optimizer=m"),
-        ({"mix_probability": 0.5}, "mixup=0.0 and cutmix=0.0 do not read it; --mixup or --cutmix"),
+        ({"mix_probability": 0.5}, "mixup=0.0 and cutmix=0.0 do not read it; another mixup or"),
     ],
 )
 def test_refuses_in_one_line(values, message):

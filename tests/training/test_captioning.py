@@ -324,7 +324,7 @@ def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_c
     more = caption_config(epochs=1, warmup_epochs=0, weights=str(first), seed=3)
     train_here(more, tmp_path / "more")
     stored = read_settings(tmp_path / "more/config.yaml")
-    train_here(make_config(stored), tmp_path / "again", given=[*stored])
+    train_here(make_config(stored), tmp_path / "again")
     for name in ("tokenizer.json", "model.safetensors"):
         whole = (tmp_path / "more" / name).read_bytes()
         assert (tmp_path / "again" / name).read_bytes() == whole, name

@@ -4,6 +4,7 @@ Frozen dataclasses, checked when built; the flags of the command line and the ke
 are the fields' names. Imports no torch, so `--help` is instant.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -48,6 +49,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where settings come from: call, flag, file, run, plan, task, data or weights."""
 
     def __post_init__(self) -> None:
         if self.training.soup and self.run.keep_best < 2:
@@ -74,6 +77,15 @@ class Config:
         self._check_start_size()
         if self.training.captions:
             self.decoder.check_with(self.model)
+
+    def chosen(self, name: str) -> bool:
+        """Whether a person chose the setting."""
+        return self.origins.get(name, "plan") not in ("plan", "task", "data", "weights")
+
+    @property
+    def settled(self) -> list[str]:
+        """Names of the settings that a person or the plan chose."""
+        return [n for n, origin in self.origins.items() if origin not in ("data", "weights")]
 
     def values(self) -> dict[str, Any]:
         """Every setting by name."""
@@ -163,4 +175,8 @@ class Config:
             )
 
 
-SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]
+SECTIONS: dict[str, type] = {
+    field.name: field.type  # type: ignore[misc]
+    for field in fields(Config)
+    if field.name != "origins"
+}

@@ -11,7 +11,6 @@ from vit.errors import ConfigError
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Values of `task` that learn without labels."""
 CAPTION_TASKS = ("caption", "classify,caption")
-LABEL_TASKS = ("classify", "multilabel", *CAPTION_TASKS)
 SectionClass = Any  # type[Section], which mypy does not take for hashable
 BOUNDS: dict[str, tuple[str, Callable[..., bool]]] = {
     "least": ("at least", operator.ge),
@@ -26,7 +25,7 @@ class Other(tuple[Any, ...]):
     """Any value but these."""
 
 
-ON = Other((None, 0, "none"))
+ON, LABEL_TASKS = Other((None, 0, "none")), Other(PRETRAINING_TASKS)
 Need = Mapping[str, tuple[Any, ...]]
 """Other settings with the values of which one is needed."""
 
@@ -123,10 +122,8 @@ def conditions_of(kind: SectionClass) -> dict[str, tuple[tuple[Any, ...], tuple[
 
 
 def missing_need(name: str, values: Mapping[str, Any], kind: SectionClass) -> Need | None:
-    """What a setting in `values` needs and does not have; what `values` lack is left open."""
-    accepted, needs = conditions_of(kind).get(name, ((), ()))
-    if values[name] in accepted:
-        return None
+    """What a setting needs and `values` do not have; what they lack is left open."""
+    _, needs = conditions_of(kind).get(name, ((), ()))
     for need in needs:
         if need.keys() <= values.keys() and not any(
             (values[part] in wanted) != isinstance(wanted, Other) for part, wanted in need.items()
@@ -138,18 +135,27 @@ def missing_need(name: str, values: Mapping[str, Any], kind: SectionClass) -> Ne
 def check_read(values: Mapping[str, Any], *kinds: SectionClass) -> None:
     """Refuse a setting of the sections `kinds` that nothing reads beside the other `values`."""
     for kind in kinds:
-        for name in conditions_of(kind):
+        for name, (accepted, _) in conditions_of(kind).items():
+            if values[name] in accepted:
+                continue
             if (need := missing_need(name, values, kind)) is not None:
                 refuse(name, values[name], why_unread(values, need))
 
 
+def as_typed(value: object) -> str:
+    """A setting's value as a user would type it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def why_unread(values: Mapping[str, Any], need: Need) -> str:
     """`stem=linear does not read it; stem=conv does`."""
-    now = [f"{part}={values[part]}" for part in need]
+    now = [f"{part}={as_typed(values[part])}" for part in need]
     others = [
-        f"--{part.replace('_', '-')}"
+        f"another {part}"
         if isinstance(wanted, Other)
-        else f"{part}={' or '.join(map(str, wanted))}"
+        else f"{part}={' or '.join(map(as_typed, wanted))}"
         for part, wanted in need.items()
     ]
     does = "does" if len(need) == 1 else "do"

@@ -41,7 +41,7 @@ def has_stored_config(folder: Path) -> bool:
 
 def stored_config(folder: Path, notify: Notify = lambda _note: None) -> Config:
     """Read the completed settings of the run in `folder`; `notify` is that of `located`."""
-    return make_config(stored_settings(folder / "config.yaml", notify), complete=True)
+    return make_config(stored_settings(folder / "config.yaml", notify), origins={})
 
 
 def is_stored_file(path: str | Path) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.config.parser import all_settings, as_typed, flatten, make_config
+from vit.config.config_section import as_typed
+from vit.config.parser import all_settings, flatten, make_config
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
 from vit.weights.safetensors_io import write_text

@@ -24,10 +24,10 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from vit.config.config_section import as_typed
 from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.parser import (
     all_settings,
-    as_typed,
     nearest,
     read_stored_settings,
     settings_with,

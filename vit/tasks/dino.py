@@ -62,13 +62,13 @@ class DINO(JointEmbeddingPretraining):
     why_several = "lets the images beside each other share the prototypes"
     why_no_repeats = "count copies of an image as others"
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """The teacher's momentum."""
         if not config.training.ema:
-            if "ema" in given:
+            if config.chosen("ema"):
                 raise ConfigError("ema=0: task=dino has the average as its teacher; leave it out")
             config = with_settings(config, ema=MOMENTUM)
-        return super().complete(config, given)
+        return super().complete(config)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""

@@ -18,7 +18,7 @@ def test_operations_are_those_of_the_blocks_with_their_weights():
     block = 12 * 768**2  # qkv 3, proj 1, mlp 8
     forward = 2 * 12 * block * 14**2  # of an image
     assert least_operations(make_config(BASE), 50) == forward * (3 * 100 + 50)
-    frozen = make_config({**BASE, "weights": "x", "method": "lora"}, complete=True)
+    frozen = make_config({**BASE, "weights": "x", "method": "lora"})
     assert least_operations(frozen, 50) == forward * (100 + 50)
     assert least_operations(make_config({**BASE, "patch_dropout": 0.5}), 0) == forward * 150
     assert least_operations(make_config({**BASE, "start_image_size": 112}), 0) == forward * 75

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,7 +138,7 @@ def clean_leftovers(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> Config:
+def with_stored_settings(config: Config, folder: Path) -> Config:
     """`config` with settings of config.yaml that were measured when the run in `folder` began.
 
     These are the number of epochs that fits `time`, of micro-batches that fits the memory, and the
@@ -149,9 +148,8 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
     stored = stored_config(folder)
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
-        by_weights = settings_with(decided_by="weights")
-        kept = {n: chosen[n] for n in given if not (n in by_weights and chosen[n] is None)}
-        config = make_config({**theirs, **kept}, complete=True)
+        kept = {name: chosen[name] for name in config.settled}
+        config = make_config({**theirs, **kept}, origins=config.origins)
     measured: dict[str, Any] = {}
     if config.training.time is not None:
         measured = {
@@ -160,7 +158,7 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
         measured["time"] = None
     if config.data.accumulate is None:
         measured["accumulate"] = stored.data.accumulate
-    if "intensity_range" not in given:
+    if not config.chosen("intensity_range"):
         measured["intensity_range"] = stored.data.intensity_range
     return with_settings(config, **measured)
 
