@@ -18,8 +18,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +53,7 @@ from vit.text import join_names, plural, printable
 MAX_SHARDS = 100_000
 COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
 TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
+BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MAX_LABEL_BYTES = 2**24
@@ -143,40 +143,36 @@ def _tars(folder: str) -> list[str]:
 
 def expand_braces(pattern: str) -> list[str]:
     """Expand `{00..02}` and `{train,val}` in every combination, as shells do."""
-    names = []
-    for name in _expand(pattern):
-        names.append(name)
-        if len(names) > MAX_SHARDS:
-            raise DataError(f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer")
+    names = [pattern]
+    while any("{" in name for name in names):
+        expanded: dict[str, None] = {}
+        for name in names:
+            for choice in _expand_innermost(name, pattern):
+                expanded[choice] = None
+                if len(expanded) > MAX_SHARDS:
+                    raise DataError(
+                        f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer"
+                    )
+        names = [*expanded]
     return names
 
 
-def _expand(pattern: str) -> Iterator[str]:
-    start = pattern.find("{")
-    if start < 0:
-        yield pattern
+def _expand_innermost(name: str, pattern: str) -> Iterator[str]:
+    found = BRACES.search(name)
+    if found is None:
+        if "{" in name:
+            text = "a brace is not closed; expected such as {000..099}"
+            raise DataError(f"{printable(pattern)}: {text}")
+        yield name
         return
-    depth, marks = 0, [start]  # the opening brace, its commas, the closing brace
-    for at in range(start, len(pattern)):
-        depth += {"{": 1, "}": -1}.get(pattern[at], 0)
-        if not depth or (depth == 1 and pattern[at] == ","):
-            marks.append(at)
-        if not depth:
-            break
-    if depth:
-        raise DataError(
-            f"{printable(pattern)}: a brace is not closed; expected such as {{000..099}}"
-        )
-    choices = [pattern[one + 1 : other] for one, other in pairwise(marks)]
-    if match := RANGE.fullmatch(choices[0]):
+    choices: Iterable[str] = found[1].split(",")
+    if match := RANGE.fullmatch(found[1]):
         first, last = match.groups()
         width = max(len(first), len(last)) if first[0] == "0" or last[0] == "0" else 0
         step = 1 if int(first) <= int(last) else -1
-        choices = [f"{number:0{width}}" for number in range(int(first), int(last) + step, step)]
+        choices = (f"{n:0{width}}" for n in range(int(first), int(last) + step, step))
     for choice in choices:
-        for middle in _expand(choice):
-            for rest in _expand(pattern[marks[-1] + 1 :]):
-                yield pattern[:start] + middle + rest
+        yield name[: found.start()] + choice + name[found.end() :]
 
 
 def split_of_shard(file: str) -> str:
