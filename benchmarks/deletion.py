@@ -14,7 +14,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.inference.attribution import relevance, rollout
 from vit.inference.deletion_metric import Deletion, deletions, passes
 from vit.inference.predictor import Predictor

@@ -136,7 +136,7 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
-    "fsspec": {"vit/inference/remote_files.py", "vit/data/sources/remote_shards.py"},
+    "fsspec": {"vit/inference/remote_files.py", "vit/data/sources/tar_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},

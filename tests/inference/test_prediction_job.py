@@ -17,7 +17,7 @@ import vit
 from vit.commands.command_options import SEARCH_FIELDS
 from vit.commands.main import main
 from vit.commands.predict_command import add_arguments
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.errors import ConfigError, RunError, VitError
 from vit.inference.prediction_job import PredictionConfig, run_on_ray
 from vit.output.resumable_output import BlockLog

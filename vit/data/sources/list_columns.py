@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from vit.config.parser import nearest
 from vit.data.dataset_types import ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, is_image
 from vit.data.sources.image_names import is_plain
-from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.data.workbook import is_workbook
 from vit.errors import DataError
