@@ -219,7 +219,6 @@ def load_or_compute_stats(
     if cache is not None:
         fingerprints = {path: file_fingerprint(path) for path in paths}
         found.update(cache.read(fingerprints))
-        cache.delete_invalid(paths)
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:

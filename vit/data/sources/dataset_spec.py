@@ -16,24 +16,19 @@ from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
 from vit.text import printable
 
-SAVE = "not a list: save it as CSV ({}) and give that file"
+SAVE = "not a list: save it as CSV and give that file"
 FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"
-KINDS = {
-    ".xls .xlsm .xlsb": "an Excel workbook, "
-    + SAVE.format("File > Save As > CSV UTF-8 (Comma delimited) (*.csv)"),
-    ".ods .fods": "a LibreOffice spreadsheet, " + SAVE.format("File > Save As > Text CSV (.csv)"),
-    ".numbers": "a Numbers spreadsheet, " + SAVE.format("File > Export To > CSV..."),
-    ".gsheet": "a link to a Google sheet, "
-    + SAVE.format("File > Download > Comma-separated values (.csv)"),
+MISTAKEN = {
+    ".xls .xlsm .xlsb": f"an Excel workbook of another kind than .xlsx, {SAVE}",
+    ".ods .fods .numbers .gsheet": f"a spreadsheet, {SAVE}",
     ".zip .rar .7z .tgz .gz .bz2 .xz .zst .txz .tbz .tbz2": "an archive: unpack it first, and give "
     "the folder or the list",
     ".parquet .pq": "a Parquet table: if it has images, give it as hf:PATH (pip install "
     "'vit-toolkit[datasets]'); if it has names of files, save it as CSV",
     ".arrow .feather": "an Arrow table: if it has images, give the folder that the library "
     "datasets has saved as hf:FOLDER; if it has names of files, save it as CSV",
-    ".tfrecord .tfrecords": f"a file of TensorFlow records: {FILES}",
-    ".h5 .hdf5 .npz .npy .mat .mdb .lmdb": f"a file of arrays or a database: {FILES}",
-    ".pkl .pickle .pt .pth": f"a Python pickle, which may run code: {FILES}",
+    ".tfrecord .tfrecords .h5 .hdf5 .npz .npy .mat .mdb .lmdb .pkl .pickle .pt .pth": "a file of "
+    f"records, arrays or Python objects: {FILES}",
 }
 """Suffixes of files that are no data here -> kind of file, and the way to use it."""
 STORES = (".parquet", ".tfrecord", ".mdb")
@@ -50,9 +45,9 @@ def refuse_mistaken(data: str) -> None:
     stored = [name for name in names if _suffix(name) in STORES]
     if stored and any(os.path.isdir(os.path.join(data, name)) for name in names):
         stored = []  # class folders, beside such a file
-    if os.path.isfile(data) or _is_numbers_package(data) or stored:
+    if os.path.isfile(data) or stored:
         suffix = _suffix(stored[0] if stored else data)
-        for suffixes, kind in KINDS.items():
+        for suffixes, kind in MISTAKEN.items():
             if suffix in suffixes.split():
                 raise DataError(f"{printable(data)} {'has' if stored else 'is'} {kind}")
     if is_run_folder(data):
@@ -132,11 +127,6 @@ def no_match_message(pattern: str) -> str:
 def is_image(name: str) -> bool:
     """Whether a name has the suffix of an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES
-
-
-def _is_numbers_package(data: str) -> bool:
-    """Whether a folder is a document of Numbers, which may save one as a folder."""
-    return any(os.path.exists(os.path.join(data, name)) for name in ("Index.zip", "Index"))
 
 
 VAL_NAMES = ("val", "valid", "validation")

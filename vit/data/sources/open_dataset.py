@@ -414,6 +414,13 @@ def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]
     return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
 
+def align_classes(names: Iterable[str], classes: Sequence[str]) -> dict[str, str]:
+    """`names` -> those of `classes`, equal after Unicode normalisation (NFC); without others."""
+    known = {_normalised(name): name for name in classes} | {name: name for name in classes}
+    found = {name: known.get(name, known.get(_normalised(name))) for name in names}
+    return {name: target for name, target in found.items() if target is not None}
+
+
 def match_class_names(
     names: Iterable[str],
     classes: Sequence[str],
@@ -429,18 +436,13 @@ def match_class_names(
     Returns:
         `names` -> `classes`, and notes for the user.
     """
-    known = set(classes)
-    normalised = {_normalised(name): name for name in classes}
-    targets: dict[str, str] = {}
-    notes, unknown = [], []
-    for name in names:
-        target = name if name in known else normalised.get(_normalised(name))
-        if target is None:
-            unknown.append(name)
-            continue
-        if target != name:
-            notes.append(f"{location}/{printable(name)} is class {target!a}, in other Unicode")
-        targets[name] = target
+    targets = align_classes(names := [*names], classes)
+    notes = [
+        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
+        for name, target in targets.items()
+        if target != name
+    ]
+    unknown = [name for name in names if name not in targets]
     if unknown:
         near = difflib.get_close_matches(unknown[0], classes, n=1)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
