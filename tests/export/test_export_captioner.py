@@ -63,7 +63,7 @@ def random_run(folder, encoder, decoder):
     """A run folder of a captioner no part of which is zero."""
     folder.mkdir()
     words = [f"a {size} {shape} sits there" for size in ("big", "red") for shape in ("cat", "dog")]
-    tokenizer = train_tokenizer([*words, *words], kind="wordpiece")
+    tokenizer = train_tokenizer([*words, *words])
     settings = ModelConfig(**{**SMALL, "num_classes": 0, **encoder})
     usual = {"decoder_depth": 2, "caption_tokens": 9, "vocab_size": tokenizer.size}
     writer = DecoderConfig(**{**usual, **decoder})
