@@ -76,7 +76,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Several labels an image",
-        "tasks/multilabel data/multilabel_targets evaluation/multilabel_metrics",
+        "tasks/multilabel evaluation/multilabel_metrics",
         *("train predict evaluate", "multilabel", "folder list shards hub"),
         "torch onnx openvino export",
         "training/test_multilabel export/test_export_multilabel inference/test_evaluate_multilabel",
@@ -181,7 +181,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Tar shards, local and remote",
-        "data/sources/tar_shards data/sources/remote_shards data/tar_index data/archives",
+        "data/sources/tar_shards data/sources/remote_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
@@ -192,7 +192,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Built-in datasets",
-        "data/sources/builtin_datasets data/text_rendering",
+        "data/sources/builtin_datasets",
         *("demo", "classify caption", "builtin"),
     ),
     Capability(
