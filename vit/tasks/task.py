@@ -42,7 +42,7 @@ from vit.text import Notify, printable
 
 if TYPE_CHECKING:
     from vit.evaluation.run_report import RunFacts
-    from vit.generation.caption import Caption
+    from vit.generation.generation_config import Caption
     from vit.model.feature_distance import FeatureDistance
     from vit.weights.saved_model import LoadedRun
 
