@@ -11,14 +11,15 @@ al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit.evaluation.statistical_tests import wilson_interval
+from vit.text import align_columns, plural, printable
 
 BINS = 15
 LEAST = torch.finfo(torch.float64).tiny
@@ -249,3 +250,93 @@ def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor) -> float:
     gaps = right.double() - confidences.double()
     sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, gaps)
     return float(sums.abs().sum()) / len(confidences)
+
+
+MAX_TABLE = 20
+"""Classes that a table of recall names, those that lost most first."""
+
+
+@dataclass(frozen=True)
+class ClassChange:
+    """The classes of a network and of the data that it is trained on further (class increment).
+
+    Source: van de Ven et al., "Three types of incremental learning", Nature Machine Intelligence
+    4, 2022, https://doi.org/10.1038/s42256-022-00568-3.
+
+    Args:
+        kept: Classes of both, in the order of the data.
+    """
+
+    kept: tuple[str, ...]
+    added: tuple[str, ...]
+    lost: tuple[str, ...]
+
+    @staticmethod
+    def between(network: Sequence[str] | None, data: Sequence[str]) -> "ClassChange":
+        """Compare names; a network without known names has no class of the data."""
+        known, present = set(network or ()), set(data)
+        return ClassChange(
+            kept=tuple(name for name in data if name in known),
+            added=tuple(name for name in data if name not in known),
+            lost=tuple(name for name in network or () if name not in present),
+        )
+
+
+class RecallRow(NamedTuple):
+    """Recall of one class or of some classes.
+
+    `before` is that of the network whose weights the training began with, which has fewer classes
+    to choose from: some loss is expected where old and new classes look alike.
+    """
+
+    name: str
+    images: int
+    before: float | None
+    """In [0, 1]; None for new classes."""
+    now: float
+    summary: bool
+
+    @property
+    def gain(self) -> float | None:
+        """Recall now less that before, None for new classes."""
+        return None if self.before is None else self.now - self.before
+
+
+def compare_recall(
+    change: ClassChange, outcomes: Outcomes, classes: Sequence[str], before: Mapping[str, int]
+) -> list[RecallRow]:
+    """Recall of the old, the new and all classes, then of each class with images."""
+    images = Counter(classes[label] for label in outcomes.labels.tolist())
+    right = Counter(classes[label] for label in outcomes.labels[outcomes.ranks == 0].tolist())
+    kept = set(change.kept)
+
+    def row(names: Sequence[str], title: str, *, summary: bool = False) -> RecallRow:
+        count = sum(images[name] for name in names)
+        old = None
+        if kept.issuperset(names):
+            old = sum(before.get(name, 0) for name in names) / count
+        return RecallRow(title, count, old, sum(right[name] for name in names) / count, summary)
+
+    each = [row([name], name) for name in classes if images[name]]
+    each.sort(key=lambda one: (one.gain is None, one.gain or 0.0))
+    groups = [
+        (change.kept, plural(len(change.kept), "old class", "old classes")),
+        (change.added, plural(len(change.added), "new class", "new classes")),
+        (classes, "all classes"),
+    ]
+    present = [(names, title) for names, title in groups if any(images[name] for name in names)]
+    return [*(row(*group, summary=True) for group in present), *each]
+
+
+def recall_lines(rows: Sequence[RecallRow]) -> list[str]:
+    """`rows` as a table for a terminal."""
+    each = [row for row in rows if not row.summary]
+    shown = [row for row in rows if row.summary] + each[:MAX_TABLE]
+    table = [["recall", "images", "before", "now"]]
+    for row in shown:
+        before = "-" if row.before is None else f"{row.before:.1%}"
+        name = ("" if row.summary else "  ") + printable(row.name)
+        table.append([name, f"{row.images:,}", before, f"{row.now:.1%}"])
+    hidden = len(rows) - len(shown)
+    more = [f"and {plural(hidden, 'other class', 'other classes')}"] if hidden else []
+    return [*align_columns(table, left={0}), *more]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vit.errors import ConfigError
 from vit.evaluation.charts import SCORES, reliability_chart, robustness_charts
-from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
     Outcomes,
+    RecallRow,
     reliability,
     summarize,
 )

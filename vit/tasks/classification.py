@@ -19,8 +19,16 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
 from vit.errors import ConfigError, DataError, VitError
-from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
-from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
+from vit.evaluation.classification_metrics import (
+    BINS,
+    CalibratedOutcomes,
+    ClassChange,
+    Outcomes,
+    RecallRow,
+    compare_recall,
+    recall_lines,
+    summarize,
+)
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
