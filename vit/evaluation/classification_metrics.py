@@ -1,12 +1,11 @@
 """Classification metrics: accuracy with intervals, calibration, and scores of each class.
 
-Everything is computed in float64 from six numbers an image and sums over bins (`Outcomes`): a large
-dataset needs no table of images x classes.
+Everything is computed in float64 from six numbers an image (`Outcomes`): a large dataset needs no
+table of images x classes.
 
-Source: classwise calibration error: Kull et al., section 2, arXiv:1910.12656; adaptive: Nguyen and
-O'Connor, section 3, arXiv:1508.05154; the error of calibrated scores by chance: Vaicenavicius et
-al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by simulation; Brier,
-"Verification of Forecasts Expressed in Terms of Probability", Monthly Weather Review 78, 1950.
+Source: the error of calibrated scores by chance: Vaicenavicius et al., arXiv:1902.06977, and
+Roelofs et al., arXiv:2012.08668, which measure it by simulation; Brier, "Verification of Forecasts
+Expressed in Terms of Probability", Monthly Weather Review 78, 1950.
 """
 
 import math
@@ -27,13 +26,7 @@ LEAST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What all scores are computed from; tensors of shape (images,) but the last.
-
-    Args:
-        ranks: Rank of the true class by probability, from 0.
-        class_gaps: Sums over images of (has the class) - (its probability), by bins of that
-            probability, (bins, classes).
-    """
+    """What all scores are computed from, (images,) each; `ranks` of the true class, from 0."""
 
     labels: Tensor
     answers: Tensor
@@ -41,7 +34,6 @@ class Outcomes:
     ranks: Tensor
     likelihoods: Tensor
     squares: Tensor
-    class_gaps: Tensor
 
     @staticmethod
     def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
@@ -68,7 +60,6 @@ class Outcomes:
             ranks=places.gather(1, own).squeeze(1),
             likelihoods=probabilities.gather(1, own).squeeze(1),
             squares=probabilities.square().sum(dim=1),
-            class_gaps=class_gaps(probabilities, labels),
         )
 
     def confusion(self, classes: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -82,9 +73,8 @@ class Outcomes:
     @staticmethod
     def cat(parts: Sequence["Outcomes"]) -> "Outcomes":
         """All images of `parts`, in order; `parts` is not empty."""
-        *names, sums = [field.name for field in fields(Outcomes)]
+        names = [field.name for field in fields(Outcomes)]
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        columns[sums] = torch.stack([getattr(part, sums) for part in parts]).sum(dim=0)
         return Outcomes(**columns)
 
     def __len__(self) -> int:
@@ -119,16 +109,16 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     count = len(outcomes)
     if count == 0:
         raise ValueError("no image to score")
-    right = int((outcomes.ranks == 0).sum())
+    hit = outcomes.ranks == 0
+    right = int(hit.sum())
     hits, labelled, answered = (
         part.bincount(minlength=len(classes)).tolist()
-        for part in (outcomes.labels[outcomes.ranks == 0], outcomes.labels, outcomes.answers)
+        for part in (outcomes.labels[hit], outcomes.labels, outcomes.answers)
     )
     per_class = [*map(class_scores, classes, hits, labelled, answered)]
     seen = [row for row, times in zip(per_class, answered, strict=True) if row["count"] or times]
     recalls = [row["recall"] for row in per_class if row["count"]]
     loss = float(-outcomes.likelihoods.clamp(min=LEAST).log().mean())
-    hit = outcomes.ranks == 0
     error = calibration_error(outcomes.confidences, hit)
     by_chance = chance_calibration_error(outcomes.confidences)
     return {
@@ -144,8 +134,6 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "ece": error,
         "ece_chance": by_chance,
         "ece_debiased": debiased_error(error, by_chance),
-        "ece_adaptive": adaptive_calibration_error(outcomes.confidences, hit),
-        "ece_classwise": float(outcomes.class_gaps.abs().sum()) / (count * len(classes)),
         "per_class": per_class,
     }
 
@@ -172,7 +160,9 @@ def calibration_error(confidences: Tensor, right: Tensor) -> float:
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
-    return _mean_gap(confidences, right, bin_of(confidences))
+    gaps = right.double() - confidences.double()
+    sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, bin_of(confidences), gaps)
+    return float(sums.abs().sum()) / len(confidences)
 
 
 def chance_calibration_error(probabilities: Tensor) -> float:
@@ -198,18 +188,6 @@ def debiased_error(error: float, by_chance: float) -> float:
     return math.sqrt(max(0.0, error**2 - by_chance**2))
 
 
-def adaptive_calibration_error(confidences: Tensor, right: Tensor) -> float:
-    """The same over bins of equally many images, whose edges are quantiles of confidence.
-
-    Equal confidences share a bin, so few different ones make fewer bins.
-    """
-    confidences = confidences.double().contiguous()
-    ordered = confidences.sort().values
-    ends = torch.arange(1, BINS) * len(ordered) // BINS - 1
-    edges = ordered[ends.clamp(min=0)]
-    return _mean_gap(confidences, right, torch.bucketize(confidences, edges))
-
-
 def reliability(
     confidences: Tensor, right: Tensor
 ) -> list[tuple[int, float, float, tuple[float, float]]]:
@@ -231,25 +209,6 @@ def bin_of(probabilities: Tensor) -> Tensor:
     """Index of the equally wide bin of each probability; a bin contains its upper edge."""
     edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     return torch.bucketize(probabilities.double().contiguous(), edges[1:-1])
-
-
-def class_gaps(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Sums of label minus probability for each bin and class, (BINS, classes) float64.
-
-    Args:
-        probabilities: (images, classes), float64.
-        labels: (images,).
-    """
-    gaps = -probabilities
-    gaps[torch.arange(len(labels)), labels] += 1
-    sums = torch.zeros(BINS, probabilities.shape[1], dtype=torch.float64)
-    return sums.scatter_add(0, bin_of(probabilities), gaps)
-
-
-def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor) -> float:
-    gaps = right.double() - confidences.double()
-    sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, gaps)
-    return float(sums.abs().sum()) / len(confidences)
 
 
 MAX_TABLE = 20
