@@ -411,20 +411,28 @@ def read_run(folder: Path, root: Path) -> RunRecord:
     if has_weights:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)
-            error = read_calibration_error(folder / "config.json")
+            own = json.loads((folder / "config.json").read_bytes())["vit"]
+            if own.get("calibration") is not None:
+                ScoreCalibration.from_dict(own["calibration"])
+            error = own.get("calibration_error")
+            error = None if error is None else float(error)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             reasons.append(f"{WEIGHTS} or config.json is damaged: {printable(problem)}")
     elif facts and (folder / "config.json").exists():  # a search drops both of its trials
         reasons.append(f"{WEIGHTS} is missing")
     over = stopped_early or facts.get("epochs", 0) >= float(settings.get("epochs", math.inf))
     state = BROKEN if reasons else FINISHED if over or has_report else UNFINISHED
+    changed = 0.0
+    for path in (folder, folder / SETTINGS, folder / METRICS_FILE):
+        with contextlib.suppress(OSError):
+            changed = path.stat().st_mtime
     relative = os.path.relpath(folder, root)
     return RunRecord(
         name=folder.resolve().name if relative == "." else relative,
         folder=folder,
         state=RUNNING if is_locked(folder / ".lock") else state,
         reason="; ".join(reasons),
-        changed=last_change(folder),
+        changed=changed,
         settings=settings,
         parameters=parameters,
         calibration_error=error,
@@ -500,23 +508,6 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
         for name, each in tensors.items()
         if name not in fixed and name.rpartition(".")[2] not in BUFFERS
     )
-
-
-def read_calibration_error(path: Path) -> float | None:
-    """The calibration error in a config.json, if it was measured."""
-    own = json.loads(path.read_bytes())["vit"]
-    if own.get("calibration") is not None:
-        ScoreCalibration.from_dict(own["calibration"])
-    error = own.get("calibration_error")
-    return None if error is None else float(error)
-
-
-def last_change(folder: Path) -> float:
-    """When the metrics of a run, else its settings, else the folder were changed, seconds."""
-    for path in (folder / METRICS_FILE, folder / SETTINGS, folder):
-        with contextlib.suppress(OSError):
-            return path.stat().st_mtime
-    return 0.0
 
 
 def local_time(seconds: float) -> datetime:
