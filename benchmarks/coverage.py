@@ -49,7 +49,7 @@ from vit.evaluation.temperature_scaling import (
     scale_logits,
 )
 from vit.evaluation.wilson_interval import wilson_interval
-from vit.inference.evaluate import load_samples
+from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ROUNDING
 from vit.weights.saved_model import load_run

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.inference.captioners import save_captioner
+from vit.config.inference_config import PredictionConfig
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.caption import Caption
 from vit.generation.generation_config import Search
-from vit.inference import ray_inference
+from vit.inference import ray_inference, remote_files
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (
     AttemptCounter,
@@ -136,7 +137,8 @@ def test_text_is_written_as_by_one_process(style, tmp_path):
 
 @pytest.mark.parametrize("separator", [None, "comma", "tab"])
 def test_csv_of_a_chosen_separator_has_a_byte_order_mark(separator, tmp_path):
-    layout = Layout(2, ("cat", "dog"), ["a.png"], **csv_settings(separator, None, "csv"))
+    columns = csv_settings(PredictionConfig(csv_separator=separator), "csv")
+    layout = Layout(2, ("cat", "dog"), ["a.png"], **columns)
     write_rows(str(tmp_path / "x.csv"), "csv", layout, iter(()))
     assert (tmp_path / "x.csv").read_text().startswith("\ufeff") == (separator is not None)
 
@@ -175,7 +177,8 @@ def test_nothing_is_left_of_a_file_that_was_not_finished(out, tmp_path):
     write_rows(out.format(tmp=tmp_path), "jsonl", LAYOUT, ROWS)
 
 
-def test_a_url_is_checked_before_work_begins():
+def test_a_url_is_checked_before_work_begins(monkeypatch):
+    monkeypatch.setattr(remote_files, "find_spec", lambda _name: True)
     pytest.importorskip("fsspec")
     check_out("memory://checked/x.jsonl", "jsonl", overwrite=False)
     write_rows("memory://checked/x.jsonl", "jsonl", LAYOUT, ROWS)
@@ -258,7 +261,7 @@ def test_without_ray_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
         predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, notify=print
+            "x", ["a"], "b", style="jsonl", top_k=1, settings={"workers": 1}, notify=print
         )
 
 
@@ -275,7 +278,7 @@ def test_a_number_of_classes_of_a_captioner_is_refused(monkeypatch):
         monkeypatch.setattr(ray_inference, name, nullcontext)
     with pytest.raises(ConfigError, match="top_k=3: this network writes captions and has no class"):
         predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=3, settings={}, workers=1, notify=print
+            "x", ["a"], "b", style="jsonl", top_k=3, settings={"workers": 1}, notify=print
         )
 
 

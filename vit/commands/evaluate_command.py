@@ -5,21 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vit.commands.command_options import (
-    COMPILE_HELP,
-    TTA_HELP,
-    VIEWS,
-    add_csv_options,
     add_data_options,
+    add_fields,
     add_json_option,
     add_network_options,
     add_search_options,
+    checked_settings,
     data_files,
-    dataset_spec,
-    inference_settings,
-    positive_int,
 )
 from vit.commands.command_output import Progress, notify, print_result
-from vit.errors import ConfigError
+from vit.config import SourceConfig
+from vit.config.inference_config import EvaluationConfig, InferenceConfig
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable
@@ -43,59 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="a row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its "
-        "score, predictions; with several labels an image, its true labels and those above their "
-        "thresholds",
-    )
+    add_fields(parser, EvaluationConfig, without=("page",))
     parser.add_argument("--overwrite", action="store_true", help="replace an older file of --out")
-    parser.add_argument(
-        "--top-k",
-        type=positive_int,
-        metavar="K",
-        help="predicted classes in a row of --out (default: 5; of a multi-label network all above "
-        "their thresholds)",
-    )
-    parser.add_argument(
-        "--all-scores",
-        action="store_true",
-        help="the score of every class in a row of --out, in columns class_score_NAME",
-    )
-    add_csv_options(parser)
     parser.add_argument(
         "--html",
         metavar="FILE",
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
-    parser.add_argument(
-        "--slice",
-        metavar="COLUMN",
-        action="append",
-        default=[],
-        help="accuracy by the values of a column of a list too; may be repeated (always: by image "
-        "size, aspect, brightness, sharpness, file type, frequency of the class, folder)",
-    )
-    parser.add_argument(
-        "--corruptions",
-        action="store_true",
-        help="measure images with noise, blur, JPEG artefacts, other brightness and contrast, and "
-        "rotated ones as well, each in five severities: 30 more passes over the images",
-    )
     add_search_options(parser)
     add_network_options(parser)
-    parser.add_argument("--tta", choices=VIEWS, help=TTA_HELP)
-    parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
+    settings = checked_settings(args, EvaluationConfig, SourceConfig, InferenceConfig)
+    outputs = {"--json": args.json, "--out": settings.get("out"), "--html": args.html}
     check_outputs(outputs, (args.model, *data_files(args)), overwrite=args.overwrite)
-    if args.top_k is not None and args.out is None:
-        raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
-    if args.all_scores and args.out is None:
-        raise ConfigError("--all-scores are columns of the rows: give --out FILE as well")
 
     with quick_imports():
         from vit.inference.evaluate import evaluate
@@ -103,18 +61,12 @@ def run(args: argparse.Namespace) -> int:
     with Progress("vit evaluate") as progress:
         scores = evaluate(
             args.model,
-            dataset_spec(args),
-            **inference_settings(args),
-            out=args.out,
-            top_k=args.top_k,
-            all_scores=args.all_scores,
-            csv_separator=args.csv_separator,
-            csv_digits=args.csv_digits,
-            slice=args.slice,
-            corruptions=args.corruptions,
+            args.data,
+            split=args.split,
             page=args.html is not None,
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
+            **settings,
         )
 
     def write() -> None:

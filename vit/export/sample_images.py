@@ -25,7 +25,7 @@ from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.export.export_options import SAMPLES, Options
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.tasks.task import Task, get_task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun

@@ -24,7 +24,7 @@ from vit.evaluation.image_groups import number_groups
 from vit.evaluation.paired_comparison import MAX_RUNS, AllPairs, PairedComparison
 from vit.evaluation.paired_groups import PairedGroups
 from vit.evaluation.paired_map import MapScores, PairedMap
-from vit.inference.evaluate import evaluated_spec, load_samples, source_of
+from vit.inference.evaluation_data import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
 from vit.text import Notify, join_names, plural, printable

@@ -34,7 +34,7 @@ from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.image_groups import number_groups
 from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
-from vit.inference.evaluate import load_samples
+from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task

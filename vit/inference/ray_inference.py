@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -163,8 +163,7 @@ def predict_with_ray(
     *,
     style: str,
     top_k: int | None,
-    settings: dict[str, Any],
-    workers: int | None,
+    settings: Mapping[str, Any],
     notify: Notify,
     **columns: Any,
 ) -> int:
@@ -175,15 +174,15 @@ def predict_with_ray(
 
     Args:
         top_k: Number of most probable classes in a row; 5 by default.
-        workers: Number of workers, each with a Predictor; by default one per GPU, or per core.
+        settings: Fields of InferenceConfig; `workers` is the number of workers, each with a
+            Predictor, by default one per GPU, or per core.
     """
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers={workers}: must be at least 1")
+    workers = settings["workers"]
     model = os.path.abspath(model) if os.path.exists(model) else model
     with redirect_stdout(sys.stderr), cluster(workers) as ray, ordered_and_quiet():
         size, share = shares(ray.cluster_resources(), settings.get("device"), workers)
         threads = min(share["num_cpus"], MAX_READ_THREADS)
-        settings = {"workers": threads, "max_pixels": max_pixels(), **settings}
+        settings = {**settings, "workers": threads, "max_pixels": max_pixels()}
         with raise_worker_errors():
             about = ray.get(ray.remote(**share)(_about).remote(model, settings))
         if about["several"]:

@@ -8,11 +8,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from vit.errors import DataError, RunError, VitError
-from vit.output.output_file import resolve_link
+from vit.output.output_file import check_output, resolve_link
 from vit.output.prediction_results import FORMATS, Layout, Prediction, byte_order_mark
 from vit.text import printable
 from vit.weights.safetensors_io import atomic_write
@@ -85,10 +86,11 @@ def missing(error: ImportError) -> VitError:
 
 
 def check_out(out: str, style: str, *, overwrite: bool) -> None:
-    """Check, before any work is done, that a URL can be written and the libraries are installed.
-
-    Files on this disk are checked by `vit.output.output_file.check_output`.
-    """
+    """Check, before any work is done, that `out` can be written and libraries are there."""
+    if find_spec("ray") is None:
+        raise VitError("ray is not installed: pip install 'vit-toolkit[ray]'")
+    if not is_url(out):
+        check_output(out, overwrite=overwrite)
     try:
         if style == "parquet":
             import pyarrow.parquet  # noqa: F401

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig, accepts_settings, split_settings
 from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import Progress
 from vit.data.checks.image_stats import ImageStats, compute_stats
@@ -125,6 +127,7 @@ class Suggestions:
         }
 
 
+@accepts_settings(SourceConfig, InferenceConfig)
 def suggest(
     data: PathLike | DatasetSpec,
     *,
@@ -132,18 +135,10 @@ def suggest(
     n: int = 300,
     labels: str | None = None,
     order: str | None = None,
-    exclude: str | None = None,
     seed: int = 0,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    allow_outside: bool = False,
-    device: str | None = None,
-    batch_size: int | None = None,
-    precision: str = "auto",
-    workers: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Notify = lambda _note: None,
+    **settings: Any,
 ) -> Suggestions:
     """Choose the images that are worth labelling first: `vit suggest`.
 
@@ -154,36 +149,27 @@ def suggest(
         n: Number of images.
         labels: List of images and the labels that they have already: these are not suggested.
         order: `typical`, or `uncertain` and different; by default uncertain with `labels`.
-        exclude: List of images that are not to be suggested.
         seed: Of the clustering; the same arguments give the same images on the same machine.
-        images, image_column, allow_outside: As in DatasetSpec.
-            The column is that of `labels` where `data` has none, such as a folder.
-        label_column: Column of the labels in `labels`; by default found by its usual names.
-        device, batch_size, precision, workers: As for `Predictor`.
         progress: Called with the stage, the images done and their total.
         notify: Called with notes about the data and the weights.
+        settings: Fields of SourceConfig, whose columns are those of `labels` where `data` has none,
+            such as a folder; and of InferenceConfig.
 
     Raises:
         VitError: The data, the weights, the labels or a setting cannot be used.
     """
+    source, inference = split_settings(settings, "a suggestion", SourceConfig, InferenceConfig)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"n={n!r}: must be at least 1, a whole number")
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r}: must be a whole number of at least 0")
     if order is not None and order not in ORDERS:
         raise ConfigError(f"order={printable(order)!r}: choose one of {', '.join(ORDERS)}")
-    spec = as_dataset_spec(
-        data,
-        {"exclude": exclude},
-        images=images,
-        image_column=image_column,
-        allow_outside=allow_outside,
-    )
+    column = source.label_column if labels is not None else None  # else labels are ignored
+    spec = as_dataset_spec(data, source=dataclasses.replace(source, label_column=column))
     spec = dataclasses.replace(spec, labels=False)
     if labels is not None:
-        spec = dataclasses.replace(
-            spec, label_list=labels, label_column=label_column, unlabelled=True
-        )
+        spec = dataclasses.replace(spec, label_list=labels, unlabelled=True)
     whole, spec = read_whole_source(spec)
     index = apply_review(whole, spec)
     records, known = index.train, dict[str, tuple[str, ...]]()
@@ -196,19 +182,11 @@ def suggest(
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
-    predictor = Predictor(
-        weights,
-        device=device,
-        batch_size=batch_size,
-        precision=precision,
-        workers=workers,
-        embeddings=True,
-        notify=notify,
-    )
+    predictor = Predictor(weights, **{**vars(inference), "embeddings": True}, notify=notify)
     predictor.caption_generator = None  # features need no captions
-    source = _source_of_classes(predictor, order, known, str(weights))
+    answers = _source_of_classes(predictor, order, known, str(weights))
     paths = [*dict.fromkeys(record.path for record in records)]
-    table = _extract(predictor, paths, margins=source == "network", progress=progress)
+    table = _extract(predictor, paths, margins=answers == "network", progress=progress)
     every = {record.path for record in chain(*whole.splits.values())}
     names = review_names(every, index.root)
     failed = [(names[path], reason) for path, reason in table.failed]
@@ -220,18 +198,23 @@ def suggest(
     labelled = torch.tensor([path in known for path in table.paths])
     if labelled.all():
         raise DataError(f"{printable(spec.data)}: all readable images have a label already")
-    if source == "labels" and not labelled.any():
+    if answers == "labels" and not labelled.any():
         raise DataError(f"labels={printable(labels)}: none of its images can be read")
     directions = unit_directions(table.features)
     classes: Sequence[str] = predictor.classes
-    if source == "labels":
+    if answers == "labels":
         table, classes = _with_neighbour_margins(table, directions, labelled, known)
-    if source == "nothing":
+    if answers == "nothing":
         candidates = order_by_typicality(directions, n, labelled, seed=seed)
     else:
         candidates = order_by_uncertainty(directions, table.margins, n, labelled, seed=seed)
     chosen, passed, broken = _without_near_duplicates(
-        candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, workers, progress
+        candidates,
+        table.paths,
+        labelled.nonzero().squeeze(1).tolist(),
+        n,
+        inference.workers,
+        progress,
     )
     failed += [(names[table.paths[place]], reason) for place, reason in broken]
     if len(chosen) < n:
@@ -240,7 +223,7 @@ def suggest(
     return Suggestions(
         root=index.root,
         order=order,
-        source=source,
+        source=answers,
         images=int((~labelled).sum()),
         labelled=int(labelled.sum()),
         near_duplicates=passed,
@@ -248,8 +231,8 @@ def suggest(
             Suggestion(
                 names[table.paths[place]],
                 table.paths[place],
-                "" if source == "nothing" else classes[likely[place]],
-                None if source == "nothing" else margins[place],
+                "" if answers == "nothing" else classes[likely[place]],
+                None if answers == "nothing" else margins[place],
             )
             for place in chosen
         ],

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from vit.config.inference_config import EvaluationConfig, PredictionConfig
 from vit.data.workbook import check_size, read_sheet, write_sheet
 from vit.errors import ConfigError, DataError, RunError
 from vit.text import BOM, csv_mark, csv_text, plural, printable
@@ -178,25 +179,17 @@ class Layout:
 
 
 def csv_settings(
-    separator: str | None, digits: int | str | None, style: str, *, remedy: str = "add --format csv"
+    config: PredictionConfig | EvaluationConfig, style: str, *, remedy: str = "add --format csv"
 ) -> dict[str, Any]:
-    """The fields of a Layout of CSV, `separator` to `digits`, from its settings.
-
-    Args:
-        digits: Decimal digits of scores, or `full` for all; 4 by default.
-    """
-    for name, value in (("csv_separator", separator), ("csv_digits", digits)):
-        if value is not None and style != "csv":
-            raise ConfigError(f"{name}={value}: the format is {style}; {remedy}")
-    if separator is not None and separator not in SEPARATORS:
-        raise ConfigError(f"csv_separator={separator!r}: choose one of {', '.join(SEPARATORS)}")
-    if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
-        raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
-    number = CSV_DIGITS if digits is None else None if digits == "full" else digits
+    """The fields of a Layout of CSV, `separator` to `digits`."""
+    for name in ("csv_separator", "csv_digits"):
+        if getattr(config, name) is not None and style != "csv":
+            config.refuse(name, f"the format is {style}; {remedy}")
+    digits = CSV_DIGITS if config.csv_digits is None else config.csv_digits
     return {
-        "separator": SEPARATORS[separator or "comma"],
-        "separator_chosen": separator is not None,
-        "digits": number,
+        "separator": SEPARATORS[config.csv_separator or "comma"],
+        "separator_chosen": config.csv_separator is not None,
+        "digits": None if digits == "full" else digits,
     }
 
 
