@@ -112,9 +112,11 @@ ALLOWED = {
     },
     "vit.exported": {
         "numpy", "PIL", "onnxruntime", "openvino",
-        *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.caption", "vit.output",
+        *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.generation_config", "vit.output",
     },
-    "vit.output": {"numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption"},
+    "vit.output": {
+        "numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.generation_config",
+    },
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
         *LEVEL_0, *LEVEL_1, *LEVEL_2,

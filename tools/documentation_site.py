@@ -112,7 +112,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
     for path in notebooks:
         add(site_uri(path), notebook_page(path))
-    pages = [*(ROOT / "docs").glob("*.md"), *notebooks, *(ROOT / name for name in PROJECT)]
+    pages = [*(ROOT / "docs").glob("**/*.md"), *notebooks, *(ROOT / name for name in PROJECT)]
     linked = {path for page in pages for path in outside_links(page)}
     for folder in [path for path in linked if path.is_dir()]:
         linked |= {path for path in folder.iterdir() if path.suffix in LANGUAGES}

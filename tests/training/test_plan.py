@@ -20,7 +20,7 @@ from vit.config import Config
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
 from vit.errors import ConfigError, RunError
-from vit.evaluation.flop_counter import FlopCounter
+from vit.evaluation.model_summary import FlopCounter
 from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
 from vit.training import plan as planning

@@ -42,10 +42,9 @@ from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError
-from vit.evaluation.accuracy_slices import accuracy_slices
-from vit.evaluation.evaluation_page import check_page
-from vit.evaluation.image_groups import count_groups, number_groups
-from vit.evaluation.image_properties import ImageProperties
+from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.evaluation.classification_report import check_page
+from vit.evaluation.intervals import count_groups, number_groups
 from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated

@@ -29,9 +29,8 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
-from vit.weights.formats.state_dict_names import check_fit, meta_model
+from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
-from vit.weights.formats.timm_weights import from_timm, to_timm
 from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
 
 T = TypeVar("T")
@@ -400,7 +399,7 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
     except (KeyError, ValueError, RuntimeError):
         distance = None
     known = distance is not None and distance.tokens.mean.shape == (layers, config.dim)
-    if known and distance is not None and distance.pooled is not None:
+    if known and distance is not None:
         known = distance.pooled.mean.shape == (1, config.pooled_dim)
     if distance is None or not known:
         raise WeightsError(f"{printable(folder / DISTANCE_FILE)} is of another network")
