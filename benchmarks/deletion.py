@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from vit.data.sources.image_inputs import list_images
-from vit.inference.attribution import relevance, rollout
-from vit.inference.deletion_metric import Deletion, deletions, passes
+from vit.inference.attribution import Deletion, deletions, passes, relevance, rollout
 from vit.inference.predictor import Predictor
 from vit.model.attention import record_attention
 

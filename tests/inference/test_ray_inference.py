@@ -14,18 +14,22 @@ from tests.inference.captioners import save_captioner
 from vit.config.inference_config import PredictionConfig
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.generation_config import Caption, Search
-from vit.inference import ray_inference, remote_files
+from vit.inference import ray_inference
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (
     AttemptCounter,
     Worker,
+    check_out,
+    fetched,
     from_text,
+    is_url,
     pieces,
     predict_with_ray,
+    read_list,
     shares,
     to_text,
+    write_rows,
 )
-from vit.inference.remote_files import check_out, fetched, is_url, read_list, write_rows
 from vit.output.prediction_results import FORMATS, Layout, Prediction, csv_settings
 
 NAMES = ["a.png", "b \u2028,\n.png", "猫.png", "\udcff.png"]
@@ -177,7 +181,7 @@ def test_nothing_is_left_of_a_file_that_was_not_finished(out, tmp_path):
 
 
 def test_a_url_is_checked_before_work_begins(monkeypatch):
-    monkeypatch.setattr(remote_files, "find_spec", lambda _name: True)
+    monkeypatch.setattr(ray_inference, "find_spec", lambda _name: True)
     pytest.importorskip("fsspec")
     check_out("memory://checked/x.jsonl", "jsonl", overwrite=False)
     write_rows("memory://checked/x.jsonl", "jsonl", LAYOUT, ROWS)

@@ -12,10 +12,10 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import Progress, notify
 from vit.commands.command_parser import SETTING, CommandParser
-from vit.commands.launcher import launch_if_requested
 from vit.config.inference_config import InferenceConfig, PredictionConfig
 from vit.errors import VitError
 from vit.exported.load_exported import EXPORTED
+from vit.inference.process_group import launch_if_requested
 from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")

@@ -45,7 +45,7 @@ from vit.evaluation.confident_learning import (
 )
 from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.predictor import PathLike, Predictor
-from vit.output.review_list import write_review_list
+from vit.output.prediction_results import write_review_list
 from vit.text import Notify, plural, printable
 
 SAME = 0.999

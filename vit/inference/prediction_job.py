@@ -202,12 +202,12 @@ def prepare(
     ray, out = config.engine == "ray", config.out or ""
     if output is not None:
         if config.embeddings is not None:
-            from vit.output.embeddings_file import check_embeddings
+            from vit.output.resumable_output import check_embeddings
 
             check_embeddings(config.embeddings)
         output.check(resume=config.resume, overwrite=config.overwrite)
     elif ray:
-        from vit.inference.remote_files import check_out
+        from vit.inference.ray_inference import check_out
 
         check_out(out, str(config.format), overwrite=config.overwrite)
     else:
@@ -618,7 +618,7 @@ def apply_threshold(prediction: Prediction, threshold: float | None) -> Predicti
 
 def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
     """Encode the embeddings of a block; failures have none."""
-    from vit.output.embeddings_file import encode_vectors
+    from vit.output.resumable_output import encode_vectors
 
     for one in block:
         if one.error is None and one.embedding is None:

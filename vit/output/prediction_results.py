@@ -25,6 +25,8 @@ from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
     from vit.generation.generation_config import Caption
+from vit.data.workbook import is_workbook
+from vit.output.output_file import atomic_file, open_output, resolve_link
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -535,3 +537,25 @@ READERS: dict[str, Callable[[TextIO, Sequence[str]], Iterator[tuple[bool, bool]]
     "xlsx": _read_xlsx,
     "table": _read_table,
 }
+
+
+def write_review_list(
+    path: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], separator: str = ","
+) -> None:
+    """Write a list that `vit train` reads as --labels, --corrections or --exclude.
+
+    Args:
+        path: JSON lines if it ends in .jsonl, a workbook in .xlsx, else CSV, with the byte order
+            mark that Excel needs for names that are not ASCII; None: CSV to standard output.
+    """
+    if path is not None and is_workbook(path):
+        with atomic_file(resolve_link(path)) as book:
+            cells = ([json_cell(cell) for cell in row] for row in [columns, *rows])
+            write_sheet(book, cells, number_format="General")
+        return
+    with open_output(path) as out:
+        if path is not None and path.lower().endswith(".jsonl"):
+            out.writelines(to_json(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+        else:
+            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns, separator))
+            out.writelines(csv_row([csv_text(cell) for cell in row], separator) for row in rows)
