@@ -22,7 +22,7 @@ LEVEL_0 = {
         "vit.score_calibration",
         "vit.stop_signals",
     ),
-    *("vit.stop_signals", "vit.supported_versions", "vit.text", "vit.version"),
+    *("vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -49,11 +49,10 @@ ALLOWED = {
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
-    "vit.quick_imports": {"vit.supported_versions"},
+    "vit.quick_imports": {"vit.errors"},
     "vit.score_calibration": {"vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
-    "vit.supported_versions": {"vit.errors"},
     "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.data.checks.near_duplicates import find_near_duplicates
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError

@@ -20,8 +20,8 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
 from vit.data.sources.file_walk import OUTPUT_MARKER
-from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError
 from vit.inference.attribution import (
     AttributionOverflow,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings, split_settings
-from vit.data.dataset_types import NO_LABEL
-from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.data.dataset import MultiHot
+from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, RunError
