@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vit.errors import ConfigError, RunError, VitError, WeightsError
+from vit.errors import ConfigError, RunError, WeightsError
 from vit.output import resumable_output
 from vit.output.resumable_output import (
     Block,
@@ -114,41 +114,12 @@ def test_only_a_log_of_the_same_settings_is_continued(tmp_path):
 
 
 def test_only_our_own_unfinished_files_are_taken_for_such(tmp_path):
-    ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.2-of-3.journal"]
+    ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.stop"]
     for name in [*ours, "a.csv", "a.csv.partial.bak", "b.csv.partial", "xa.csv.partial"]:
         (tmp_path / name).touch()
     output = ResumableOutput(str(tmp_path / "a.csv"))
     assert [path.name for path in output.leftovers()] == ours
     assert [path.name for path in output.logs()] == ours[:2]
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_a_kill_between_the_removals_of_logs_repeats_nothing(tmp_path, monkeypatch, older):
-    output = ResumableOutput(str(tmp_path / "1-of-2.jsonl"), processes=3)
-    out = output.out
-    if older:  # which --overwrite replaces
-        out.touch()
-    for rank in range(3):
-        log = output.open_log(rank, {}, resume=False)
-        log.append(Block(rank, 1, b'{"image": "%d"}\n' % rank))
-        log.close()
-    unlink = Path.unlink
-
-    def kill(path, **options):
-        if path == output.log_path(1):
-            raise KeyboardInterrupt
-        unlink(path, **options)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Path, "unlink", kill)
-        output.finish(b"", "012", 0)
-    assert output.logs() == [output.log_path(1), output.log_path(2)]
-    with pytest.raises(VitError, match="has all rows; give it its name with --resume"):
-        output.check(resume=False, overwrite=False)
-    output.check(resume=True, overwrite=False)
-    assert output.complete("012", "jsonl") == 0
-    assert len(out.read_bytes().splitlines()) == 3
-    assert os.listdir(tmp_path) == [out.name]
 
 
 def test_blocks_of_several_processes_come_in_the_order_of_the_images(tmp_path):

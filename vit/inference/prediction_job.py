@@ -215,7 +215,7 @@ def prepare(
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
     images = find_images(config.inputs, lists=ray, notify=notify)
-    if output is not None and config.resume and (output.needs_name or not config.overwrite):
+    if output is not None and config.resume and not config.overwrite:
         failed = output.complete(images, str(config.format))
         if failed is not None:
             if config.sort_into is not None:
