@@ -44,7 +44,8 @@ def test_a_value_out_of_range_is_refused(kind, name, ends):
 @pytest.mark.parametrize(("kind", "name", "need"), NEEDS, ids=str)
 def test_a_setting_that_nothing_reads_is_refused(kind, name, need):
     accepted, needs = conditions_of(kind)[name]
-    values = {each.name: each.default for each in dataclasses.fields(kind)} | {"weights": "w"}
+    usual = {each.name: each.default for each in dataclasses.fields(kind)} | {"weights": "w"}
+    values = dict(usual)
     for other in needs:
         for part, wanted in other.items():
             values[part] = "on" if isinstance(wanted, Other) else wanted[-1]
@@ -52,12 +53,10 @@ def test_a_setting_that_nothing_reads_is_refused(kind, name, need):
     check_read(values, kind)
     off = {part: wanted[0] if isinstance(wanted, Other) else "x" for part, wanted in need.items()}
     parts = " and ".join(f"{part}={as_typed(value)}" for part, value in off.items())
-    with pytest.raises(
-        ConfigError, match=rf"^{name}='changed': {parts} do.* not read it; .* does$"
-    ):
+    with pytest.raises(ConfigError, match=rf": {parts} do.* not read it; .* does$"):
         check_read({**values, **off}, kind)
     for value in accepted:
-        check_read({**values, **off, name: value}, kind)
+        check_read({**usual, name: value}, kind)
 
 
 @pytest.mark.parametrize("task", PRETRAINING_TASKS)

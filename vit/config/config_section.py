@@ -48,6 +48,10 @@ class Properties:
     """Values that mean no more than the default where nothing reads it."""
     unused_by: tuple[str, ...] = ()
     """Values of `method` that have no use for it."""
+    goes_with: Mapping[str, str] = field(default_factory=dict)
+    """Settings that it is of no use without, with the reason: `out`, or `engine=ray`."""
+    incompatible_with: Mapping[str, str] = field(default_factory=dict)
+    """Settings that it does not work with, with the reason."""
     decided_by: str = ""
     """What decides it if nobody does: time, weights, data or plan; None leaves it to them."""
     resumable: bool = False
@@ -95,7 +99,7 @@ def refuse(name: str, value: Any, why: str) -> None:
 def properties_of(kind: SectionClass) -> dict[str, Properties]:
     """The properties of each setting of a section."""
     return {
-        one.name: replace(one.metadata.get("is", Properties()), **kind.shared)
+        one.name: replace(one.metadata.get("is", Properties()), **getattr(kind, "shared", {}))
         for one in fields(kind)
     }
 

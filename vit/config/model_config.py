@@ -11,9 +11,10 @@ EXPERT_SETTINGS = (
     *("router_weights", "router_jitter", "router_priority"),
 )
 LINEAR_STEM, CONV_STEM = {"stem": ("linear",)}, {"stem": ("conv",)}
+BIASED = {"stem": ("linear", "linear_norm")}
 MOE, ROTATED = {"feedforward": ("moe",)}, {"position": ROTARY}
 PLACED = {"position": ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d")}
-HAS_MLP = {"feedforward": ("mlp", "moe"), "pooling": ("attention",)}
+HAS_MLP = {"feedforward": ("mlp", "moe"), "pooling": ("attention", "attention_all")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,9 @@ class ModelConfig(Section):
     """Side of one square patch, in pixels."""
     patch_sizes: tuple[int, ...] = setting((), needs=(LINEAR_STEM,), unused_by=("probe",))
     """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
-    stem: Literal["linear", "conv"] = "linear"
-    """Patch embedding: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
+    stem: Literal["linear", "linear_norm", "conv"] = "linear"
+    """Patch embedding: one linear projection, with a norm (AIMv2), or 3x3 convolutions
+    (arXiv:2106.14881)."""
     stem_depth: int = setting(3, least=1, needs=(CONV_STEM,))
     """Convolutional stem: number of 3x3 convolutions."""
     stem_width: int | None = setting(None, least=1, needs=(CONV_STEM,))
@@ -66,27 +68,31 @@ class ModelConfig(Section):
         "auto", needs=(PLACED,)
     )
     """Prefix tokens with a position embedding; auto: the class token, none with registers."""
-    rotary_grid: Literal["index", "centred"] = setting("index", needs=(ROTATED,))
-    """Rotary: coordinates are patch indices, or from -1 to 1 across the image (DINOv3)."""
+    rotary_grid: Literal["index", "index_1", "centred", "mixed"] = setting(
+        "index", needs=(ROTATED,)
+    )
+    """Rotary: coordinates are patch indices, from 0 or 1, or -1 to 1 across the image (DINOv3);
+    mixed: learned frequencies of rows and columns (arXiv:2403.13298)."""
     rotary_temperature: float = setting(100.0, above=0, needs=(ROTATED,))
     """Rotary: base of the frequencies (theta)."""
     rotary_reference: int | None = setting(
-        None, least=1, needs=(ROTATED, {"rotary_grid": ("index",)})
+        None, least=1, needs=(ROTATED, {"rotary_grid": ("index", "index_1")})
     )
     """Rotary, index: grid side that coordinates are scaled to; no scaling when left empty."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
     norm_eps: float = setting(1e-6, above=0)
     """Epsilon of the normalisation layers."""
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """Normalise the input of each branch, the residual sum, or the branch's input and output."""
+    norm_order: Literal["pre", "post", "sandwich", "res_post", "sub", "sub_mlp"] = "pre"
+    """Normalise the input of each branch, the residual sum, the branch's input and output, or its
+    output; sub, sub_mlp: the input, and before the last layer of both or of the feed-forward."""
     parallel_blocks: bool = False
     """Attention and feed-forward in parallel, on the same tokens (ViT-22B, arXiv:2302.05442)."""
     norm_pre: bool = False
     """Normalise the tokens before the first block (CLIP)."""
     final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
     """Input of the last norm; auto: all tokens, or with pooling=mean the pooled vector."""
-    patch_bias: bool = setting(True, needs=(LINEAR_STEM,))
+    patch_bias: bool = setting(True, needs=(BIASED,))
     """Bias of the patch projection."""
     qkv_bias: bool = True
     """Bias of the query, key and value projections in the blocks."""
@@ -120,8 +126,17 @@ class ModelConfig(Section):
     """Activation of the mlp, also of attention pooling."""
     layer_scale: float = setting(0.0, "--init-values", least=0)
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
-    pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
-    """Input of the head: class token, mean of patches, attention pooling, or token and mean."""
+    pooling: Literal[
+        "class_token",
+        "mean",
+        "attention",
+        "attention_all",
+        "class_token_mean",
+        "class_token_registers",
+        "none",
+    ] = "class_token"
+    """Input of the head: class token, mean of patches, attention pooling (all: of the tokens before
+    the patches too), token and mean, or token and registers."""
     dropout: float = setting(0.0, "--drop", least=0, below=1, unused_by=("probe",))
     """Dropout after the position embedding, attention and feed-forward layers."""
     attention_dropout: float = setting(0.0, "--attn-drop", least=0, below=1, unused_by=("probe",))
@@ -157,6 +172,8 @@ class ModelConfig(Section):
         self._check_experts()
         if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
+        if self.pooling == "attention_all" and self.dim % 8:
+            self.refuse("dim", "pooling=attention_all has 8 heads, which divide it")
         if self.pooling == "none" and self.num_classes:
             self.refuse(
                 "pooling",
@@ -171,6 +188,8 @@ class ModelConfig(Section):
             self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if self.parallel_blocks and self.norm_order != "pre":
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        if self.norm_order.startswith("sub") and self.feedforward == "moe":
+            self.refuse("norm_order", "experts have no norm inside; use pre")
         if self.drop_path and self.depth == 1:
             self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
         self._check_tokens()
@@ -311,4 +330,5 @@ class ModelConfig(Section):
     @property
     def pooled_dim(self) -> int:
         """Width of the head's input."""
-        return 2 * self.dim if self.pooling == "class_token_mean" else self.dim
+        tokens = {"class_token_mean": 2, "class_token_registers": 1 + self.registers}
+        return tokens.get(self.pooling, 1) * self.dim

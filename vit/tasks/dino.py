@@ -17,7 +17,7 @@ arXiv:2104.14294; Oquab et al., "DINOv2", section 4, arXiv:2304.07193; Caron et 
 section 3.1, arXiv:2006.09882.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -73,12 +73,8 @@ class DINO(JointEmbeddingPretraining):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         layout = view_layout(run.config, images.shape[-1])
-
-        def split_global(shown: Tensor) -> Sequence[Tensor]:
-            return layout.split(shown)[:1]
-
         with torch.no_grad(), run.teaching():
-            answers = embed_views(run, images, split_global)
+            answers = embed_views(run, images, lambda shown: layout.split(shown)[:1])
             targets = sinkhorn_knopp(run, answers / run.config.pretraining.teacher_temperature)
         return distillation_losses(targets, random_views(run, images)).sum().view(1)
 
