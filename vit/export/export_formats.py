@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vit.atomic_files import open_atomic
 from vit.errors import VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import (
@@ -25,7 +26,6 @@ from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
 from vit.text import Notify, print_to_stderr
-from vit.weights.safetensors_io import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +146,8 @@ def export_torch(
         extra_files["license.txt"] = loaded.license
     extra_files["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
 
-    def save(beside: Path) -> None:
-        with open(beside, "wb") as file:
-            torch.export.save(program, file, extra_files=extra_files)
-
-    atomic_write(path, save)
+    with open_atomic(path) as file:
+        torch.export.save(program, file, extra_files=extra_files)
     return Exported(((path, path.stat().st_size),), largest)
 
 

@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors, rename_file, write_bytes
 from vit.errors import ConfigError, RunError
 from vit.export import export_captioner, export_classifier
 from vit.export.export_accuracy import Accuracy, compare
@@ -38,7 +38,6 @@ from vit.export.sample_images import SampleImages, calibration_images, validatio
 from vit.exported.onnx_session import OnnxSession
 from vit.text import Notify, print_to_stderr, printable
 from vit.weights.load_model import load_model
-from vit.weights.safetensors_io import atomic_write, explain_write_errors
 from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]
@@ -204,7 +203,7 @@ def _export_captioner(run: LoadedRun, source: str, path: Path, *, overwrite: boo
         difference = max(difference, check_equal(part, content))
         contents[part.name] = content
     for name, content in contents.items():
-        atomic_write(paths[name], partial(Path.write_bytes, data=content), len(content))
+        write_bytes(paths[name], content)
     sizes = tuple((paths[name], len(content)) for name, content in contents.items())
     return Exported(sizes, difference)
 
@@ -250,11 +249,11 @@ def publish(staged: Path, path: Path) -> tuple[tuple[Path, int], ...]:
             path.unlink(missing_ok=True)
     if new.exists():
         written.append((old, new.stat().st_size))
-        atomic_write(old, new.replace)
+        rename_file(new, old)
     elif old.exists():
         with explain_write_errors(old):
             old.unlink()
-    atomic_write(path, staged.replace)
+    rename_file(staged, path)
     return tuple(written)
 
 

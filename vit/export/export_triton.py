@@ -11,10 +11,10 @@ repositories and model configuration.
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors, write_bytes
 from vit.errors import ConfigError, RunError
 from vit.export.export_onnx import (
     Exported,
@@ -27,7 +27,6 @@ from vit.export.export_options import Options
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
 from vit.text import Notify, print_to_stderr, printable
-from vit.weights.safetensors_io import atomic_write, explain_write_errors
 
 CONFIG, LABELS, GRAPH, VERSION = "config.pbtxt", "labels.txt", "model.onnx", "1"
 MAX_BATCH = 32
@@ -59,7 +58,7 @@ def export_triton(
             files = publish(staged, graph)
         for name, text in ((LABELS, labels), (CONFIG, config)):
             content = text.encode()
-            atomic_write(folder / name, partial(Path.write_bytes, data=content), len(content))
+            write_bytes(folder / name, content)
             files += ((folder / name, len(content)),)
     except BaseException:
         if created is not None:

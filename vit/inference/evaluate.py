@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from vit.atomic_files import open_atomic
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
@@ -45,7 +46,7 @@ from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.inference.tta import Views
-from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
     Layout,
@@ -220,7 +221,7 @@ def _measure_with_rows(
     if rows.style == "xlsx":
         lines = [rows.header]
         scores = measured(write=lambda outputs, samples: lines.extend(rows.lines(outputs, samples)))
-        with atomic_file(resolve_link(out)) as book:
+        with open_atomic(resolve_link(out)) as book:
             write_workbook(book, map(str.encode, lines), shares=rows.predictor.shares)
         return scores
     with open_output(out) as file:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import open_atomic
 from vit.config.merge_settings import LABEL_ERRORS_FILE, ROWS_FILE
 from vit.config.stored_config import stored_config
 from vit.evaluation.confident_learning import (
@@ -21,7 +22,6 @@ from vit.evaluation.confident_learning import (
     weak_predictions,
 )
 from vit.inference.evaluate import evaluate_held_out
-from vit.output.output_file import atomic_file
 from vit.output.prediction_results import csv_row, to_json
 from vit.text import csv_mark, csv_text, plural, printable, quoted
 
@@ -49,7 +49,7 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         Lines for the user.
     """
     single = True
-    with atomic_file(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
+    with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):
             rows = folder / f"fold-{fold}" / ROWS_FILE
             if not rows.is_file():  # of an earlier version
@@ -80,7 +80,7 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
 def write_label_errors(path: Path, suspects: Sequence[SuspectRow]) -> None:
     """Write suspected labels as CSV, with a byte order mark where Excel needs it."""
     names = (text for one in suspects for text in (one.row.image, one.row.label, one.likely))
-    with atomic_file(path, "w", encoding="utf-8", newline="") as out:
+    with open_atomic(path, "w", encoding="utf-8", newline="") as out:
         out.write(csv_mark(names) + csv_row(COLUMNS))
         for one in suspects:
             texts = [csv_text(one.row.image), csv_text(one.row.label)]

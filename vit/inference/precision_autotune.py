@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, RunError
@@ -26,7 +27,6 @@ from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
 from vit.text import Notify, printable
-from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3
 MIN_BATCHES = 100

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
+from vit.atomic_files import explain_write_errors
 from vit.config.parser import nearest
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.inference.backends import (
@@ -39,7 +40,6 @@ from vit.output.output_file import (
     check_distinct,
     check_folder,
     check_output,
-    explain_write_errors,
     is_device,
     open_output,
 )

@@ -8,14 +8,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from vit.atomic_files import open_atomic
 from vit.errors import DataError, RunError, VitError
 from vit.output.output_file import resolve_link
 from vit.output.prediction_results import FORMATS, Layout, Prediction, byte_order_mark
 from vit.text import printable
-from vit.weights.safetensors_io import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,12 +110,8 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
         rows: In the order of the file.
     """
     if not is_url(out):
-
-        def write(beside: Path) -> None:
-            with open(beside, "wb") as file:
-                _write(file, style, layout, rows)
-
-        atomic_write(resolve_link(out), write)
+        with open_atomic(resolve_link(out)) as file:
+            _write(file, style, layout, rows)
         return
     import fsspec
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from vit.atomic_files import open_atomic
 from vit.errors import ConfigError, VitError, WeightsError
-from vit.output.output_file import atomic_file
 from vit.text import printable
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def write_embeddings(
     path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
 ) -> None:
     """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
-    with atomic_file(path) as file:
+    with open_atomic(path) as file:
         if path.suffix.lower() == ".parquet":
             _write_parquet(file, blocks, images, dim)
             return

@@ -28,9 +28,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vit.atomic_files import explain_write_errors, open_atomic, rename_file
 from vit.errors import RunError, VitError
 from vit.file_lock import HAS_LOCKS, lock_file
-from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
+from vit.output.output_file import check_output, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
 
@@ -295,7 +296,7 @@ class ResumableOutput:
             from vit.output.embeddings_file import write_embeddings
 
             write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
-        with atomic_file(self.finished) as file:
+        with open_atomic(self.finished) as file:
             blocks = (block.rows for block in merge_blocks(logs, len(images)))
             if write is None:
                 file.write(header)
@@ -307,8 +308,7 @@ class ResumableOutput:
     def _publish(self) -> None:
         """Name the finished file; a kill between these steps leaves it without a log of all."""
         remove(self.logs())
-        with explain_write_errors(self.out):
-            self.finished.replace(self.out)
+        rename_file(self.finished, self.out)
         remove(self.leftovers())
 
     def describe_kept(self, resume: str = "continue with --resume") -> str:

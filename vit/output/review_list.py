@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from itertools import chain
 
+from vit.atomic_files import open_atomic
 from vit.data.workbook import is_workbook, write_sheet
-from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import csv_row, json_cell, to_json
 from vit.text import csv_mark, csv_text
 
@@ -19,7 +20,7 @@ def write_review_list(
             mark that Excel needs for names that are not ASCII; None: CSV to standard output.
     """
     if path is not None and is_workbook(path):
-        with atomic_file(resolve_link(path)) as book:
+        with open_atomic(resolve_link(path)) as book:
             cells = ([json_cell(cell) for cell in row] for row in [columns, *rows])
             write_sheet(book, cells, number_format="General")
         return

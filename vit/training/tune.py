@@ -26,6 +26,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
 from vit.config.merge_settings import call_settings
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
@@ -79,7 +80,6 @@ from vit.training.successive_halving import (
 from vit.training.time_budget import MOST_SECONDS, SHARE
 from vit.training.train import resolve, train, translate_errors
 from vit.training.trainer import TrainingResult
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TUNE_FILE = "tune.json"
 RECIPE_FILE = "best.yaml"
@@ -551,8 +551,8 @@ def save(accelerator: Accelerator, folder: Path, record: Record) -> Record:
 
 def write_search_results(folder: Path, record: Record, config: Config) -> None:
     """Write the best settings as a recipe, and the page."""
-    path = folder / RECIPE_FILE
-    atomic_write(path, lambda beside: write_settings(beside, config, RECIPE))
+    with atomic_file(folder / RECIPE_FILE) as path:
+        write_settings(path, config, RECIPE)
     write_report(folder, record)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.atomic_files import atomic_folder, write_text
 from vit.config import ModelConfig
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
@@ -45,7 +45,7 @@ from vit.weights.load_model import (
     preprocessing_or_default,
 )
 from vit.weights.model_card import CARD_FILE, model_card
-from vit.weights.safetensors_io import DIGEST, explain_write_errors, write_tensors, write_text
+from vit.weights.safetensors_io import DIGEST, write_tensors
 
 Library = Literal["timm", "huggingface"]
 
@@ -262,29 +262,6 @@ def _is_converted(weights: Path) -> bool:
             return {*(file.metadata() or {})} == {*METADATA, DIGEST}
     except (OSError, SafetensorError):
         return False
-
-
-@contextlib.contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
-    """Temporary folder that replaces `out` after the `with`, and is deleted on an error."""
-    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    with explain_write_errors(out):
-        beside.mkdir(parents=True)
-        try:
-            yield beside
-            if not out.is_dir():
-                beside.rename(out)
-                return
-            out.rename(old)
-            try:
-                beside.rename(out)
-            except OSError:
-                old.rename(out)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def check_parity(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.config.pretraining_config import PRETRAINING_TASKS
@@ -32,7 +33,7 @@ from vit.text import printable
 from vit.weights.formats.state_dict_names import check_fit, meta_model
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.formats.timm_weights import from_timm, to_timm
-from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 T = TypeVar("T")
 

@@ -15,9 +15,7 @@ import io
 import json
 import os
 import re
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from vit.atomic_files import atomic_folder
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, EncodedImage, check_header
@@ -485,45 +484,3 @@ def _webdataset_members(
     key = names.add(folder + slash + last.replace(".", "_"))
     text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
     return [(key + suffix, image.content), (f"{key}.json", text.encode())]
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
-    temporary: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        _replace(temporary, folder)
-    except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be written ({error.strerror})") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(source: Path, folder: Path) -> None:
-    """Rename `source` to `folder`; an existing `folder` is deleted, or restored on an error."""
-    backup_root = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    backup, done = backup_root / "before", False
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(backup)
-        source.rename(folder)
-        done = True
-    finally:
-        if not done and os.path.lexists(backup):
-            _restore(backup, folder)
-        shutil.rmtree(backup_root, ignore_errors=True)
-
-
-def _restore(backup: Path, folder: Path) -> None:
-    try:
-        backup.rename(folder)
-    except OSError as error:
-        raise DataError(
-            f"{printable(folder)}: cannot be written ({error.strerror}); what was there is now "
-            f"{printable(backup)}"
-        ) from None

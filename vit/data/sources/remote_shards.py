@@ -6,15 +6,14 @@ version that the file system reports, so a shard that changes is downloaded agai
 
 import contextlib
 import hashlib
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import open_atomic
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import COMPRESSED, expand_braces, read_shards
@@ -150,26 +149,16 @@ def _check_space(cache: Path, total: int) -> None:
 
 def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
     """Download to a temporary file, check its size, and rename it to `path`."""
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / ".lock"), _readable_errors(address):
-            if _has_size(path, size):  # another process was faster
-                return
-            number, temporary = tempfile.mkstemp(prefix=".copying-", dir=path.parent)
-            with os.fdopen(number, "wb") as target, filesystem.open(address, "rb") as source:
-                shutil.copyfileobj(source, target, COPY_BYTES)
-                target.flush()
-                os.fsync(target.fileno())
-            if (copied := os.path.getsize(temporary)) != size:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.parent / ".lock"), _readable_errors(address):
+        if _has_size(path, size):  # another process was faster
+            return
+        with open_atomic(path) as target, filesystem.open(address, "rb") as source:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+            if (copied := target.tell()) != size:
                 raise DataError(
                     f"{printable(address)}: {copied:,} of {size:,} bytes were received; try again"
                 )
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

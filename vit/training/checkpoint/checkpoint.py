@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
 from vit.text import Notify, printable
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.training_state import TrainingState
-from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2

@@ -35,6 +35,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from vit.atomic_files import explain_write_errors
 from vit.config import ModelConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_binary
 from vit.data.dataloader import default_workers
@@ -47,7 +48,7 @@ from vit.precision import autocast
 from vit.text import Notify, plural, printable
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
-from vit.weights.safetensors_io import digest, explain_write_errors, read_tensors, write_tensors
+from vit.weights.safetensors_io import digest, read_tensors, write_tensors
 
 KEY_BYTES = 32
 STALE_SECONDS = 24 * 3600

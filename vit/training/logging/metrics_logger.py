@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
@@ -19,7 +20,6 @@ from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
 from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation
-from vit.weights.safetensors_io import explain_write_errors
 
 MAX_WAIT_SHARE = 0.15
 """Share of an epoch spent waiting for data above which a note is logged."""

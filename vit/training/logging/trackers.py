@@ -30,9 +30,9 @@ from accelerate.tracking import (
     get_available_trackers,
 )
 
+from vit.atomic_files import explain_write_errors, write_text
 from vit.errors import ConfigError, error_text
 from vit.training.logging.training_progress import notify
-from vit.weights.safetensors_io import explain_write_errors, write_text
 
 PROJECT = "vit"
 TRACKING = "tracking"

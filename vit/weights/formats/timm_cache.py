@@ -6,7 +6,6 @@ the versions of timm and of this package, which are the name of the cached file.
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,8 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
+from vit.errors import RunError
 from vit.paths import user_cache
 from vit.weights.formats.timm_network import RotaryOrder
 
@@ -53,7 +54,8 @@ def cached_facts(
     facts = load_facts(path)
     if facts is None:
         facts = compute()
-        with suppress(OSError, TypeError, ValueError):  # then it is computed again each time
+        # after an error, it is computed again each time
+        with suppress(OSError, RunError, TypeError, ValueError):
             save_facts(path, facts)
     return facts
 
@@ -92,6 +94,4 @@ def save_facts(path: Path, facts: TimmFacts) -> None:
     )
     text = json.dumps(values._asdict(), allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, text)
