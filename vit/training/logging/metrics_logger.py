@@ -192,6 +192,8 @@ class MetricsLogger:
     def _write(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(event)
+        if self.tracking is not None:
+            self.tracking.send(event)
 
 
 def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
