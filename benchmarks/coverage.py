@@ -29,7 +29,6 @@ from torch import Tensor
 from vit.config.parser import make_config, read_settings
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.evaluation.bootstrap_intervals import class_intervals, multilabel_intervals
 from vit.evaluation.classification_metrics import (
     Outcomes,
     calibration_error,
@@ -37,18 +36,17 @@ from vit.evaluation.classification_metrics import (
     debiased_error,
     summarize,
 )
-from vit.evaluation.conformal_sets import class_set_levels, set_levels, set_scores
-from vit.evaluation.fit_calibration import fit_calibration
+from vit.evaluation.fit_calibration import class_set_levels, fit_calibration, set_levels, set_scores
+from vit.evaluation.intervals import class_intervals, multilabel_intervals
 from vit.evaluation.multilabel_metrics import summarize_multilabel
 from vit.evaluation.paired_comparison import PairedComparison
-from vit.evaluation.selective_prediction import binomial_tail
+from vit.evaluation.statistical_tests import binomial_tail, wilson_interval
 from vit.evaluation.temperature_scaling import (
     Scaling,
     best_temperature,
     fit_temperature,
     scale_logits,
 )
-from vit.evaluation.wilson_interval import wilson_interval
 from vit.inference.evaluate import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ROUNDING
@@ -255,7 +253,7 @@ def difference(run: Predictions, kind: str, draws: int) -> list[str]:
     truth = PairedComparison.of(*right).difference
     held = []
     for drawn in draws_of(len(run.labels), 200, draws):
-        low, high = PairedComparison.of(*(one[drawn] for one in right)).interval()
+        low, high = PairedComparison.of(*(one[drawn] for one in right)).interval
         held.append(low <= truth <= high)
     return [f"{100 * truth:+.1f}", percent(np.mean(held))]
 

@@ -18,7 +18,7 @@ from vit.data.sources.image_inputs import list_images
 from vit.inference.attribution import relevance, rollout
 from vit.inference.deletion_metric import Deletion, deletions, passes
 from vit.inference.predictor import Predictor
-from vit.model.attention_maps import record_attention
+from vit.model.attention import record_attention
 
 BEGINNING = "another image's"
 

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from vit.data.image_io import read_image
-from vit.export.reference_outputs import ModelOutputs, by_reference_code
+from vit.export.verification import ModelOutputs, by_reference_code
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.weights.saved_model import load_run

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     f"vit.{name}"
     for name in (
-        *("atomic_files", "config", "cpu_cores", "errors", "event_log", "file_lock"),
+        *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log", "file_lock"),
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("supported_versions", "text", "version"),
     )
@@ -29,10 +29,7 @@ LEVEL_2 = {
     *("vit.weights", "vit.weights.formats", "vit.evaluation", "vit.tasks"),
     *("vit.generation", "vit.exported", "vit.output"),
 }
-TRAINING = {
-    f"vit.training.{name}"
-    for name in ("autotune", "checkpoint", "distributed", "finetune", "logging")
-}
+TRAINING = {f"vit.training.{name}" for name in ("checkpoint", "distributed", "finetune", "logging")}
 LEVEL_3 = {"vit.training", *TRAINING, "vit.inference", "vit.export", "vit.serving"}
 NUMERIC = {"torch", "numpy"}
 
@@ -41,6 +38,7 @@ NUMERIC = {"torch", "numpy"}
 # single module of another package.
 ALLOWED = {
     "vit.atomic_files": {"vit.errors", "vit.text"},
+    "vit.benchmark": set(),
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
     "vit.event_log": {"vit.text"},
@@ -98,21 +96,16 @@ ALLOWED = {
         *("vit.training.distributed", "vit.training.finetune", "vit.training.logging"),
         *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
     },
-    "vit.training.autotune": {
-        *NUMERIC, "accelerate", "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
-        *("vit.training.distributed", "vit.training.logging"),
-        *("vit.training.batch_norm_statistics", "vit.training.compilation"),
-        *("vit.training.lr_schedule", "vit.training.setup", "vit.training.training_loaders"),
-        *("vit.training.training_loop", "vit.training.training_state"),
-    },
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
     },
     "vit.exported": {
         "numpy", "PIL", "onnxruntime", "openvino",
-        *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.caption", "vit.output",
+        *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.generation_config", "vit.output",
     },
-    "vit.output": {"numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.caption"},
+    "vit.output": {
+        "numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.generation_config",
+    },
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
         *LEVEL_0, *LEVEL_1, *LEVEL_2,
@@ -301,6 +294,18 @@ def test_one_module_renames_finished_files():
                 ):
                     renaming.add(file.relative_to(ROOT / "vit").as_posix())
     assert renaming == {"atomic_files.py", "output/sort_into_folders.py"}
+
+
+def test_one_module_times_networks():
+    """The others show progress or choose how to decode; deadlines are by time.monotonic."""
+    timing = {
+        file.relative_to(ROOT / "vit").as_posix()
+        for file in (ROOT / "vit").rglob("*.py")
+        if "perf_counter" in file.read_text(encoding="utf-8")
+    }
+    progress = {"training/logging/training_progress.py", "training/training_loop.py"}
+    decoding = {"data/image_cache.py", "data/checks/unreadable_images.py"}
+    assert timing == {"benchmark.py", *progress, *decoding}
 
 
 def test_a_block_has_no_ifs():

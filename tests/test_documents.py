@@ -1,11 +1,9 @@
 """What the README and docs tell people to type is understood, and the names they show exist."""
 
-import ast
 import contextlib
 import importlib
 import itertools
 import json
-import pydoc
 import re
 import shlex
 import shutil
@@ -337,23 +335,13 @@ def test_the_python_blocks_of_a_page_run(page, photos, trained):
     }
 
 
-def test_help_of_the_package_fits_three_screens():
-    text = pydoc.render_doc(vit, renderer=pydoc.plaintext)
-    assert len(text.splitlines()) < 3 * 40
-    assert "vit.Predictor" in text
+def test_the_docstring_of_the_package_names_each_command_that_is_a_function():
+    assert len(vit.__doc__.splitlines()) < 40
+    assert "vit.Predictor" in vit.__doc__
     assert {"train", "Predictor"} <= set(vit.__all__) == set(dir(vit))
     functions = vit.__doc__.split("the same name: ")[1].split(";")[0]
     described = re.findall(r"\w+", functions)
     assert {"train", "predict", "report"} <= set(described) <= set(vit.__all__) & COMMANDS.keys()
-    assert set(vit.__all__) == set(declared_names())
-
-
-def declared_names():
-    """The names of __all__ as type checkers read them."""
-    tree = ast.parse(Path(vit.__file__).read_text())
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
-    (found,) = (node for node in nodes if ast.unparse(node.targets[0]) == "__all__")
-    return ast.literal_eval(found.value)
 
 
 @pytest.mark.slow

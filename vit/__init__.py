@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from vit.data.image_io import set_max_pixels
     from vit.data.sources.dataset_export import export_data
     from vit.evaluation.runs_table import runs
-    from vit.export.export_formats import export_model
-    from vit.export.export_onnx import export_onnx
+    from vit.export.export_formats import export_model, export_onnx
     from vit.export.verification import verify
     from vit.generation.generation_config import Search
     from vit.inference.calibrate import calibrate
@@ -77,42 +76,42 @@ if TYPE_CHECKING:
     from vit.weights.convert import convert_model
     from vit.weights.load_model import from_pretrained, list_models
 
-    __all__ = [
-        "Captioner",
-        "Config",
-        "Predictor",
-        "Search",
-        "VisionTransformer",
-        "__version__",
-        "calibrate",
-        "check",
-        "compare",
-        "compare_runs",
-        "convert_model",
-        "create_model",
-        "cross_validate",
-        "evaluate",
-        "export_data",
-        "export_model",
-        "export_onnx",
-        "from_pretrained",
-        "list_models",
-        "make_config",
-        "plan",
-        "plan_training",
-        "predict",
-        "report",
-        "runs",
-        "serve",
-        "set_max_pixels",
-        "suggest",
-        "summary",
-        "train",
-        "tune",
-        "verify",
-    ]
-
 register()
+
+__all__ = [
+    "Captioner",
+    "Config",
+    "Predictor",
+    "Search",
+    "VisionTransformer",
+    "__version__",
+    "calibrate",
+    "check",
+    "compare",
+    "compare_runs",
+    "convert_model",
+    "create_model",
+    "cross_validate",
+    "evaluate",
+    "export_data",
+    "export_model",
+    "export_onnx",
+    "from_pretrained",
+    "list_models",
+    "make_config",
+    "plan",
+    "plan_training",
+    "predict",
+    "report",
+    "runs",
+    "serve",
+    "set_max_pixels",
+    "suggest",
+    "summary",
+    "train",
+    "tune",
+    "verify",
+]
 
 # public name -> the module that has it, which is imported on first use: `import vit` costs nothing
 _HOMES = {
@@ -131,7 +130,7 @@ _HOMES = {
     "evaluate": "vit.inference.evaluate",
     "export_data": "vit.data.sources.dataset_export",
     "export_model": "vit.export.export_formats",
-    "export_onnx": "vit.export.export_onnx",
+    "export_onnx": "vit.export.export_formats",
     "from_pretrained": "vit.weights.load_model",
     "list_models": "vit.weights.load_model",
     "make_config": "vit.config.parser",
@@ -154,12 +153,6 @@ _checked = False
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        # pydoc believes __all__, and would print every inherited method of torch.nn.Module:
-        # without it, help(vit) is the docstring above
-        if sys._getframe(1).f_globals.get("__name__") == "pydoc":
-            raise AttributeError(name)
-        return __dir__()
     if name not in _HOMES:
         raise AttributeError(f"module 'vit' has no attribute {name!r}")
     if not _checked:
@@ -169,4 +162,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
+    return __all__

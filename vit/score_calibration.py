@@ -286,7 +286,7 @@ def check_selection(
 def check_decisions(
     thresholds: Sequence[float] | None, *, reject: bool, threshold: float | None
 ) -> None:
-    """Check that `reject` is about the decisions of a multi-label network that it was proven for."""
+    """Check that `reject` is for the decisions of a multi-label network it was proven for."""
     if reject and thresholds is not None and threshold is not None:
         raise ConfigError(
             f"reject with threshold={threshold:g}: what is right was measured at the thresholds of "

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import onnx
 import pytest
@@ -11,7 +10,7 @@ from PIL import Image
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.config import Config
-from vit.export.export_onnx import export_onnx
+from vit.export.export_formats import export_onnx
 from vit.export.sample_images import scene
 from vit.weights.saved_model import load_run, save_model
 
@@ -62,21 +61,9 @@ def test_a_run_and_its_exported_file_agree(check, exported, images, tmp_path):
     assert record["max_probability_difference"] <= 0.02
 
 
-@pytest.mark.parametrize(
-    ("other", "cause"),
-    [
-        (
-            {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
-            "as with the usual mean and deviation .*where the run has 0.485, 0.456, 0.406",
-        ),
-        ({"crop_share": 0.6}, "as with crop_share 0.9, where the run has 0.6"),
-    ],
-    ids=["mean", "crop"],
-)
-def test_an_altered_file_gives_exit_code_1_and_the_cause(
-    check, tiny_run, exported, images, tmp_path, other, cause
-):
-    """The file computes as the tiny run does, and tells the preprocessing of another run."""
+def test_an_altered_file_gives_exit_code_1(check, tiny_run, exported, images, tmp_path):
+    """The file computes as the tiny run does, and has the metadata of another run."""
+    other = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     loaded = load_run(tiny_run)
     wanted = dataclasses.replace(loaded.preprocessing, **other)
     config = Config(model=loaded.config)
@@ -91,10 +78,9 @@ def test_an_altered_file_gives_exit_code_1_and_the_cause(
     code, out, err = check(tmp_path / "a.onnx", "--run", run, *images)
     assert code == 1
     assert out.endswith("they do not agree\n")
-    first, second = err
+    (first,) = err
     assert first.startswith("vit verify: a.onnx is not the network of the run: another answer for")
     assert first.endswith(".png")
-    assert re.match(f"vit verify: likely cause: .*{cause}", second), second
     code, out, err = check(tmp_path / "a.onnx", *images)
     assert (code, out) == (2, "")
     assert "was exported from gone, which is not here; give the run with --run RUN" in err[0]
@@ -117,7 +103,6 @@ def test_a_captioner_and_its_two_files_agree(check, speaking, images, tmp_path):
     code, out, err = check(path, "--run", other, *images)
     assert code == 1
     assert "pets.onnx is not the network of the run" in err[0]
-    assert "its weights or its normalisation are not the run's" in err[1]
 
 
 def test_a_run_without_a_file_is_compared_with_the_predictor(check, tiny_run, images):

@@ -1,11 +1,20 @@
-"""The report of a classifier: its numbers are right, its markup is whole, names stay text."""
+"""report.html of classifiers, and the page of `vit evaluate`: names stay text, values are right."""
 
 import pytest
 import torch
 from PIL import Image
 
+from vit.data.corruptions import CORRUPTIONS, SEVERITIES
+from vit.errors import ConfigError
+from vit.evaluation.accuracy_slices import Feature, accuracy_slices
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
-from vit.evaluation.classification_report import write_classification_report
+from vit.evaluation.classification_report import (
+    MultilabelOutcomes,
+    evaluation_page,
+    write_classification_report,
+    write_multilabel_report,
+)
+from vit.evaluation.multilabel_metrics import summarize_multilabel
 
 IMAGES = 40
 
@@ -147,3 +156,168 @@ def test_a_mistake_has_its_label_and_the_prediction(write, parse, tmp_path):
     assert (small["width"], small["height"]) == ("128", "71")
     assert (image["width"], image["height"]) == ("240", "133")
     assert "\na\n90.0%\nis\nb\n(10.0%)\na.png" in page.lines
+
+
+@pytest.fixture
+def write_multilabel(tmp_path, make_facts, make_epochs):
+    """Write a report, and return its text."""
+
+    def write_multilabel(classes, probabilities, targets, paths=None, **changes):
+        write_multilabel_report(
+            tmp_path,
+            facts=make_facts(classes, **changes),
+            events=make_epochs(3),
+            outcomes=MultilabelOutcomes(
+                probabilities=probabilities,
+                targets=targets,
+                thresholds=[0.5] * len(classes),
+                paths=paths or ["/nowhere/x.png"] * len(targets),
+            ),
+        )
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return write_multilabel
+
+
+def draw_multilabel(classes: int, images: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    targets = (torch.rand(images, classes, generator=generator) < 0.3).long()
+    noise = torch.rand(images, classes, generator=generator, dtype=torch.float64)
+    return 0.7 * noise + 0.3 * targets, targets
+
+
+@pytest.mark.parametrize("count", [11, 40], ids=["few classes", "many classes"])
+def test_hostile_names_of_a_multilabel_run_stay_text(
+    write_multilabel, assert_harmless, hostile_names, hostile_images, count
+):
+    classes = (*hostile_names, *(f"class{i}" for i in range(count - len(hostile_names))))
+    page = assert_harmless(
+        write_multilabel(
+            classes, *draw_multilabel(count), hostile_images, unreadable={"<i>x": "<i>damaged</i>"}
+        )
+    )
+    assert len(page.find("img")) > 5
+
+
+def test_numbers_of_a_multilabel_run_are_the_metrics(write_multilabel, parse):
+    probabilities, targets = draw_multilabel(3)
+    scores = summarize_multilabel(probabilities, targets, "abc", [0.5] * 3)
+    page = parse(write_multilabel(tuple("abc"), probabilities, targets))
+    low, high = scores["map_interval"]
+    assert f"{scores['map']:.2%}" in page.texts
+    assert f"95% interval {low:.2%} to {high:.2%}" in page.prose
+    for label, name in (("macro F1", "macro_f1"), ("wrong decisions", "hamming")):
+        assert f"\n{label}\n{scores[name]:.2%}\n" in page.lines
+    for row in scores["per_class"]:
+        shares = [f"{row[name]:.1%}" for name in ("precision", "recall", "f1")]
+        cells = [row["label"], row["count"], f"{row['average_precision']:.1%}", "0.500", *shares]
+        assert "\n".join(map(str, cells)) in page.lines
+
+
+def test_a_class_without_images_has_no_scores_and_comes_last(write_multilabel, parse):
+    probabilities, targets = draw_multilabel(25)
+    targets[:, 7] = 0
+    page = parse(write_multilabel(tuple(f"c{i}" for i in range(25)), probabilities, targets))
+    assert "Classes, the worst of 25 first" in page.texts
+    assert "\nc7\n0\n-\n0.500\n-\n-\n-\nCan its scores be trusted?" in page.lines
+
+
+def test_an_image_is_shown_with_its_worst_decision(write_multilabel, parse, tmp_path):
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for path in paths:
+        Image.new("RGB", (8, 8)).save(path)
+    probabilities = torch.tensor([[0.6, 0.9], [0.1, 0.4], [0.1, 0.9]], dtype=torch.float64)
+    page = parse(
+        write_multilabel(("a", "b"), probabilities, torch.tensor([[0, 0], [1, 1], [0, 1]]), paths)
+    )
+    assert [image["alt"] for image in page.find("img")] == [
+        "b: said, not labelled",
+        "a: labelled, not said",
+    ]
+    assert "2 images of 3 have a wrong decision" in page.prose
+    assert (
+        "\nb\n90.0%\nsaid, not labelled\n0.png\na\n10.0%\nlabelled, not said\n1.png" in page.lines
+    )
+
+
+ROBUSTNESS = {
+    "score": "top1",
+    "clean": 0.9,
+    "mean": 0.512,
+    "corruptions": [
+        {"corruption": name, "severity": severity, "top1": 0.9 - severity / 10}
+        for name in CORRUPTIONS
+        for severity in SEVERITIES
+    ],
+}
+
+
+def scores_of(classes, values):
+    """Scores of 200 images; answers are wrong where `values` has its first value."""
+    labels = torch.arange(200) % len(classes)
+    right = [values[number % len(values)] != values[0] for number in range(200)]
+    shift = torch.tensor([0 if hit else 1 for hit in right])
+    table = torch.eye(len(classes))[(labels + shift) % len(classes)]
+    feature = Feature(
+        key=f"column:{values[-1]}",
+        title=f"column {values[-1]}",
+        values=[values[number % len(values)] for number in range(200)],
+    )
+    slices = [row.to_dict() for row in accuracy_slices(right, [feature])]
+    found = summarize(Outcomes.of(table, labels), classes)
+    return {**found, "slices": slices, "robustness": ROBUSTNESS, "failed": []}
+
+
+def test_hostile_names_of_an_evaluation_stay_text(assert_harmless, hostile_names):
+    scores = scores_of(hostile_names, hostile_names[:5])
+    page = assert_harmless(evaluation_page("run<script>", f"data{hostile_names[0]}", scores))
+    assert [row["flagged"] for row in scores["slices"]] == [True] + [False] * 4
+    assert "less accurate where column " in page.prose
+    assert "All 5 slices" in page.texts
+
+
+def test_all_scores_groups_and_unreadable_images_are_on_the_page(parse):
+    scores = scores_of(["cat", "dog"], ["x", "my_camera"])
+    failed = [{"image": f"{name}.png", "error": f"no {name}"} for name in ("a", "<script>")]
+    more = {"groups": 40, "nll_interval": [0.1234, 0.5678], "brier_interval": None}
+    html = evaluation_page("run", "data", {**scores, **more, "failed": failed})
+    page = parse(html)
+    assert ", of 40 groups" in page.prose
+    assert f"nll\n{scores['nll']:.4f}\n0.1234 to 0.5678\nbrier\n{scores['brier']:.4f}" in page.lines
+    for key in ("ece_chance", "ece_adaptive", "ece_classwise"):
+        assert f"{key}\n{scores[key]:.4f}" in page.lines
+    assert "a.png\nno a\n<script>.png\nno <script>" in page.lines
+    assert html.count("<script") == 1
+    assert "column:my_camera" in page.lines
+    assert "groups" not in parse(evaluation_page("run", "data", scores)).prose
+
+
+def test_classes_that_are_taken_for_each_other_are_a_matrix(parse):
+    classes = ["cat", "dog<script>", "owl"]
+    counts = {"cat": {"cat": 40, "dog<script>": 7}, "owl": {"owl": 3}}
+    scores = {**scores_of(classes, ["x", "y"]), "confusion": counts}
+    page = parse(evaluation_page("run", "data", scores))
+    assert "What is taken for what" in page.texts
+    titles = [cell["title"] for cell in page.find("span") if "title" in cell]
+    assert sorted(titles) == ["cat, right", "cat, taken for dog<script>", "owl, right"]
+    # of many classes the most frequent pairs
+    many = [f"class{number}" for number in range(300)]
+    scores = scores_of(many, ["x", "y"])
+    scores["confusion"] = {name: {many[0]: 1 + place} for place, name in enumerate(many)}
+    page = parse(evaluation_page("run", "data", scores))
+    assert "The 30 most frequent of 299 wrong pairs." in page.prose
+
+
+def test_corruptions_have_a_curve_and_a_row(parse):
+    page = parse(evaluation_page("runs/a", "photos", scores_of(["cat", "dog"], ["x", "y"])))
+    charts = [chart["aria-label"] for chart in page.find("svg")]
+    assert len(charts) == len(CORRUPTIONS)
+    expected = "0: 90.0%, 1: 80.0%, 2: 70.0%, 3: 60.0%, 4: 50.0%, 5: 40.0%"
+    assert f"gaussian noise, by severity: {expected}" in charts
+    assert "51.20%" in page.prose
+    assert "gaussian noise\n80.0%\n70.0%\n60.0%\n50.0%\n40.0%" in page.lines
+
+
+def test_scores_of_captions_have_no_page():
+    with pytest.raises(ConfigError, match="--json FILE"):
+        evaluation_page("run", "data", {"count": 1, "bleu4": 0.5, "top1": 1.0})

@@ -11,7 +11,7 @@ from sklearn import metrics
 from torch.nn import functional as F
 
 from vit.evaluation import multilabel_metrics
-from vit.evaluation.image_groups import student_quantile
+from vit.evaluation.intervals import student_quantile
 from vit.evaluation.multilabel_metrics import (
     average_precisions,
     choose_thresholds,

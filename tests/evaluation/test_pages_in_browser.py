@@ -17,8 +17,7 @@ from PIL import Image
 
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes
 from vit.evaluation.classification_report import write_classification_report
-from vit.evaluation.comparison_page import Disagreement, Flip, all_pairs_page, comparison_page
-from vit.evaluation.paired_comparison import AllPairs, PairedComparison
+from vit.evaluation.paired_comparison import Disagreement, RunsComparison, compare_all_pairs
 from vit.evaluation.runs_table import RunRecord, RunsTable
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -177,20 +176,19 @@ def write_comparison(tmp_path, photographs) -> Callable[..., Path]:
     """Write the page of a made-up comparison, and return its path."""
 
     def write_comparison(names=("runs/old", "runs/new"), labels=("cat", "dog"), paths=None) -> Path:
-        found = (paths or photographs)[:30]
-        flips = [
-            Flip(
+        images = [
+            Disagreement(
                 path=path,
                 label=labels[number % len(labels)],
-                right=0.6,
-                answer=labels[(number + 1) % len(labels)],
-                wrong=0.5 + number / 100,
+                answers=[(labels[(number + place) % len(labels)], 0.6) for place in (0, 1)],
+                right=(True, False),
             )
-            for number, path in enumerate(found)
+            for number, path in enumerate((paths or photographs)[:30])
         ]
+        right = torch.tensor([[True] * 60, [False] * 30 + [True] * 30])
         path = tmp_path / "comparison.html"
-        result = PairedComparison(1000, 900, 930, 10, 40)
-        path.write_text(comparison_page(names, result, flips[:10], flips), encoding="utf-8")
+        found = RunsComparison(names, compare_all_pairs(right), images)
+        path.write_text(found.page(), encoding="utf-8")
         return path
 
     return write_comparison
@@ -221,7 +219,7 @@ def test_the_comparison_works_at_a_desk_and_on_a_phone(write_comparison, open_pa
     for device in (DESK, PHONE):
         view = open_page(path, device)
         assert view.sideways() <= 0
-        assert view.page.locator("img").count() == 34
+        assert view.page.locator("img").count() == 30
         assert view.page.evaluate(
             "Array.from(document.images).every(one => one.complete && one.naturalWidth > 0)"
         )
@@ -442,7 +440,8 @@ def test_the_page_of_several_runs_sorts_and_fits(open_page, tmp_path, photograph
         if right[:, place].any() and not right[:, place].all()
     ]
     path = tmp_path / "comparison.html"
-    path.write_text(all_pairs_page(names, AllPairs.of(right), found), encoding="utf-8")
+    page = RunsComparison(names, compare_all_pairs(right), found).page()
+    path.write_text(page, encoding="utf-8")
     for device in (DESK, PHONE):
         view = open_page(path, device)
         assert view.sideways() <= 0

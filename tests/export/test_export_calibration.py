@@ -15,8 +15,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export import float16
 from vit.export.export_classifier import ClassifierWithTokens
-from vit.export.export_formats import export_model
-from vit.export.export_onnx import export_onnx
+from vit.export.export_formats import export_model, export_onnx
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_session import OnnxSession
@@ -102,7 +101,7 @@ def test_a_file_of_an_earlier_calibration_is_named(calibrated_run, file, images,
     update_run(copy, {CALIBRATION: {"temperature": 2.0, "images": 99, "exponent": 1.0}})
     report = verify(file, images, run=copy)
     assert not report.agrees
-    assert any("temperature 3, the run one with temperature 2" in cause for cause in report.causes)
+    assert any("say calibration temperature 3.0, the run 2.0" in cause for cause in report.causes)
 
 
 def test_the_scores_of_a_file_cannot_be_raw(file):

@@ -20,7 +20,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export import onnx_graph
 from vit.export.export_captioner import parts_of
-from vit.export.export_onnx import export_onnx
+from vit.export.export_formats import export_onnx
 from vit.export.onnx_graph import Part, check_equal, to_onnx
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_captioner import ExportedCaptioner, greedy_decode

@@ -15,9 +15,8 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.export import export_accuracy, export_classifier, onnx_graph
 from vit.export import export_onnx as onnx_export
-from vit.export.export_formats import export_model
-from vit.export.export_onnx import export_onnx
-from vit.export.export_options import Options
+from vit.export.export_formats import export_model, export_onnx
+from vit.export.export_options import ExportOptions
 from vit.export.float16 import convert_to_float16
 from vit.exported.onnx_session import OnnxSession
 from vit.exported.openvino_session import OpenVINOSession
@@ -312,12 +311,12 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
         ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it; choose int8"),
         ({"max_drop": 0.1}, "max_drop=0.1: nothing is measured without validation data"),
-        ({"max_drop": 2.0, "validation": "x"}, "max_drop=2: a share, from 0 to 1"),
+        ({"max_drop": 2.0, "validation": "x"}, "max_drop=2.0: a share, from 0 to 1"),
     ],
 )
 def test_options_without_effect_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Options(**options)
+        ExportOptions(**options)
 
 
 def test_networks_that_cannot_be_exported_are_refused(tmp_path):

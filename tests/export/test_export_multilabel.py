@@ -13,10 +13,8 @@ from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.export_accuracy import Accuracy, compare
-from vit.export.export_formats import export_model
-from vit.export.export_onnx import export_onnx
-from vit.export.reference_outputs import ModelOutputs
-from vit.export.verification import verify
+from vit.export.export_formats import export_model, export_onnx
+from vit.export.verification import ModelOutputs, verify
 from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
@@ -119,7 +117,7 @@ def test_verify_reports_other_thresholds_and_single_label_files(
     update_run(other, {"thresholds": [0.6, 0.5, 0.7]})
     report = verify(exported, images, run=other)
     assert not report.agrees
-    assert "other thresholds" in " ".join(report.complaints())
+    assert "say thresholds 0.3, 0.5, 0.7, the run 0.6, 0.5, 0.7" in " ".join(report.complaints())
     proto = onnx.load(exported)
     onnx.helper.set_model_props(
         proto,
@@ -127,7 +125,7 @@ def test_verify_reports_other_thresholds_and_single_label_files(
     )
     onnx.save(proto, tmp_path / "one.onnx")
     report = verify(tmp_path / "one.onnx", images, run=several_run)
-    assert "one class an image, the run several" in " ".join(report.complaints())
+    assert "say thresholds None, the run 0.3, 0.5, 0.7" in " ".join(report.complaints())
 
 
 @pytest.mark.parametrize("thresholds", ["null", "[0.5]", "[0.5, 0.5, 7]", "x"])

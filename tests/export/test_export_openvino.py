@@ -9,7 +9,8 @@ import pytest
 
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.export import export_openvino as converting
-from vit.export.export_openvino import convert, export_openvino
+from vit.export.export_formats import export
+from vit.export.export_openvino import convert
 from vit.export.quantization import quantize
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import OnnxSession
@@ -83,7 +84,7 @@ def test_weights_of_another_export_are_refused(graph, whole, noise_of, tmp_path)
 
 def test_weights_beside_the_graph_are_no_choice(tmp_path):
     with pytest.raises(ConfigError, match=r"external_data=True: .* in NAME\.bin; leave it out"):
-        export_openvino("run", tmp_path / "net.xml", external_data=True)
+        export("run", tmp_path / "net.xml", to="openvino", external_data=True)
 
 
 def test_other_suffixes_and_a_missing_library_are_refused(graph, tmp_path, monkeypatch):

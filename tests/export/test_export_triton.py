@@ -13,9 +13,10 @@ from tests.exported.test_onnx_classifier import NAMES, written
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.errors import ConfigError, RunError
-from vit.export import export_triton
+from vit.export import export_formats, export_triton
 from vit.export.export_formats import export_model
-from vit.export.export_triton import check_folder, model_config
+from vit.export.export_options import Exported, ExportOptions
+from vit.export.export_triton import check_repository_folder, model_config
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run
 
@@ -61,14 +62,14 @@ def test_a_repository_has_the_graph_its_tensors_and_the_labels(
     schema, tiny_run, tmp_path, monkeypatch
 ):
     @contextmanager
-    def file_of_fruit(_run, _source, path, _options, **_settings):
-        yield written(path.with_name("staged.onnx")), 0.0, None
+    def file_of_fruit(job):
+        yield written(job.path.with_name("staged.onnx")), Exported((), 0.0)
 
     monkeypatch.setattr(export_triton, "classifier_file", file_of_fruit)
     run = dataclasses.replace(load_run(tiny_run), classes=(*NAMES[:3], "two\nlines"))
-    monkeypatch.setattr(export_triton, "load_classifier", lambda *_, **__: run)
+    monkeypatch.setattr(export_formats, "load_model", lambda *_, **__: run)
     folder = tmp_path / "new" / "repository" / "fruit-2.1"
-    exported = export_triton.export_triton(tiny_run, folder)
+    exported = export_formats.export(tiny_run, folder, to="triton")
     assert [(path, path.stat().st_size) for path, _ in exported.files] == [*exported.files]
     assert exported.files[0][0] == folder / "1" / "model.onnx"
     _, classes = check_repository(schema, folder, ["probabilities", "embedding"])
@@ -111,10 +112,10 @@ def test_axes_without_a_fixed_size_are_minus_one(schema):
 @pytest.mark.parametrize("name", ["photos.onnx", "a b", "a/", "..", "ä", "a\n", "-"])
 def test_a_folder_that_is_no_name_of_a_model_is_refused(tmp_path, name):
     if name == "a/":
-        check_folder(tmp_path / name, overwrite=False)
+        check_repository_folder(tmp_path / name, ExportOptions(), False)
         return
     with pytest.raises(ConfigError, match="REPOSITORY/NAME"):
-        check_folder(tmp_path / name, overwrite=False)
+        check_repository_folder(tmp_path / name, ExportOptions(), False)
 
 
 def test_other_folders_are_not_overwritten(tmp_path):
@@ -125,10 +126,10 @@ def test_other_folders_are_not_overwritten(tmp_path):
     (tmp_path / "model" / "config.pbtxt").write_text("")
     for name, words in {"file": "no folder", "other": "other files"}.items():
         with pytest.raises(RunError, match=words):
-            check_folder(tmp_path / name, overwrite=True)
+            check_repository_folder(tmp_path / name, ExportOptions(), True)
     with pytest.raises(RunError, match="--overwrite"):
-        check_folder(tmp_path / "model", overwrite=False)
-    check_folder(tmp_path / "model", overwrite=True)
+        check_repository_folder(tmp_path / "model", ExportOptions(), False)
+    check_repository_folder(tmp_path / "model", ExportOptions(), True)
 
 
 def test_a_refused_export_leaves_no_folder(tiny_run, tiny_data, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vit.export.gptq import BLOCK, DAMPING, gptq
+from vit.export.quantization import BLOCK, DAMPING, gptq
 
 
 def problem(inputs=20, outputs=6, rows=300, seed=0):

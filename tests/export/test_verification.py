@@ -1,11 +1,8 @@
 """A file that is not the network of its run is found out, and so is what was changed in it."""
 
-import copy
 import dataclasses
 import json
-import re
 import shutil
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,10 +13,17 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.config.parser import write_settings
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
-from vit.export.mismatch_diagnosis import permutation_cause
-from vit.export.reference_outputs import ModelOutputs, by_predictor, by_reference_code
 from vit.export.sample_images import SIZES, comparison_images, draw, scene
-from vit.export.verification import LIMITS, REFERENCE, Comparison, compare, verify
+from vit.export.verification import (
+    LIMITS,
+    REFERENCE,
+    Comparison,
+    ModelOutputs,
+    by_predictor,
+    by_reference_code,
+    compare,
+    verify,
+)
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
@@ -34,7 +38,6 @@ class TorchGraph:
 
     def __init__(self, run, *, metadata=None, precision="fp32", change=None, **other):
         self.run, self.change = run, change or (lambda x: x)
-        self.backwards = other.pop("backwards", False)
         self.preprocessing = dataclasses.replace(run.preprocessing, **other)
         self.metadata = {
             "graph": "classifier",
@@ -45,8 +48,7 @@ class TorchGraph:
 
     @torch.inference_mode()
     def __call__(self, inputs):
-        input_images = inputs["images"][..., ::-1] if self.backwards else inputs["images"]
-        fitted = [self.preprocessing(Image.fromarray(pil_image)) for pil_image in input_images]
+        fitted = [self.preprocessing(Image.fromarray(image)) for image in inputs["images"]]
         logits = self.run.model(self.preprocessing.normalise(torch.stack(fitted)))
         return [self.change(logits.softmax(1)).numpy()]
 
@@ -72,7 +74,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
     """Verifies a TorchGraph against the tiny run."""
 
     def check(images=None, **changes):
-        graph = TorchGraph(changes.pop("other", run), **changes)
+        graph = TorchGraph(run, **changes)
         monkeypatch.setattr(verification, "open_exported", lambda *_: ExportedClassifier(graph))
         return verify("fruit.onnx", input_images if images is None else images, run=tiny_run)
 
@@ -97,43 +99,27 @@ ORDER = [2, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause"),
+    "changes",
     [
-        ({"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}, "with ImageNet's mean and"),
-        (
-            {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)},
-            "no mean and deviation .*0.5, 0.5",
-        ),
-        ({"mean": (0.4, 0.6, 0.3)}, "images of a single colour, which no resizing changes"),
-        (
-            {"crop_share": 0.5},
-            "already have 17 x 17 pixels get the same|single colour get the same",
-        ),
-        ({"crop_share": 1.0}, "crop_share 1, where the run has 0.9"),
-        ({"resize": "squash"}, "resize squash"),
-        ({"interpolation": "bilinear"}, "interpolation bilinear"),
-        ({"backwards": True}, "red and blue exchanged"),
-        ({"change": lambda rows: rows[:, ORDER]}, "outputs are in another order: 3 of 3 classes"),
+        {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+        {"mean": (0.4, 0.6, 0.3)},
+        {"crop_share": 0.5},
+        {"crop_share": 1.0},
+        {"resize": "squash"},
+        {"interpolation": "bilinear"},
+        {"change": lambda rows: rows[:, [2, 0, 1]]},
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_changed_preprocessing_or_outputs_are_diagnosed(verified, changes, cause):
+def test_a_file_with_other_preprocessing_or_outputs_does_not_agree(verified, changes):
     found = verified(**changes)
     assert not found.agrees
     by_name = {path.name: path for path in found.paths}
     assert [name for name, path in by_name.items() if not path.agrees] == ["fruit.onnx"]
     assert by_name["fruit.onnx"].max_probability_difference > 0.02
     assert by_name["fruit.onnx"].worst.endswith(".png")
-    (told,) = found.causes
-    assert re.search(cause, told), told
-
-
-def test_other_weights_are_diagnosed(verified, run):
-    other = dataclasses.replace(run, model=copy.deepcopy(run.model))
-    seeded = torch.Generator().manual_seed(1)  # some heads look like another normalisation
-    torch.nn.init.normal_(other.model.head.weight, std=3.0, generator=seeded)
-    (cause,) = verified(other=other).causes
-    assert "its weights or its normalisation are not the run's" in cause
+    assert found.complaints()[0].startswith("fruit.onnx is not the network of the run: another")
+    assert found.causes == ()  # its metadata are the run's
 
 
 def test_differing_metadata_are_reported_even_if_outputs_agree(verified, run):
@@ -147,23 +133,17 @@ def test_differing_metadata_are_reported_even_if_outputs_agree(verified, run):
     )
 
 
-def test_a_file_with_the_preprocessing_of_its_own_metadata_is_diagnosed(verified, run):
-    other = dataclasses.replace(run.preprocessing, mean=(0.1, 0.5, 0.9)).to_dict()
-    found = verified(mean=(0.1, 0.5, 0.9), metadata={"preprocessing": json.dumps(other)})
-    assert found.causes == (
-        "its metadata say mean 0.1, 0.5, 0.9, the run 0.5, 0.5, 0.5",
-        "it answers as with the preprocessing in its metadata, which is not the run's",
-    )
-
-
-def test_classes_in_another_order_are_reported(verified):
-    found = verified(metadata={"classes": json.dumps([CLASSES[i] for i in ORDER])})
-    assert found.causes[0] == (
-        "its metadata name the classes in another order: number 0 is class2, in the run apple"
-    )
+@pytest.mark.parametrize(
+    ("classes", "cause"),
+    [
+        (["class2", "apple", "class10"], "say class 0 class2, the run apple"),
+        (["apple", "pear", "class2"], "say class 1 pear, the run class10"),
+    ],
+)
+def test_other_classes_are_reported(verified, classes, cause):
+    found = verified(metadata={"classes": json.dumps(classes)})
+    assert found.causes == (f"its metadata {cause}",)
     assert not found.paths[2].agrees
-    found = verified(metadata={"classes": json.dumps(["apple", "pear", "class2"])})
-    assert "its metadata name other classes: number 1 is pear, in the run" in found.causes[0]
 
 
 def test_the_precision_of_the_file_sets_its_limits(verified):
@@ -305,20 +285,3 @@ def test_files_without_a_usable_run_are_refused(tmp_path, tiny_run, monkeypatch)
     graph.metadata["source_run"] = "runs/\x1b[31mgone"
     with pytest.raises(RunError, match=r"exported from runs/.x1b\[31mgone, which is not here"):
         verify("fruit.onnx")
-
-
-def test_a_permutation_of_many_classes_is_found_in_little_memory():
-    rng = np.random.default_rng(0)
-    rows = rng.dirichlet(np.ones(1000), size=8)
-    order = rng.permutation(1000)
-    hand, file = ([ModelOutputs(row) for row in some] for some in (rows, rows[:, order]))
-    tracemalloc.start()
-    try:
-        told = permutation_cause(hand, file)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    moved = int((order != np.arange(1000)).sum())
-    assert told == f"its outputs are in another order: {moved} of 1000 classes changed places"
-    assert peak < 4_000_000  # the square of the classes would be 64 MB
-    assert permutation_cause(hand, [ModelOutputs(row[::-1] ** 2) for row in rows]) is None

@@ -8,8 +8,7 @@ from transformers.generation import logits_process as theirs
 from tests.markers import same_initial_weights
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
-from vit.generation.logits_processors import LogitsProcessor, stable_topk
-from vit.generation.sampling import sampling_weights
+from vit.generation.logits_processors import LogitsProcessor, sampling_weights, stable_topk
 
 BEGIN, END, VOCAB, ROWS = 0, 1, 24, 6
 LONGEST = 10

@@ -8,7 +8,7 @@ import torch
 from tests.generation.tables import BEGIN, END, Table
 from vit.generation.generate import generate
 from vit.generation.generation_config import Search
-from vit.generation.sampling import RandomSelector, random_integers, sampling_weights
+from vit.generation.logits_processors import choose_tokens, random_integers, sampling_weights
 
 COUNT = 20_000
 
@@ -125,7 +125,7 @@ def test_sampling_weights_do_not_depend_on_the_other_rows():
 
 
 def test_the_extreme_random_numbers_sample_a_token_of_the_nucleus():
-    drawn = RandomSelector(Search(temperature=1.0, max_tokens=2), [0], device="cpu")
-    drawn.random = torch.tensor([[0, 2**31 - 1]])
+    search = Search(temperature=1.0, max_tokens=2)
     logits = torch.tensor([[-torch.inf, -90.0, 1.0, 2.0, -90.0, -torch.inf]])
-    assert [int(drawn(logits, index)) for index in (0, 1)] == [2, 3]
+    extremes = [torch.tensor([[number]]) for number in (0, 2**31 - 1)]
+    assert [int(choose_tokens(logits, search, number)) for number in extremes] == [2, 3]

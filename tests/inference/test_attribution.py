@@ -16,7 +16,7 @@ from vit.inference.attribution import (
     rollout,
     token_attention,
 )
-from vit.model.attention_maps import AttentionRecorder, record_attention
+from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.activation_checkpointing import recompute_blocks

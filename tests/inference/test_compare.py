@@ -1,10 +1,8 @@
 """`vit compare`: the counts are those of the predictions of both runs."""
 
-import dataclasses
 import json
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,7 @@ from vit.config import Config, TrainingConfig
 from vit.config.parser import make_config, write_settings
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.errors import ConfigError, DataError
-from vit.evaluation import paired_map
-from vit.evaluation.multilabel_metrics import map_interval
-from vit.evaluation.paired_comparison import AllPairs
-from vit.inference.compare import Answer, SharedAnswers, answer_of, compare, compare_runs
+from vit.inference.compare import answer_of, compare, compare_runs
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model, update_run
@@ -234,24 +229,6 @@ def test_three_runs_are_compared_as_every_two_are(
     assert f"{len(differ)} images on which they differ" in text
 
 
-def test_all_pairs_take_one_pass_over_the_answers():
-    class Counted(dict):
-        reads = 0
-
-        def __getitem__(self, key):
-            Counted.reads += 1
-            return super().__getitem__(key)
-
-    said = Answer("cat", "cat", 1.0, 1.0, right=True)
-    wrong = dataclasses.replace(said, answer="dog", right=False)
-    found = [Counted(a=said, b=one) for one in (said, wrong)]
-    answers = SharedAnswers(["a", "b"], found * 4, [], [], torch.zeros(0))
-    pairs = AllPairs.of(answers.right, answers.compared).pairs
-    assert len(pairs) == 28
-    assert pairs[0, 1].only_a_right == 1
-    assert Counted.reads == 2 * 8
-
-
 def test_classes_whose_names_look_like_several_are_told_apart():
     classes, thresholds = ("cat", "dog", "cat, dog", "(no class)"), [0.5] * 4
 
@@ -263,32 +240,6 @@ def test_classes_whose_names_look_like_several_are_told_apart():
         found = answered(true, named)
         assert (found.label == found.answer, found.right) == (True, False)
         assert answered(true, true).right
-
-
-def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
-    counted: Counter[str] = Counter()
-
-    def count(name):
-        original = getattr(paired_map, name)
-
-        def counting(*arguments, **settings):
-            counted[name] += 1
-            return original(*arguments, **settings)
-
-        monkeypatch.setattr(paired_map, name, counting)
-
-    count("map_interval")
-    count("jackknife_weights")
-    draw = torch.Generator().manual_seed(0)
-    targets = (torch.rand(40, 3, generator=draw) < 0.4).to(torch.uint8)
-    scores = [torch.rand(40, 3, generator=draw, dtype=torch.float64) for _ in range(4)]
-    found = {f"{place}": Answer("cat", "cat", 1.0, 1.0, right=True) for place in range(40)}
-    answers = SharedAnswers([*found], [found] * 4, [], scores, targets)
-    pairs = AllPairs.of(answers.right, answers.compared).pairs
-    assert (len(pairs), counted) == (6, {"map_interval": 4, "jackknife_weights": 4})
-    expected = tuple(map_interval(scores[place], targets) for place in (1, 3))
-    assert pairs[1, 3].intervals == expected
-    assert None not in expected
 
 
 def test_the_json_of_two_runs_has_the_keys_of_the_contract(tiny_run, other_run, tiny_data):

@@ -20,7 +20,7 @@ from vit.data.sources.held_out_split import split_record
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation import multilabel_metrics
-from vit.evaluation.image_groups import number_groups, share_interval
+from vit.evaluation.intervals import number_groups, share_interval
 from vit.inference.calibrate import calibrate
 from vit.inference.compare import compare
 from vit.inference.evaluate import (

@@ -16,7 +16,7 @@ from vit.commands.main import main
 from vit.config.parser import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
-from vit.evaluation.image_groups import number_groups, share_interval
+from vit.evaluation.intervals import number_groups, share_interval
 from vit.generation.generation_config import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor

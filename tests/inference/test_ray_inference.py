@@ -12,8 +12,7 @@ import pytest
 
 from tests.inference.captioners import save_captioner
 from vit.errors import ConfigError, DataError, RunError, VitError
-from vit.generation.caption import Caption
-from vit.generation.generation_config import Search
+from vit.generation.generation_config import Caption, Search
 from vit.inference import ray_inference
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (

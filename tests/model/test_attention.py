@@ -9,13 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 from vit.model import attention as module
 from vit.model.attention import (
     AttentionContext,
+    AttentionRecorder,
     CrossAttention,
     SelfAttention,
     attention_weights,
     dot_product_attention,
     explicit_attention,
 )
-from vit.model.attention_maps import AttentionRecorder
 
 BATCH, TOKENS, DIM, HEADS = 2, 7, 32, 4
 TEXT, MEMORY = 5, 7

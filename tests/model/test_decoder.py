@@ -21,9 +21,13 @@ from vit.model import build
 from vit.model.build import assemble_decoder, build_classifier
 from vit.model.build import build_captioner as build_both
 from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
-from vit.model.decoder import TextDecoder, WordDropout
+from vit.model.decoder import (
+    RotaryTextPositions,
+    SinusoidalTextPositions,
+    TextDecoder,
+    WordDropout,
+)
 from vit.model.initialization import init_weights
-from vit.model.text_position_embedding import RotaryTextPositions, SinusoidalTextPositions
 
 VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -94,9 +98,7 @@ def captioner(encoder: dict[str, object] | None = None, **options: object) -> Ca
 def decoder(*, language_model: bool = False, **options: object) -> TextDecoder:
     encoder, config = settings(options)
     made = assemble_decoder(config, encoder, language_model=language_model)
-    holder = nn.ModuleDict({"decoder": made})
-    init_weights(holder)
-    return stirred(made)
+    return stirred(init_weights(nn.ModuleDict({"decoder": made}))["decoder"])
 
 
 def some_ids(batch: int = 2, words: int = WORDS) -> Tensor:

@@ -8,7 +8,7 @@ import openpyxl
 import pytest
 
 from vit.errors import ConfigError, RunError
-from vit.generation.generate import Caption
+from vit.generation.generation_config import Caption
 from vit.output.prediction_results import (
     FORMATS,
     READERS,

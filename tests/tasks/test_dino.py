@@ -11,7 +11,7 @@ import torch
 
 from vit.errors import ConfigError
 from vit.tasks.dino import ITERATIONS, MOMENTUM, distillation_losses, sinkhorn_knopp
-from vit.tasks.joint_embedding import random_views, view_layout
+from vit.tasks.pretraining import random_views, view_layout
 from vit.training.checkpoint.run_folder import stored_config
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training

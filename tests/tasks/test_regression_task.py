@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vit.config.parser import make_config
 from vit.config.training_config import TASKS
 from vit.data.sources.open_dataset import read_source
-from vit.export.export_onnx import export_onnx
+from vit.export.export_formats import export_onnx
 from vit.export.verification import verify
 from vit.exported.load_exported import load_exported
 from vit.inference.evaluate import evaluate

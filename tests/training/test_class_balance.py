@@ -15,12 +15,12 @@ from vit.config.parser import flatten, make_config
 from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate
-from vit.tasks.class_balance import (
+from vit.tasks.classification import Classification, ClassTally
+from vit.tasks.losses import (
     ClassBalance,
     logit_adjusted_cross_entropy,
     weighted_cross_entropy,
 )
-from vit.tasks.classification import Classification, ClassTally
 from vit.training.finetune.finetuning import check_unused_settings
 from vit.training.train import train
 from vit.weights.model_card import best_event

@@ -18,8 +18,8 @@ from vit.commands.main import main
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import make_config
 from vit.errors import ConfigError, RunError, WeightsError
+from vit.evaluation.statistical_tests import wilson_interval
 from vit.evaluation.temperature_scaling import fit_temperature
-from vit.evaluation.wilson_interval import wilson_interval
 from vit.inference.fold_soup import save_fold_soup
 from vit.score_calibration import ScoreCalibration
 from vit.training import cross_validation

@@ -72,7 +72,7 @@ def test_the_upper_byte_of_the_images_shows_no_class(low_byte):
 def test_a_class_in_the_lower_byte_is_learned_and_predicted_by_every_runtime(
     low_byte, low_byte_run, tmp_path
 ):
-    from vit.export.export_onnx import export_onnx
+    from vit.export.export_formats import export_onnx
 
     result, said = low_byte_run
     assert result.val_top1 >= 0.95

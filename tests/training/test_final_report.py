@@ -138,7 +138,7 @@ def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("vit.evaluation.html_page.read_image", refuse)
-        patched.setattr("vit.evaluation.image_properties.read_header", refuse)
+        patched.setattr("vit.evaluation.accuracy_slices.read_header", refuse)
         run = train(tiny_config(epochs=2, lr=1e-5, report="fast"), tmp_path / "run").folder
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "<h2>Fast report</h2>" in page

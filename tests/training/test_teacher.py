@@ -21,7 +21,7 @@ from vit.data.image_io import read_image
 from vit.data.multilabel_targets import to_multilabel
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import ConfigError, DataError, RunError
-from vit.export.export_onnx import export_onnx
+from vit.export.export_formats import export_onnx
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.stop_signals import Interrupted

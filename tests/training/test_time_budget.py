@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from vit import benchmark
 from vit.config import Config, DataConfig, ModelConfig, TrainingConfig
 from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
-from vit.training.autotune import time_lower_bound
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
@@ -67,7 +67,8 @@ def clock(monkeypatch):
     clock = Clock()
     for name, value in {"SAVE": 0.0, "DISK": float("inf"), "REPORT": 0.0}.items():
         monkeypatch.setattr(time_budget, name, value)
-    monkeypatch.setattr(time_budget, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    for module in (time_budget, benchmark):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(time_budget, "train_one_step", clock.train_one_step)
     monkeypatch.setattr(time_budget, "validate", clock.validate)
     return clock
@@ -254,9 +255,7 @@ def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
         clock.now += clock.validation
         return real(*given)
 
-    for module in (trainer, time_lower_bound):
-        now = SimpleNamespace(perf_counter=clock, monotonic=clock)
-        monkeypatch.setattr(module, "time", now)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(training_loop, "train_one_step", train_one_step)
     monkeypatch.setattr(trainer, "validate", validate)
     config = tiny_config(warmup_epochs=None, time=f"{seconds}s", schedule="wsd")

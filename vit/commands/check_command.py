@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
     def write() -> None:
         if args.html is not None:
-            from vit.evaluation.check_report import check_page
+            from vit.evaluation.data_pages import check_page
 
             with open_output(args.html) as out:
                 out.write(check_page(report))

@@ -1,8 +1,8 @@
 """`vit compare`: is one of two or more trained models better than another, on the same images?"""
 
 import argparse
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from string import ascii_uppercase
+from typing import TYPE_CHECKING
 
 from vit.commands.command_options import (
     add_data_options,
@@ -19,7 +19,7 @@ from vit.paths import is_saved_model
 from vit.text import align_columns, printable
 
 if TYPE_CHECKING:
-    from vit.inference.compare import Comparison, RunsComparison
+    from vit.evaluation.paired_comparison import RunsComparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,72 +62,51 @@ def run(args: argparse.Namespace) -> int:
             "vit compare RUN_A RUN_B [RUN_C ...] DATA"
         )
 
-    from vit.inference.compare import compare, compare_runs
+    from vit.inference.compare import compare_runs
 
-    settings = inference_settings(args)
-    data = dataset_spec(args)
-    found: Comparison | RunsComparison
     with Progress("vit compare") as progress:
-        options = {
-            **settings,
-            "notify": lambda note: notify(f"vit compare: {note}"),
-            "progress": progress,
-        }
-        if args.more:
-            found = compare_runs([args.run_a, args.run_b, *args.more], data, **options)
-            lines = several_lines(found.to_dict())
-        else:
-            found = compare(args.run_a, args.run_b, data, **options)
-            lines = [*two_lines(args, found.to_dict()), found.counts.sentence()]
+        found = compare_runs(
+            [args.run_a, args.run_b, *args.more],
+            dataset_spec(args),
+            **inference_settings(args),
+            notify=lambda note: notify(f"vit compare: {note}"),
+            progress=progress,
+        )
 
     def write() -> None:
         if args.html is not None:
             with open_output(args.html) as out:
                 out.write(found.page())
 
-    print_result("\n".join(lines), args.json, found.to_dict(), write=write)
+    print_result("\n".join(result_lines(found)), args.json, found.to_dict(), write=write)
     for row in found.failed:
         notify(f"vit compare: {printable(row['image'])}: {printable(row['error'])}")
     return int(bool(found.failed))
 
 
-def two_lines(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
-    """A line for each of two runs."""
+def result_lines(found: "RunsComparison") -> list[str]:
+    """What is printed: a line for each run, a table of all pairs, a sentence."""
     lines = []
-    for letter, key, name in zip("AB", "ab", (args.run_a, args.run_b), strict=True):
-        lines.append(
-            f"{letter}  {score_text(result[key])}  "
-            f"only {letter} right: {result[f'only_{key}_right']}  {printable(name)}"
-        )
-    return lines
-
-
-def score_text(side: Mapping[str, Any]) -> str:
-    """The score of a network with its interval."""
-    name = "map" if "map" in side else "top1"
-    limits = side[f"{name}_interval"]
-    between = "" if limits is None else f"  (95 % interval: {limits[0]:.2%} to {limits[1]:.2%})"
-    return f"{side[name]:.2%}{' mAP' if name == 'map' else ''}{between}"
-
-
-def several_lines(result: dict[str, Any]) -> list[str]:
-    """What is printed of more than two runs: a line for each, a table of all pairs, a sentence."""
-    lines = [f"{row['name']}  {score_text(row)}  {printable(row['run'])}" for row in result["runs"]]
+    for letter, name, side in zip(ascii_uppercase, found.names, found.sides, strict=False):
+        score, limits = next(iter(side)), side[f"{next(iter(side))}_interval"]
+        between = "" if limits is None else f"  (95 % interval: {limits[0]:.2%} to {limits[1]:.2%})"
+        unit = " mAP" if score == "map" else ""
+        lines.append(f"{letter}  {side[score]:.2%}{unit}{between}  {printable(name)}")
     titles = ("pair", "points", "95 % interval", "p", "adjusted", "needed", "the second is")
     rows = [titles]
-    for row in result["pairs"]:
-        low, high = row["difference_interval"]
-        needed = row["images_needed"]
+    for (a, b), pair in found.pairs.items():
+        low, high = pair.interval
+        needed = pair.images_needed(found.strictest)
         rows.append(
             (
-                f"{row['a']} {row['b']}",
-                f"{100 * row['difference']:+.2f}",
+                f"{ascii_uppercase[a]} {ascii_uppercase[b]}",
+                f"{100 * pair.difference:+.2f}",
                 f"{100 * low:+.2f} to {100 * high:+.2f}",
-                f"{row['p_value']:.2g}",
-                f"{row['p_adjusted']:.2g}",
+                f"{pair.p_value:.2g}",
+                f"{found.adjusted[a, b]:.2g}",
                 "" if needed is None else f"{needed:,}",
-                row["verdict"],
+                found.verdicts[a, b],
             )
         )
     table = align_columns(rows, left={len(titles) - 1})
-    return [*lines, "", *table, "", result["sentence"]]
+    return [*lines, "", *table, "", found.sentence()]

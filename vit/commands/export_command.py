@@ -11,7 +11,7 @@ from vit.quick_imports import quick_imports
 from vit.text import printable
 
 if TYPE_CHECKING:
-    from vit.export.export_onnx import Exported
+    from vit.export.export_options import Exported
 
 # flags that `export` takes under their own names
 EXPORT_OPTIONS = (

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     found.write(args.out)
     write_json(args.json, found.to_dict())
     if args.html is not None:
-        from vit.evaluation.suggestions_page import suggestions_page
+        from vit.evaluation.data_pages import suggestions_page
 
         rows = [(one.image, one.path, one.likely, one.margin) for one in found.suggested]
         heading = found.root.resolve().name or str(found.root)

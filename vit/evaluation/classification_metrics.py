@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.evaluation.wilson_interval import wilson_interval
+from vit.evaluation.statistical_tests import wilson_interval
 
 BINS = 15
 LEAST = torch.finfo(torch.float64).tiny

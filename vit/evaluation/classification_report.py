@@ -1,13 +1,17 @@
-"""report.html of a classification run: scores, confused classes, calibration and mistakes."""
+"""report.html of classification and multi-label runs, and the page of `vit evaluate --html`."""
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vit.evaluation.charts import reliability_chart, robustness_charts
+from vit.errors import ConfigError
+from vit.evaluation.charts import SCORES, reliability_chart, robustness_charts
 from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
@@ -15,9 +19,10 @@ from vit.evaluation.classification_metrics import (
     reliability,
     summarize,
 )
-from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings
-from vit.evaluation.html_page import thumbnails
-from vit.evaluation.image_groups import share_interval
+from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
+from vit.evaluation.html_page import render_page, thumbnails
+from vit.evaluation.intervals import share_interval
+from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -143,3 +148,146 @@ def find_mistakes(
         }
         for index, image in shown
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultilabelOutcomes:
+    """Predictions for the validation images that can be read, and their labels.
+
+    Args:
+        probabilities: (images, classes), float64.
+        targets: 1 where an image has a class, (images, classes).
+        raw: Probabilities without calibration; those above if None.
+        groups: The group of each image; None of independent images.
+    """
+
+    probabilities: Tensor
+    targets: Tensor
+    thresholds: Sequence[float]
+    paths: Sequence[str]
+    raw: Tensor | None = None
+    held_out: Tensor | None = None
+    temperature: float = 1.0
+    groups: Tensor | None = None
+
+
+def write_multilabel_report(
+    folder: Path,
+    *,
+    facts: RunFacts,
+    events: Sequence[Event],
+    outcomes: MultilabelOutcomes,
+    slices: Sequence[Mapping[str, Any]] = (),
+    robustness: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `folder`/report.html; arguments as for `write_classification_report`."""
+    scores = summarize_multilabel(
+        outcomes.probabilities,
+        outcomes.targets,
+        facts.classes,
+        outcomes.thresholds,
+        outcomes.groups,
+    )
+    epochs = select_epochs(events)
+    score = {"score_key": "val_map", "score_name": "Mean average precision"}
+    wrong, mistakes = multilabel_mistakes(outcomes, facts)
+    write_run_report(
+        folder,
+        "multilabel_report.html.j2",
+        facts=facts,
+        epochs=epochs,
+        charts=learning_charts(facts, epochs, **score),
+        scores=scores,
+        classes=class_table(scores["per_class"], "average_precision"),
+        reliability=multilabel_calibration(outcomes),
+        slices=slices,
+        robustness=robustness,
+        severity_charts=robustness_charts(robustness),
+        wrong=wrong,
+        mistakes=mistakes,
+        **score,
+    )
+
+
+def multilabel_calibration(outcomes: MultilabelOutcomes) -> dict[str, Any]:
+    """As the findings of a single-label classifier, over the decisions of all classes."""
+    raw = outcomes.probabilities if outcomes.raw is None else outcomes.raw
+    shown, targets = raw if outcomes.held_out is None else outcomes.held_out, outcomes.targets
+    return {
+        "scores": calibration_scores(shown, targets),
+        "raw": None if outcomes.held_out is None else calibration_scores(raw, targets),
+        "scaling": (outcomes.temperature, 1.0),
+        "chart": reliability_chart(
+            "Images that have the class", reliability(shown.flatten(), targets.flatten())
+        ),
+    }
+
+
+def multilabel_mistakes(
+    outcomes: MultilabelOutcomes, facts: RunFacts
+) -> tuple[int, list[dict[str, Any]]]:
+    """How many images have a wrong decision, and those whose worst is farthest from its threshold.
+
+    Of an image, only the worst decision is shown.
+    """
+    limits = torch.tensor(outcomes.thresholds, dtype=torch.float64)
+    predicted = outcomes.probabilities >= limits
+    wrong = predicted != outcomes.targets.bool()
+    distances = torch.where(wrong, (outcomes.probabilities - limits).abs(), -1.0)
+    farthest, worst = distances.max(dim=1)
+    order = farthest.argsort(descending=True, stable=True).tolist()
+    images = [index for index in order if farthest[index] >= 0]
+    shown = islice(thumbnails(images, outcomes.paths, fast=facts.fast), MAX_MISTAKES)
+    return len(images), [
+        {
+            "image": image,
+            "label": facts.classes[int(worst[index])],
+            "probability": float(outcomes.probabilities[index, worst[index]]),
+            "predicted": bool(predicted[index, worst[index]]),
+            "path": outcomes.paths[index],
+        }
+        for index, image in shown
+    ]
+
+
+CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
+"""Key of the score of a classifier -> that of a class."""
+
+
+def check_page(score: str, *, captions: bool) -> None:
+    """Refuse a network whose scores have no page."""
+    if score not in SCORES or captions:
+        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+
+
+def score_rows(scores: Mapping[str, Any]) -> list[tuple[str, float, Any]]:
+    """Key, value and 95 % interval of each score that is a fraction; None without an interval."""
+    return [
+        (key, value, scores.get(f"{key}_interval"))
+        for key, value in scores.items()
+        if isinstance(value, float)
+    ]
+
+
+def evaluation_page(
+    model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
+) -> str:
+    """The whole page."""
+    key = next((name for name in SCORES if name in scores), "")
+    check_page(key, captions="bleu4" in scores)
+    names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")
+    return render_page(
+        "evaluation_page.html.j2",
+        heading=os.path.basename(os.path.normpath(model)) or model,
+        model=model,
+        data=data,
+        scores=scores,
+        key=key,
+        interval=scores[f"{key}_interval"],
+        numbers=score_rows(scores),
+        classes=class_table(scores["per_class"], CLASS_SCORES[key]),
+        confusions=counted_findings(counts, names) if counts else None,
+        slices=scores.get("slices", ()),
+        robustness=scores.get("robustness"),
+        severity_charts=robustness_charts(scores.get("robustness")),
+    )

@@ -14,14 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.evaluation.bootstrap_intervals import (
-    FEWEST_RESAMPLES,
-    MAX_DRAWN,
-    Interval,
-    draw_weights,
-    few_groups,
-    jackknife_weights,
-)
 from vit.evaluation.classification_metrics import (
     LEAST,
     adaptive_calibration_error,
@@ -30,7 +22,16 @@ from vit.evaluation.classification_metrics import (
     class_scores,
     debiased_error,
 )
-from vit.evaluation.image_groups import count_groups, student_quantile
+from vit.evaluation.intervals import (
+    FEWEST_RESAMPLES,
+    MAX_DRAWN,
+    Interval,
+    count_groups,
+    draw_weights,
+    few_groups,
+    jackknife_weights,
+    student_quantile,
+)
 
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class with too few images to choose one."""

@@ -1,41 +1,81 @@
 """Whether one of two classifiers is better: both answer the same images, so pairs are compared.
 
-One class an image; of several, vit/evaluation/paired_map.py compares the average precision.
+Of one class an image, by right answers:
 
     difference = (only B right - only A right) / images
     p          = P(|X - n/2| >= |only B right - n/2|),  X ~ Binomial(n, 1/2),
                  n = only A right + only B right                          McNemar's exact test
     interval   = d ± z_0.975 sqrt((a + b - d²) / (images + 2)),  d = b - a,
-                 a = (only A right + 1) / (images + 2),  b likewise
+                 a = (only A right + 1) / (images + 2),  b = (only B right + 1) / (images + 2)
     needed     = (z_0.975 sqrt(s) + z_0.8 sqrt(s - difference²))² / difference²,  s = n / images
 
 The two shares of right answers say little here: on images that both answer alike, nothing differs.
+Where images of a group (a patient, a film) are alike, A and B may be exchanged within each group
+(the exact test of sign flips, McNemar's with groups of one image), and the interval is that of the
+effective number of images (vit/evaluation/intervals.py):
 
-Of more than two, every two are compared, with p values that are adjusted to the number of pairs
-(vit/evaluation/multiple_testing.py).
+    D_g = images of group g that only B gets right - those that only A gets right
+    p   = P(|sum_g ± D_g| >= |sum_g D_g|), each sign with probability 1/2
+
+The smallest p of G groups is 2^(1 - G), so fewer than 6 show no difference at 5 %.
+
+Of several classes an image, by the mean average precision (mAP):
+
+    difference = mAP of B - mAP of A
+    s²         = (g - 1) / g sum (d_i - mean d)²      d_i: the difference without group i of images,
+                                                      in g groups      (the grouped jackknife)
+    p          = P(|T| >= |difference| / s),  T: Student's, with the degrees of freedom of a mean
+                 over classes, at most g - 1
+    interval   = difference ± t_0.975 s
+    needed     = images ((z_0.975 + z_0.8) s / difference)²
+
+Of more than two classifiers, every two are compared, with p values that are adjusted to the number
+of pairs (Holm, vit/evaluation/statistical_tests.py).
 
 Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
 Psychometrika 12, 1947; interval: Bonett and Price, "Adjusted Wald confidence interval for a
 difference of binomial proportions based on paired data", Journal of Educational and Behavioral
 Statistics 37, 2012 (a bootstrap misses the difference where few images decide it); number of
 images: Connor, "Sample size for testing differences in proportions for the paired-sample design",
-Biometrics 43, 1987.
+Biometrics 43, 1987; sign flips: Fisher, "The Design of Experiments", section 21, 1935; jackknife:
+Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982; degrees of freedom:
+Satterthwaite, as in vit/evaluation/multilabel_metrics.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice
 from statistics import NormalDist
 from string import ascii_uppercase
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.evaluation.multiple_testing import holm
-from vit.evaluation.selective_prediction import binomial_tail
-from vit.evaluation.wilson_interval import Z95, wilson_interval
+from vit.evaluation.html_page import readable_thumbnails, render_page
+from vit.evaluation.intervals import (
+    FEWEST_DEGREES,
+    MIN_GROUPS,
+    ROUNDING,
+    Interval,
+    count_groups,
+    effective_images,
+    jackknife_weights,
+    share_interval,
+    student_quantile,
+)
+from vit.evaluation.multilabel_metrics import (
+    MAX_WORK,
+    average_precisions,
+    degrees_of_mean,
+    map_interval,
+)
+from vit.evaluation.statistical_tests import Z95, binomial_tail, holm
 from vit.text import plural
 
 LEVEL = 0.05
@@ -43,79 +83,150 @@ POWER = 0.8
 UNDECIDED = "not distinguishable"
 MAX_RUNS = len(ascii_uppercase)
 """Classifiers that are compared at once: each has a letter."""
+STEPS = 4000
+"""Intervals of the integral of Student's density."""
+MAX_IMAGES = 48
+"""Images on the page."""
 
 
-@dataclass(frozen=True)
+class MapScores(NamedTuple):
+    """The mean average precision of one network, which all its comparisons share."""
+
+    value: float
+    interval: Interval
+    """Its 95 % interval, if it has one."""
+    left_out: Tensor
+    """Average precision without each part of the images, (classes, parts)."""
+
+    @staticmethod
+    def of(scores: Tensor, targets: Tensor, groups: Tensor | None = None) -> "MapScores":
+        """From probabilities, (images, classes); as for `PairedComparison.of_maps`."""
+        parts = jackknife_weights(len(scores), groups, most=MAX_WORK // scores.numel())
+        return MapScores(
+            float(average_precisions(scores, targets).nanmean()),
+            map_interval(scores, targets, groups),
+            torch.cat([average_precisions(scores, targets, weights) for weights in parts], dim=1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairedComparison:
-    """Counts of two classifiers on the same images.
+    """Two classifiers on the same images.
 
     Args:
         count: Number of images, at least 1.
+        difference: Score of B minus that of A: accuracy or mAP.
+        interval: Its 95 % interval; [-1, 1] of too few groups.
+        p_value: Probability of so large a difference where neither is better.
+        sides: The scores of A and of B.
+        effective: Number of independent images that say as much about the difference.
+        error: Standard error of a difference of mAP; NaN where it is not known: fewer than 5 parts
+            or groups of images, one without which no class is left, or none that changes it.
         groups: Number of groups of images that are alike; None of independent images.
     """
 
     count: int
-    a_right: int
-    b_right: int
     only_a_right: int
     only_b_right: int
-    groups: int | None = field(default=None, kw_only=True)
-
-    score: ClassVar[str] = "top1"
-    """Key of the score in `side`."""
-    words: ClassVar[str] = "right"
-    """The score in sentences."""
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    sides: tuple[dict[str, Any], dict[str, Any]]
+    effective: float
+    error: float | None = None
+    groups: int | None = None
 
     @staticmethod
-    def of(a_right: Tensor, b_right: Tensor) -> "PairedComparison":
-        """From whether each answer is right, (images,) both."""
+    def of(a_right: Tensor, b_right: Tensor, groups: Tensor | None = None) -> "PairedComparison":
+        """From whether each answer is right, and the group of each image, (images,) all."""
+        count = len(a_right)
+        gains = b_right.long() - a_right.long()
+        only_a, only_b = int((gains < 0).sum()), int((gains > 0).sum())
+        if groups is None:
+            number, effective = None, float(count)
+            p_value = min(2 * binomial_tail(min(only_a, only_b), only_a + only_b, 0.5), 1.0)
+        else:
+            number, effective = count_groups(groups), effective_images(gains, groups)
+            sums = torch.zeros(number, dtype=torch.int64).index_add_(0, groups, gains)
+            p_value = sign_flip_test(sums.tolist())
+        share_a, share_b = (
+            (effective / count * only + 1) / (effective + 2) for only in (only_a, only_b)
+        )
+        centre = share_b - share_a
+        half = Z95 * math.sqrt((share_a + share_b - centre**2) / (effective + 2))
+        interval = max(centre - half, -1.0), min(centre + half, 1.0)
+        if number is not None and number < fewest_groups(LEVEL):
+            interval = -1.0, 1.0
+        side_a, side_b = (
+            {"top1": int(right.sum()) / count, "top1_interval": share_interval(right, groups)}
+            for right in (a_right, b_right)
+        )
         return PairedComparison(
-            len(a_right),
-            int(a_right.sum()),
-            int(b_right.sum()),
-            int((a_right & ~b_right).sum()),
-            int((~a_right & b_right).sum()),
+            count=count,
+            only_a_right=only_a,
+            only_b_right=only_b,
+            difference=(only_b - only_a) / count,
+            interval=interval,
+            p_value=p_value,
+            sides=(side_a, side_b),
+            effective=effective,
+            groups=number,
+        )
+
+    @staticmethod
+    def of_maps(
+        maps: tuple[MapScores, MapScores],
+        targets: Tensor,
+        right: tuple[Tensor, Tensor],
+        groups: Tensor | None = None,
+    ) -> "PairedComparison":
+        """From the scores of two multi-label networks.
+
+        Args:
+            targets: 1 where an image has a class, (images, classes).
+            right: Whether each answer has all classes right, (images,) both.
+            groups: The group of each image, (images,); None of independent ones.
+        """
+        a, b = maps
+        difference, left_out = b.value - a.value, b.left_out - a.left_out
+        means, parts = left_out.nanmean(dim=0), left_out.shape[1]
+        finite = parts >= MIN_GROUPS and bool(means.isfinite().all())
+        known = finite and float(means.max() - means.min()) > ROUNDING
+        squares = float((means - means.mean()).square().sum()) if known else math.nan
+        error = math.sqrt(squares * (parts - 1) / parts)
+        degrees = max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES)
+        half = student_quantile(degrees) * error if known else math.inf
+        side_a, side_b = (
+            {
+                "map": each.value,
+                "map_interval": each.interval,
+                "subset_accuracy": int(hits.sum()) / len(hits),
+            }
+            for each, hits in zip(maps, right, strict=True)
+        )
+        return PairedComparison(
+            count=len(targets),
+            only_a_right=int((right[0] & ~right[1]).sum()),
+            only_b_right=int((~right[0] & right[1]).sum()),
+            difference=difference,
+            interval=(max(difference - half, -1.0), min(difference + half, 1.0)),
+            p_value=student_tails(abs(difference) / error, degrees) if known else 1.0,
+            sides=(side_a, side_b),
+            effective=len(targets),
+            error=error,
+            groups=None if groups is None else count_groups(groups),
         )
 
     @property
-    def difference(self) -> float:
-        """Accuracy of B minus that of A."""
-        return (self.only_b_right - self.only_a_right) / self.count
+    def score(self) -> str:
+        """Key of the score in `sides`: top1 or map."""
+        return next(iter(self.sides[0]))
 
-    @property
-    def p_value(self) -> float:
-        """Probability of so unequal counts where neither is better."""
-        discordant = self.only_a_right + self.only_b_right
-        if not discordant:
-            return 1.0
-        tail = binomial_tail(min(self.only_a_right, self.only_b_right), discordant, 0.5)
-        return min(2 * tail, 1.0)
-
-    @property
-    def informative(self) -> float:
-        """Number of independent images that say as much about the difference as these."""
-        return self.count
-
-    @property
-    def verdict(self) -> str:
-        """Whether B is better than A, worse, or neither is shown."""
-        return self.verdict_at(self.p_value)
-
-    def verdict_at(self, p_value: float) -> str:
-        """The verdict at an adjusted p value."""
-        if p_value >= LEVEL:
+    def verdict(self, p_value: float | None = None) -> str:
+        """Whether B is better than A, worse, or neither is shown, also at an adjusted p value."""
+        if (self.p_value if p_value is None else p_value) >= LEVEL:
             return UNDECIDED
         return "better" if self.difference > 0 else "worse"
-
-    def interval(self) -> tuple[float, float]:
-        """95 % interval of the difference."""
-        total, scale = self.informative + 2, self.informative / self.count
-        only_a, only_b = (
-            (scale * only + 1) / total for only in (self.only_a_right, self.only_b_right)
-        )
-        centre = only_b - only_a
-        half = Z95 * math.sqrt((only_a + only_b - centre**2) / total)
-        return max(centre - half, -1.0), min(centre + half, 1.0)
 
     def images_needed(self, level: float = LEVEL) -> int | None:
         """Images that show a difference of this size in 8 of 10 cases.
@@ -123,53 +234,25 @@ class PairedComparison:
         None if there is no difference, there are too few groups, or the formula, which is for many
         images, says that these images are enough where they are not.
         """
-        if not self.difference or self.few_groups(level):
+        unknown = self.error is not None and not self.error > 0  # as of NaN
+        if unknown or not self.difference or self.few_groups(level):
             return None
-        needed = self.expected_images(level)
-        return math.ceil(needed) if needed > self.count or self.p_value < level else None
-
-    def expected_images(self, level: float) -> float:
-        """`images_needed` of a difference, by the formula above."""
-        difference = abs(self.difference)
-        share = (self.only_a_right + self.only_b_right) / self.count
         false, true = map(NormalDist().inv_cdf, (1 - level / 2, POWER))
-        root = false * math.sqrt(share) + true * math.sqrt(max(share - difference**2, 0.0))
-        return (root / difference) ** 2
-
-    def fewest_groups(self, _level: float) -> int:
-        """Groups of images from which on a difference can be shown at a level."""
-        return 0
+        if self.error is None:
+            share = (self.only_a_right + self.only_b_right) / self.count
+            root = false * math.sqrt(share)
+            root += true * math.sqrt(max(share - self.difference**2, 0.0))
+            needed = (root / abs(self.difference)) ** 2 * self.count / self.effective
+        else:
+            needed = self.count * ((false + true) * self.error / self.difference) ** 2
+        return math.ceil(needed) if needed > self.count or self.p_value < level else None
 
     def few_groups(self, level: float = LEVEL) -> str:
         """Why no difference can be shown, and the remedy; empty where one can."""
-        fewest = self.fewest_groups(level)
+        fewest = fewest_groups(level) if self.error is None else MIN_GROUPS
         if self.groups is None or self.groups >= fewest:
             return ""
         return f"; fewer than {fewest} groups show nothing: give images of at least {fewest} groups"
-
-    def side(self, place: int) -> dict[str, Any]:
-        """The scores of A (0) or B (1)."""
-        right = (self.a_right, self.b_right)[place]
-        return {
-            "top1": right / self.count,
-            "top1_interval": list(wilson_interval(right, self.count)),
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON of `vit compare`."""
-        return {
-            "count": self.count,
-            "a": self.side(0),
-            "b": self.side(1),
-            "difference": self.difference,
-            "difference_interval": list(self.interval()),
-            "p_value": self.p_value,
-            "only_a_right": self.only_a_right,
-            "only_b_right": self.only_b_right,
-            "verdict": self.verdict,
-            "images_needed": self.images_needed(),
-            **({"groups": self.groups} if self.groups else {}),
-        }
 
     @property
     def images(self) -> str:
@@ -179,14 +262,15 @@ class PairedComparison:
 
     def sentence(self) -> str:
         """The result in words."""
-        low, high = self.interval()
+        low, high = self.interval
+        a, b = (side[self.score] for side in self.sides)
         numbers = (
-            f"{self.side(1)[self.score]:.2%} against {self.side(0)[self.score]:.2%} {self.words}, "
+            f"{b:.2%} against {a:.2%} {'right' if self.score == 'top1' else 'mAP'}, "
             f"{100 * self.difference:+.2f} points (95 % interval {100 * low:+.2f} to "
             f"{100 * high:+.2f}), p = {self.p_value:.2g}"
         )
-        if self.verdict != UNDECIDED:
-            return f"B is {self.verdict} than A on {self.images}: {numbers}"
+        if self.verdict() != UNDECIDED:
+            return f"B is {self.verdict()} than A on {self.images}: {numbers}"
         needed = self.images_needed()
         remedy = (
             self.few_groups()
@@ -196,43 +280,92 @@ class PairedComparison:
         return f"A and B are not distinguishable with {self.images}: {numbers}{remedy}"
 
 
-@dataclass(frozen=True)
-class AllPairs:
-    """Comparisons of every two of several classifiers on the same images.
+def compare_all_pairs(
+    right: Tensor,
+    groups: Tensor | None = None,
+    *,
+    scores: Sequence[Tensor] = (),
+    targets: Tensor | None = None,
+) -> dict[tuple[int, int], PairedComparison]:
+    """The comparison of every two classifiers, by their places.
 
     Args:
-        count: Number of images, at least 1.
+        right: Whether each answer is right, (classifiers, images).
+        groups: The group of each image, (images,); None of independent images.
+        scores: Of each multi-label classifier the probabilities, (images, classes).
+        targets: 1 where an image has a class of a multi-label classifier, (images, classes).
+    """
+    places = combinations(range(len(right)), 2)
+    if targets is None or not scores:
+        return {(a, b): PairedComparison.of(right[a], right[b], groups) for a, b in places}
+    maps = [MapScores.of(one, targets, groups) for one in scores]
+    return {
+        (a, b): PairedComparison.of_maps((maps[a], maps[b]), targets, (right[a], right[b]), groups)
+        for a, b in places
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """An image that some of the classifiers get right, and their answers with their probability."""
+
+    path: str
+    label: str
+    answers: Sequence[tuple[str, float]]
+    right: Sequence[bool]
+
+    def lines(self) -> list[tuple[str, str, float]]:
+        """Letters, answer and highest probability of networks with equal answers; right ones first.
+
+        The others are sorted by their probability.
+        """
+        places: dict[tuple[bool, str], list[int]] = {}
+        for place, (answer, _) in enumerate(self.answers):
+            places.setdefault((not self.right[place], answer), []).append(place)
+        lines = [
+            (wrong, -max(self.answers[place][1] for place in alike), letters(alike), answer)
+            for (wrong, answer), alike in places.items()
+        ]
+        return [(who, answer, -share) for _, share, who, answer in sorted(lines)]
+
+    def order(self) -> tuple[float, float]:
+        """Sort key: images on which most runs contradict each other, then the surest mistakes."""
+        answers = zip(self.answers, self.right, strict=True)
+        wrong = [share for (_, share), right in answers if not right]
+        return abs(len(wrong) - len(self.right) / 2), -max(wrong)
+
+
+@dataclass(frozen=True)
+class RunsComparison:
+    """Every two of several classifiers on the same images: the result of `vit compare`.
+
+    Args:
+        names: Of the runs, at least two.
+        pairs: By the places of both.
+        disagreements: Images that some of them get right.
+        failed: Unreadable images, each {"image", "error"}.
     """
 
-    count: int
-    runs: int
+    names: Sequence[str]
     pairs: Mapping[tuple[int, int], PairedComparison]
-
-    @staticmethod
-    def of(
-        right: Tensor,
-        compared: Callable[[int, int], PairedComparison] | None = None,
-    ) -> "AllPairs":
-        """From whether each answer is right, (classifiers, images)."""
-        compared = compared or (lambda a, b: PairedComparison.of(right[a], right[b]))
-        pairs = {(a, b): compared(a, b) for a, b in combinations(range(len(right)), 2)}
-        return AllPairs(right.shape[1], len(right), pairs)
+    disagreements: Sequence[Disagreement] = ()
+    failed: Sequence[dict[str, str]] = ()
 
     @property
-    def right(self) -> tuple[int, ...]:
-        """Right answers of each."""
-        others = (self.pairs[0, place].b_right for place in range(1, self.runs))
-        return (self.pairs[0, 1].a_right, *others)
+    def result(self) -> "RunsComparison":
+        """Itself, by an older name."""
+        return self
+
+    @property
+    def first(self) -> PairedComparison:
+        """The comparison of the first two."""
+        return self.pairs[0, 1]
 
     @cached_property
     def sides(self) -> list[dict[str, Any]]:
         """The scores of each classifier."""
-        return [self.pairs[0, 1].side(0), *(self.pairs[0, b].side(1) for b in range(1, self.runs))]
-
-    @property
-    def score(self) -> str:
-        """Key of the score in `sides`."""
-        return self.pairs[0, 1].score
+        others = (self.pairs[0, place].sides[1] for place in range(1, len(self.names)))
+        return [self.first.sides[0], *others]
 
     @cached_property
     def adjusted(self) -> dict[tuple[int, int], float]:
@@ -243,72 +376,141 @@ class AllPairs:
     @cached_property
     def verdicts(self) -> dict[tuple[int, int], str]:
         """Whether the second of each pair is better than the first, worse, or neither is shown."""
-        return {key: pair.verdict_at(self.adjusted[key]) for key, pair in self.pairs.items()}
+        return {key: pair.verdict(self.adjusted[key]) for key, pair in self.pairs.items()}
 
     @property
     def strictest(self) -> float:
         """Level of the strictest test (Bonferroni)."""
         return LEVEL / len(self.pairs)
 
-    def needed(self, pair: tuple[int, int]) -> int | None:
-        """As `PairedComparison.images_needed`, at the level of the strictest test."""
-        return self.pairs[pair].images_needed(self.strictest)
-
-    def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
-        """The JSON of `vit compare` with more than two runs, of these names."""
-        runs = [
-            {"name": letter, "run": name, **side}
-            for letter, name, side in zip(ascii_uppercase, names, self.sides, strict=False)
-        ]
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `vit compare`."""
+        groups = {"groups": self.first.groups} if self.first.groups else {}
         pairs = [
             {
                 "a": ascii_uppercase[key[0]],
                 "b": ascii_uppercase[key[1]],
                 "difference": pair.difference,
-                "difference_interval": list(pair.interval()),
+                "difference_interval": list(pair.interval),
                 "p_value": pair.p_value,
                 "p_adjusted": self.adjusted[key],
                 "only_a_right": pair.only_a_right,
                 "only_b_right": pair.only_b_right,
                 "verdict": self.verdicts[key],
-                "images_needed": self.needed(key),
+                "images_needed": pair.images_needed(self.strictest),
             }
             for key, pair in self.pairs.items()
         ]
-        groups = self.pairs[0, 1].groups
+        both = zip(self.names, self.sides, strict=True)
+        if len(self.names) == 2:
+            a, b = ({"run": name, **side} for name, side in both)
+            (pair,) = pairs
+            del pair["p_adjusted"]
+            return {
+                "count": self.first.count,
+                **pair,
+                "a": a,
+                "b": b,
+                **groups,
+                "failed": self.failed,
+            }
         return {
-            "count": self.count,
-            **({"groups": groups} if groups else {}),
-            "runs": runs,
+            "count": self.first.count,
+            **groups,
+            "runs": [
+                {"name": letter, "run": name, **side}
+                for letter, (name, side) in zip(ascii_uppercase, both, strict=False)
+            ],
             "pairs": pairs,
             "sentence": self.sentence(),
+            "failed": self.failed,
         }
 
     def sentence(self) -> str:
         """Which of them are distinguishable, in words."""
+        if len(self.names) == 2:
+            return self.first.sentence()
         worse: dict[int, list[int]] = {}
         for (a, b), verdict in self.verdicts.items():
             if verdict != UNDECIDED:
                 winner, loser = (b, a) if verdict == "better" else (a, b)
                 worse.setdefault(winner, []).append(loser)
         method = f"Holm's correction for {plural(len(self.pairs), 'pair')}, 5 % level"
-        images = self.pairs[0, 1].images
         if not worse:
             return (
-                f"None of the {self.runs} runs is distinguishable from another with {images} "
-                f"({method}){self.pairs[0, 1].few_groups(self.strictest)}"
+                f"None of the {len(self.names)} runs is distinguishable from another with "
+                f"{self.first.images} ({method}){self.first.few_groups(self.strictest)}"
             )
-        found = [
+        scores = [side[self.first.score] for side in self.sides]
+        clauses = [
             f"{ascii_uppercase[winner]} is better than {letters(sorted(worse[winner]))}"
-            for winner in sorted(worse, key=lambda place: (-self.sides[place][self.score], place))
+            for winner in sorted(worse, key=lambda place: (-scores[place], place))
         ]
-        left = len(self.pairs) - sum(map(len, worse.values()))
-        others = "the other pair is" if left == 1 else f"the other {left} pairs are"
-        rest = [f"{others} {UNDECIDED}"] if left else []
-        return f"On {images}, {'; '.join([*found, *rest])} ({method})"
+        if left := len(self.pairs) - sum(map(len, worse.values())):
+            others = "the other pair is" if left == 1 else f"the other {left} pairs are"
+            clauses.append(f"{others} {UNDECIDED}")
+        return f"On {self.first.images}, {'; '.join(clauses)} ({method})"
+
+    def page(self) -> str:
+        """The HTML page: the result in words, and images on which the networks differ."""
+        ordered = sorted(self.disagreements, key=Disagreement.order)
+        readable = readable_thumbnails(range(len(ordered)), [image.path for image in ordered])
+        return render_page(
+            "comparison_page.html.j2",
+            heading=f"{len(self.names)} runs",
+            runs=[*zip(ascii_uppercase, self.names, self.sides, strict=False)],
+            score=self.first.score,
+            groups=self.first.groups,
+            pairs=[
+                (letters(key), pair, self.adjusted[key], self.verdicts[key])
+                for key, pair in self.pairs.items()
+            ],
+            level=self.strictest,
+            sentence=self.sentence(),
+            count=len(ordered),
+            images=[(ordered[index], image) for index, image in islice(readable, MAX_IMAGES)],
+        )
 
 
 def letters(places: Sequence[int]) -> str:
     """Names of classifiers: `A`, `A and B`, `A, B and C`."""
     *first, last = (ascii_uppercase[place] for place in places)
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def fewest_groups(level: float) -> int:
+    """The smallest number G of groups with 2^(1 - G) < `level`."""
+    return math.floor(2 - math.log2(level))
+
+
+def sign_flip_test(sums: list[int]) -> float:
+    """P(|sum of ± s| >= |sum of s|) over all signs of `sums`, exact but for rounding."""
+    sizes = Counter(abs(one) for one in sums if one)
+    total, observed = sum(size * times for size, times in sizes.items()), abs(sum(sums))
+    chances = np.ones(1)  # of the values -total, -total + 1, ..., total
+    for size, times in sizes.items():
+        spread = np.zeros(2 * size * times + 1)
+        spread[:: 2 * size] = fair_coins(times)
+        chances = np.convolve(chances, spread)
+    values = np.abs(np.arange(-total, total + 1))
+    return min(float(chances[values >= observed].sum()), 1.0)
+
+
+def fair_coins(times: int) -> NDArray[np.float64]:
+    """The probability of each number of heads from 0 to `times`."""
+    logs = np.array([math.lgamma(heads + 1) for heads in range(times + 1)])
+    chances: NDArray[np.float64] = np.exp(logs[-1] - logs - logs[::-1] - times * math.log(2))
+    return chances
+
+
+def student_tails(t: float, degrees: float) -> float:
+    """P(|T| >= t) of Student's distribution: with T = sqrt(degrees) tan x, x has the density
+    cos(x)^(degrees - 1), which is integrated by Simpson's rule."""
+    start = math.atan(t / math.sqrt(degrees))
+    values = torch.linspace(start, math.pi / 2, STEPS + 1, dtype=torch.float64).cos()
+    values = values.clamp(min=0.0).pow(degrees - 1)
+    weights = torch.ones_like(values)
+    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+    tail = float((weights * values).sum()) * (math.pi / 2 - start) / STEPS / 3
+    half = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(math.pi) / 2
+    return min(2 * tail * math.exp(half), 1.0)

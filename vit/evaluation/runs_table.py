@@ -29,7 +29,7 @@ from vit.config.parser import all_settings, as_typed, nearest, read_stored_setti
 from vit.config.presets import PRESETS
 from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
-from vit.evaluation.wilson_interval import wilson_interval
+from vit.evaluation.statistical_tests import wilson_interval
 from vit.event_log import (
     METRICS_FILE,
     Event,

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vit.evaluation.image_groups import count_present, group_means
+from vit.evaluation.intervals import count_present, group_means
+from vit.evaluation.statistical_tests import binomial_tail
 
 TARGET_PRECISION = 0.98
 ALLOWED_ERROR = 0.01
@@ -131,19 +132,6 @@ def _counts(ordered: Tensor, target: float, error: float) -> list[int]:
     ends = torch.searchsorted(-ordered, -ordered[torch.tensor(found) - 1], right=True)
     enough = math.ceil(math.log(error) / math.log(target))
     return sorted({end for end in ends.tolist() if end >= enough})
-
-
-def binomial_tail(successes: int, trials: int, share: float) -> float:
-    """P(X <= successes) of a binomial distribution with `share` in (0, 1)."""
-    if successes >= trials:
-        return 1.0
-    logs = (math.log(share), math.log1p(-share), math.lgamma(trials + 1))
-    terms = (
-        logs[2] - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * logs[0]
-        + (trials - k) * logs[1]
-        for k in range(successes + 1)
-    )  # fmt: skip
-    return min(math.fsum(map(math.exp, terms)), 1.0)
 
 
 def mean_tail(shares: Tensor, limit: float) -> float:

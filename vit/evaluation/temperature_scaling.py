@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.evaluation.image_groups import count_present
+from vit.evaluation.intervals import count_present
 
 FOLDS = 5
 MIN_IMAGES = 50

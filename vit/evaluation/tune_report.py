@@ -7,7 +7,7 @@ from typing import Any
 
 from vit.evaluation.charts import Chart, line_chart, scatter_chart
 from vit.evaluation.html_page import render_page
-from vit.evaluation.wilson_interval import Z95
+from vit.evaluation.statistical_tests import Z95
 from vit.text import percent
 
 PAGE_FILE = "tune.html"

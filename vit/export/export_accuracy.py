@@ -18,6 +18,7 @@ from vit.weights.saved_model import LoadedRun
 
 BATCH_SIZE = 16
 """Images that torch computes at once."""
+MAX_DROP = 0.01
 SECONDS = 30.0
 """Between two lines about a long comparison."""
 
@@ -44,8 +45,9 @@ class Accuracy:
         """Loss of the score; 0 where it is undefined."""
         return 0.0 if self.before is None or self.after is None else self.before - self.after
 
-    def check(self, max_drop: float, name: str) -> None:
-        """Raise VitError if the file loses more than `max_drop`."""
+    def check(self, max_drop: float | None, name: str) -> None:
+        """Raise VitError if the file loses more than `max_drop`, by default MAX_DROP."""
+        max_drop = MAX_DROP if max_drop is None else max_drop
         lost = self.drop
         if self.score == "top-1":
             lost = round(self.drop * self.count) / self.count  # as a share of whole images
@@ -76,14 +78,7 @@ def compare(
 ) -> Accuracy:
     """Accuracy of `run` in float32, and of the file that `session` computes.
 
-    Args:
-        run, session: The network and its file.
-        samples: Images with their labels.
-        notify: Called every `SECONDS` with what is done and the time that is left.
-
-    Raises:
-        DataError: No image can be read.
-        VitError: An output of the file is not finite.
+    `notify` is called every `SECONDS` with what is done and the time that is left.
     """
     task = get_task(run.task_name)
     ours: list[Array] = []

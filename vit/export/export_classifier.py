@@ -20,8 +20,7 @@ from vit.export.onnx_graph import Part, decomposed_attention, difference, librar
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
 from vit.exported.onnx_classifier import DISTANCE, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.model.attention import AttentionContext, AttentionFunction
-from vit.model.attention_maps import AttentionRecorder
+from vit.model.attention import AttentionContext, AttentionFunction, AttentionRecorder
 from vit.model.feature_distance import FeatureDistance, encode_with_features
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import calibrated_activation, get_task

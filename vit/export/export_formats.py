@@ -4,28 +4,32 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vit.atomic_files import open_atomic
-from vit.errors import VitError
+from vit.errors import ConfigError, VitError
 from vit.export import export_classifier
-from vit.export.export_onnx import (
+from vit.export.export_onnx import write_onnx
+from vit.export.export_openvino import check_openvino_output, write_openvino
+from vit.export.export_options import (
     Exported,
+    ExportJob,
+    ExportOptions,
+    OutputCheck,
     PathLike,
+    Writer,
     check_output_path,
-    export_onnx,
-    load_classifier,
 )
-from vit.export.export_openvino import export_openvino
-from vit.export.export_options import Options
-from vit.export.export_triton import export_triton
+from vit.export.export_triton import check_repository_folder, write_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
-from vit.text import Notify, print_to_stderr
+from vit.text import Notify, print_to_stderr, printable
+from vit.weights.load_model import load_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +97,10 @@ def export_model(
         VitError: It cannot be exported, written or compared.
     """
     suffix = Path(path_argument("out", out, "the file to write, such as NAME.onnx")).suffix.lower()
-    to = to or next((name for name, (end, _) in FORMATS.items() if end == suffix), "onnx")
+    to = to or next((name for name, one in FORMATS.items() if one.suffix == suffix), "onnx")
     if to not in FORMATS:
         raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
-    exported = FORMATS[to][1](run, out, notify=notify, **options)
+    exported = export(run, out, to=to, notify=notify, **options)
     on_written(exported)
     return ExportReport(
         run=os.fspath(run),
@@ -107,7 +111,7 @@ def export_model(
     )
 
 
-def export_torch(
+def export_onnx(
     run: PathLike,
     out: PathLike,
     *,
@@ -115,6 +119,46 @@ def export_torch(
     notify: Notify | None = print_to_stderr,
     **options: Any,
 ) -> Exported:
+    """Write a run as ONNX: a classifier as one file, a captioner as two.
+
+    Args:
+        run: A run folder, or of a classifier any other source of weights with a head.
+        out: NAME.onnx; the decoder of a captioner becomes NAME.decoder.onnx beside it.
+        overwrite: Replace files that exist.
+        notify: Called with notes on weights and data, if not None.
+        options: The fields of `vit.export.export_options.ExportOptions`; a captioner takes none.
+
+    Raises:
+        ConfigError: The run has a setting that cannot be exported, or an option is impossible.
+        RunError: The run or the output folder cannot be used.
+        VitError: A library is missing, the graph differs from torch, or the file loses more
+            accuracy than `max_drop`.
+    """
+    return export(run, out, to="onnx", overwrite=overwrite, notify=notify, **options)
+
+
+def export(
+    run: PathLike,
+    out: PathLike,
+    *,
+    to: str,
+    overwrite: bool = False,
+    notify: Notify | None = print_to_stderr,
+    **options: Any,
+) -> Exported:
+    """Write a run in the format `to`; the other arguments are those of `export_onnx`."""
+    settings, path = ExportOptions(**options), Path(out)
+    FORMATS[to].check(path, settings, overwrite)
+    loaded = load_model(run, notify=notify)
+    if loaded.tokenizer is not None and to != "onnx":
+        raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
+    if settings.no_calibration:
+        loaded = loaded.without_calibration()
+    silent = notify or (lambda _line: None)
+    return FORMATS[to].write(ExportJob(loaded, run, path, settings, silent, overwrite))
+
+
+def write_torch(job: ExportJob) -> Exported:
     """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
 
     The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
@@ -122,11 +166,8 @@ def export_torch(
     model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
     licence, license.txt.
     """
-    settings, path = Options(**options), Path(out)
-    settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
-    check_output_path(path, overwrite=overwrite, suffix=".pt2")
-    loaded = load_classifier(run, notify, "torch", no_calibration=settings.no_calibration)
-    part = export_classifier.part_of(loaded, tokens=settings.tokens)
+    run = job.run
+    part = export_classifier.part_of(run, tokens=job.options.tokens)
     batch = torch.export.Dim("batch", min=1)
     with torch.no_grad():
         program = torch.export.export(
@@ -137,24 +178,39 @@ def export_torch(
             difference(part, part.module(*x), [y.numpy() for y in computed(*x)])
             for x in part.examples
         )
-    extra_files = {"preprocessing.json": json.dumps(loaded.preprocessing.to_dict())}
-    if loaded.thresholds is not None:
-        extra_files["thresholds.json"] = json.dumps(loaded.thresholds)
-    if loaded.calibration is not None:
-        extra_files["score_calibration.json"] = json.dumps(loaded.calibration.to_dict())
-    if loaded.license is not None:
-        extra_files["license.txt"] = loaded.license
-    extra_files["classes.json"] = json.dumps(list(loaded.classes), ensure_ascii=False)
+    extra_files = {"preprocessing.json": json.dumps(run.preprocessing.to_dict())}
+    if run.thresholds is not None:
+        extra_files["thresholds.json"] = json.dumps(run.thresholds)
+    if run.calibration is not None:
+        extra_files["score_calibration.json"] = json.dumps(run.calibration.to_dict())
+    if run.license is not None:
+        extra_files["license.txt"] = run.license
+    extra_files["classes.json"] = json.dumps(list(run.classes), ensure_ascii=False)
 
-    with open_atomic(path) as file:
+    with open_atomic(job.path) as file:
         torch.export.save(program, file, extra_files=extra_files)
-    return Exported(((path, path.stat().st_size),), largest)
+    return Exported(((job.path, job.path.stat().st_size),), largest)
 
 
-FORMATS: dict[str, tuple[str | None, Callable[..., Exported]]] = {
-    "onnx": (".onnx", export_onnx),
-    "openvino": (".xml", export_openvino),
-    "torch": (".pt2", export_torch),
-    "triton": (None, export_triton),
+def check_torch_output(path: Path, options: ExportOptions, overwrite: bool) -> None:
+    """Check the options, and that NAME.pt2 can be written."""
+    options.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
+    check_output_path(path, options, overwrite, suffix=".pt2")
+
+
+class Format(NamedTuple):
+    """A format that runs are exported to."""
+
+    suffix: str | None
+    """Suffix of the file, by which the format is chosen; None for a folder."""
+    write: Writer
+    check: OutputCheck
+
+
+FORMATS = {
+    "onnx": Format(".onnx", write_onnx, partial(check_output_path, suffix=".onnx")),
+    "openvino": Format(".xml", write_openvino, check_openvino_output),
+    "torch": Format(".pt2", write_torch, check_torch_output),
+    "triton": Format(None, write_triton, check_repository_folder),
 }
-"""Name -> suffix of the file, if it has one, and function; the graph is the first file."""
+"""By the name of --to; the graph is the first file that each writes."""

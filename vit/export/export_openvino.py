@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,11 @@ import numpy as np
 
 from vit.atomic_files import atomic_file
 from vit.errors import ConfigError, RunError, VitError, WeightsError
-from vit.export.export_onnx import (
-    Exported,
-    PathLike,
-    check_output_path,
-    classifier_file,
-    load_classifier,
-)
-from vit.export.export_options import Options
+from vit.export.export_onnx import classifier_file
+from vit.export.export_options import Exported, ExportJob, ExportOptions, check_output_path
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.text import Notify, print_to_stderr, printable
+from vit.text import printable
 
 SUFFIX, WEIGHTS = ".xml", ".bin"
 TOLERANCES = {"fp32": 2e-2, "fp16": 3e-2, "int8": 8e-2}
@@ -41,33 +36,23 @@ SIZES = ((1, 40, 61), (2, 150, 90), (5, 33, 33))
 """Batch size, height and width of the random images that are compared."""
 
 
-def export_openvino(
-    run: PathLike,
-    out: PathLike,
-    *,
-    overwrite: bool = False,
-    notify: Notify | None = print_to_stderr,
-    **options: Any,
-) -> Exported:
-    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file."""
-    settings, path = Options(**options), Path(out)
-    if settings.external_data:
+def check_openvino_output(path: Path, options: ExportOptions, overwrite: bool) -> None:
+    """Check the options, and that NAME.xml and NAME.bin can be written."""
+    if options.external_data:
         raise ConfigError(
             f"external_data=True: OpenVINO always has its weights in NAME{WEIGHTS}; leave it out"
         )
-    weights = path.with_suffix(WEIGHTS)
-    check_output_path(path, overwrite=overwrite, suffix=SUFFIX)
-    check_output_path(weights, overwrite=overwrite, suffix=WEIGHTS)
-    loaded = load_classifier(run, notify, "openvino", no_calibration=settings.no_calibration)
-    between = path.with_suffix(".onnx")
-    with classifier_file(loaded, run, between, settings, notify=notify) as (
-        checked,
-        difference,
-        accuracy,
-    ):
-        difference += convert(checked, path)
-    files = tuple((file, file.stat().st_size) for file in (path, weights))
-    return Exported(files, difference, accuracy)
+    for file, suffix in ((path, SUFFIX), (path.with_suffix(WEIGHTS), WEIGHTS)):
+        check_output_path(file, options, overwrite, suffix=suffix)
+
+
+def write_openvino(job: ExportJob) -> Exported:
+    """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file."""
+    path, between = job.path, job.path.with_suffix(".onnx")
+    with classifier_file(replace(job, path=between, overwrite=True)) as (staged, exported):
+        largest = exported.difference + convert(staged, path)
+    files = tuple((file, file.stat().st_size) for file in (path, path.with_suffix(WEIGHTS)))
+    return replace(exported, files=files, difference=largest)
 
 
 def convert(

@@ -1,25 +1,31 @@
-"""Export options and their validation."""
+"""Options of an export, the job that all formats write, and the files that it leaves."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-from vit.errors import ConfigError
-from vit.text import printable
+from vit.config.config_section import Section
+from vit.errors import RunError
+from vit.export.export_accuracy import Accuracy
+from vit.text import Notify, printable
+from vit.weights.saved_model import LoadedRun
+
+PathLike = str | os.PathLike[str]
 
 PRECISIONS = ("fp32", "fp16", "int8")
 OPSETS = (18, 19, 20, 21, 22, 23)
 OPSET = 20
 """Of classifiers: the first one with Gelu. onnxruntime reads it since 1.17, OpenVINO since 2024;
 later ones add nothing that these networks need."""
-SAMPLES = 200
-MAX_DROP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ExportOptions(Section):
     """Options of an export.
 
     Args:
-        max_drop: Largest loss of top-1 (of mAP if multi-label) there; MAX_DROP by default.
+        max_drop: Largest loss of top-1 (of mAP if multi-label) there; 0.01 by default.
         external_data: Store the weights in NAME.onnx.data, as always from 2 GB on.
     """
 
@@ -36,58 +42,55 @@ class Options:
     no_calibration: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision={printable(repr(self.precision))}: choose one of "
-                f"{', '.join(PRECISIONS)}"
-            )
-        if self.opset is not None and self.opset not in OPSETS:
-            raise ConfigError(f"opset={self.opset}: choose one of {OPSETS[0]} to {OPSETS[-1]}")
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"samples={self.samples}: must be at least 1")
-        if self.max_drop is not None and not 0 <= self.max_drop <= 1:
-            raise ConfigError(f"max_drop={self.max_drop:g}: a share, from 0 to 1")
-        self._check_int8()
-        if self.max_drop is not None and self.measured_on is None:
-            raise ConfigError(
-                f"max_drop={self.max_drop:g}: nothing is measured without validation data; give "
-                "--validation DATA"
-            )
-
-    def _check_int8(self) -> None:
-        calibrated = self.precision == "int8" and not self.dynamic
-        for name in ("dynamic", "static"):
-            if getattr(self, name) and self.precision != "int8":
-                raise ConfigError(
-                    f"{name}=True: precision={self.precision} does not read it; choose int8"
-                )
-        if self.dynamic and self.static:
-            raise ConfigError(
-                "static=True: its ranges are those of calibration images, and dynamic has none; "
-                "leave one of them out"
-            )
-        if self.static and self.calibration is None:
-            raise ConfigError(
-                "static=True: its ranges are those of calibration images; give --calibration DATA"
-            )
-        if self.static and self.opset is not None and self.opset > OPSET:
-            raise ConfigError(
-                f"opset={self.opset}: onnxruntime cannot open static int8 of it on CPUs without "
-                f"VNNI; choose {OPSETS[0]} to {OPSET}"
-            )
-        if calibrated and self.calibration is None:
-            raise ConfigError(
-                "precision='int8': it is calibrated with images: give --calibration DATA, such as "
-                "the data of the training, or --dynamic"
-            )
-        for name in () if calibrated else ("calibration", "samples"):
-            if (value := getattr(self, name)) is not None:
-                words = printable(repr(value))
-                raise ConfigError(
-                    f"{name}={words}: only int8 without --dynamic is calibrated; leave it out"
-                )
-        if self.precision == "int8" and self.external_data:
-            raise ConfigError("external_data=True: int8 files are small; leave it out")
+        int8 = self.precision == "int8"
+        calibrated = int8 and not self.dynamic
+        unread = f"precision={self.precision} does not read it; choose int8"
+        alone = "only int8 without --dynamic is calibrated; leave it out"
+        ranges = "its ranges are those of calibration images; give --calibration DATA"
+        rules = (
+            (
+                "precision",
+                self.precision not in PRECISIONS,
+                f"choose one of {', '.join(PRECISIONS)}",
+            ),
+            (
+                "opset",
+                self.opset not in (None, *OPSETS),
+                f"choose one of {OPSETS[0]} to {OPSETS[-1]}",
+            ),
+            ("samples", self.samples is not None and self.samples < 1, "must be at least 1"),
+            (
+                "max_drop",
+                self.max_drop is not None and not 0 <= self.max_drop <= 1,
+                "a share, from 0 to 1",
+            ),
+            ("dynamic", self.dynamic and not int8, unread),
+            ("static", self.static and not int8, unread),
+            ("static", self.static and (self.dynamic or self.calibration is None), ranges),
+            (
+                "opset",
+                self.static and (self.opset or OPSET) > OPSET,
+                "onnxruntime cannot open static int8 of it on CPUs without VNNI; choose "
+                f"{OPSETS[0]} to {OPSET}",
+            ),
+            (
+                "precision",
+                calibrated and self.calibration is None,
+                "it is calibrated with images: give --calibration DATA, such as the data of the "
+                "training, or --dynamic",
+            ),
+            ("calibration", self.calibration is not None and not calibrated, alone),
+            ("samples", self.samples is not None and not calibrated, alone),
+            ("external_data", self.external_data and int8, "int8 files are small; leave it out"),
+            (
+                "max_drop",
+                self.max_drop is not None and self.measured_on is None,
+                "nothing is measured without validation data; give --validation DATA",
+            ),
+        )
+        for name, refused, why in rules:
+            if refused:
+                self.refuse(name, why)
 
     @property
     def measured_on(self) -> str | None:
@@ -97,6 +100,59 @@ class Options:
     def check_unused(self, why: str, *read: str) -> None:
         """Raise ConfigError if an option that is not in `read` differs from its default."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in read and value != field.default:
-                raise ConfigError(f"{field.name}={printable(repr(value))}: {why}; leave it out")
+            if field.name not in read and getattr(self, field.name) != field.default:
+                self.refuse(field.name, f"{why}; leave it out")
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """A run that is loaded, and what a format makes of it.
+
+    Args:
+        source: The run folder or source of weights, as the metadata name it.
+        path: The file to write, which `check_output_path` has allowed.
+    """
+
+    run: LoadedRun
+    source: PathLike
+    path: Path
+    options: ExportOptions
+    notify: Notify
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files that were written.
+
+    Args:
+        files: Paths and sizes in bytes.
+        difference: Largest difference to torch on random inputs, as a share of the largest value.
+    """
+
+    files: tuple[tuple[Path, int], ...]
+    difference: float
+    accuracy: Accuracy | None = None
+
+
+Writer = Callable[[ExportJob], Exported]
+"""Writes the files of one format."""
+OutputCheck = Callable[[Path, ExportOptions, bool], None]
+"""Checks, before any work is done, that a path can be written, and replaced if the last is True."""
+
+
+def check_output_path(path: Path, _: ExportOptions, overwrite: bool, *, suffix: str) -> None:
+    """The OutputCheck of an ordinary file with `suffix`."""
+    name, folder = printable(path), printable(path.parent)
+    if path.suffix != suffix:
+        raise RunError(
+            f"{name}: name it {suffix}, such as {printable(path.stem or 'model')}{suffix}"
+        )
+    if path.exists() and not path.is_file():
+        raise RunError(f"{name} is no ordinary file; give another name")
+    if path.exists() and not overwrite:
+        raise RunError(f"{name} exists; choose another name, or add --overwrite")
+    if not path.parent.is_dir():
+        raise RunError(f"{name}: there is no folder {folder}; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise RunError(f"{name}: the folder {folder} cannot be written")

@@ -11,22 +11,16 @@ repositories and model configuration.
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vit.atomic_files import explain_write_errors, write_bytes
 from vit.errors import ConfigError, RunError
-from vit.export.export_onnx import (
-    Exported,
-    PathLike,
-    classifier_file,
-    load_classifier,
-    publish,
-)
-from vit.export.export_options import Options
+from vit.export.export_onnx import classifier_file, publish
+from vit.export.export_options import Exported, ExportJob, ExportOptions
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
-from vit.text import Notify, print_to_stderr, printable
+from vit.text import printable
 
 CONFIG, LABELS, GRAPH, VERSION = "config.pbtxt", "labels.txt", "model.onnx", "1"
 MAX_BATCH = 32
@@ -35,26 +29,16 @@ TYPES = {"tensor(uint8)": "TYPE_UINT8", "tensor(float)": "TYPE_FP32"}
 """Types of onnxruntime -> DataType of model_config.proto."""
 
 
-def export_triton(
-    run: PathLike,
-    out: PathLike,
-    *,
-    overwrite: bool = False,
-    notify: Notify | None = print_to_stderr,
-    **options: Any,
-) -> Exported:
+def write_triton(job: ExportJob) -> Exported:
     """Write a classifier as a model of a Triton model repository, with its ONNX file."""
-    settings, folder = Options(**options), Path(out)
-    check_folder(folder, overwrite=overwrite)
-    loaded = load_classifier(run, notify, "triton", no_calibration=settings.no_calibration)
+    folder, run = job.path, job.run
     graph, created = folder / VERSION / GRAPH, _first_missing(folder)
-    labels = "".join(f"{printable(name)}\n" for name in loaded.classes)
+    labels = "".join(f"{printable(name)}\n" for name in run.classes)
     try:
         with explain_write_errors(folder):
             graph.parent.mkdir(parents=True, exist_ok=True)
-        with classifier_file(loaded, run, graph, settings, notify=notify) as checked:
-            staged, difference, accuracy = checked
-            config = model_config(folder.name, OnnxSession(staged), loaded.preprocessing.image_size)
+        with classifier_file(replace(job, path=graph, overwrite=True)) as (staged, exported):
+            config = model_config(folder.name, OnnxSession(staged), run.preprocessing.image_size)
             files = publish(staged, graph)
         for name, text in ((LABELS, labels), (CONFIG, config)):
             content = text.encode()
@@ -64,7 +48,7 @@ def export_triton(
         if created is not None:
             shutil.rmtree(created, ignore_errors=True)
         raise
-    return Exported(files, difference, accuracy)
+    return replace(exported, files=files)
 
 
 def model_config(name: str, session: OnnxSession, image_size: tuple[int, int]) -> str:
@@ -98,7 +82,7 @@ def _tensor(session: OnnxSession, name: str) -> str:
     return " ".join(fields)
 
 
-def check_folder(folder: Path, *, overwrite: bool) -> None:
+def check_repository_folder(folder: Path, _: ExportOptions, overwrite: bool) -> None:
     """Check, before any work is done, that `folder` can be a model of a repository."""
     shown = printable(folder)
     suffix = folder.suffix.lower()

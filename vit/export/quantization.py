@@ -39,7 +39,6 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, DataError
-from vit.export.gptq import gptq
 from vit.export.onnx_graph import MOVES, Graph, attribute, libraries, node
 from vit.exported.onnx_session import Array, OnnxSession
 
@@ -53,6 +52,11 @@ IMAGES_AT_ONCE = 8
 SMOOTHING = 0.5
 """Share of an activation's size that is moved to the weights, as an exponent; SmoothQuant's alpha.
 The size of a channel is its largest value in static quantization, else its root mean square."""
+DAMPING = 0.01
+"""Added to the diagonal of XᵀX in GPTQ, as a share of its mean: the inverse is then stable."""
+BLOCK = 64
+"""Rows whose errors GPTQ moves to all later rows at once, in one product of matrices."""
+MAX_INT8 = 127
 SMALLEST = 1e-8
 """Replaces a range or a weight of zero."""
 LARGEST, RELATIVE = "largest", "relative"
@@ -521,3 +525,39 @@ def _replace_input(node: Any, old: str, new: str) -> None:
 
 def _scalar(value: float) -> Array:
     return np.asarray(max(value, SMALLEST), np.float32)
+
+
+def gptq(weights: Array, scales: Array, moments: Array) -> Array:
+    """GPTQ: weights rounded so that the errors of a product's inputs cancel each other.
+
+        minimise |X W - X Q S|²     X: inputs (rows, in), W: weights (in, out), S: column scales
+
+    Rows of W are rounded one after the other, and each error is moved to the rows that are left, as
+    far as their inputs can make up for it: by the inverse of XᵀX. Returns int8 of (in, out), from
+    -127 to 127.
+
+    Args:
+        weights: (in, out)
+        moments: XᵀX of the inputs, (in, in); inputs that are always 0 are rounded to the nearest.
+
+    Source: Frantar et al., section 3, arXiv:2210.17323 (with the largest inputs first).
+    """
+    matrix = moments.astype(np.float64)
+    diagonal = np.diag_indices_from(matrix)
+    unused = matrix[diagonal] <= 0
+    matrix[diagonal] += DAMPING * matrix[diagonal].mean() + unused
+    order = np.argsort(-matrix[diagonal], kind="stable")
+    # row i: first row of the inverse of XᵀX without the inputs before i, over the root of its first
+    feedback = np.linalg.cholesky(np.linalg.inv(matrix[np.ix_(order, order)])).T
+    rest, rounded = weights[order].astype(np.float64), np.empty(weights.shape, np.int8)
+    for start in range(0, len(rest), BLOCK):
+        block = range(start, min(start + BLOCK, len(rest)))
+        errors = np.empty((len(block), rest.shape[1]))
+        for row in block:
+            whole = np.clip(np.round(rest[row] / scales), -MAX_INT8, MAX_INT8)
+            error = errors[row - start] = (rest[row] - whole * scales) / feedback[row, row]
+            later = slice(row + 1, block.stop)
+            rest[later] -= np.outer(feedback[row, later], error)
+            rounded[order[row]] = whole
+        rest[block.stop :] -= feedback[block.start : block.stop, block.stop :].T @ errors
+    return rounded

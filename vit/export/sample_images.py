@@ -3,13 +3,12 @@
 Validation images are used where they are known; otherwise scenes are drawn.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -23,12 +22,15 @@ from vit.data.sources.image_inputs import list_images
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import BadImage, ConfigError, DataError, VitError
-from vit.export.export_options import SAMPLES, Options
+from vit.export.export_options import ExportJob
 from vit.exported.onnx_session import Array
 from vit.inference.evaluate import evaluated_spec, load_samples
-from vit.tasks.task import Task, get_task
+from vit.tasks.task import get_task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun
+
+SAMPLES = 200
+"""Calibration images by default."""
 
 
 class SampleImages(Sequence[Array]):
@@ -40,113 +42,78 @@ class SampleImages(Sequence[Array]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    @overload
-    def __getitem__(self, index: int) -> Array: ...
-    @overload
-    def __getitem__(self, index: slice) -> "SampleImages": ...
-    def __getitem__(self, index: int | slice) -> "Array | SampleImages":
-        if isinstance(index, slice):
-            return SampleImages(self.paths[index], self.intensity_range)
+    def __getitem__(self, index: Any) -> Any:
         return np.asarray(read_image(self.paths[index], intensity_range=self.intensity_range))
 
 
-def validation_samples(
-    source: str | os.PathLike[str],
-    run: LoadedRun,
-    data: str | None,
-    notify: Notify,
-) -> tuple[Sample, ...]:
-    """The images of `data` that `vit evaluate` would use; none without `data`."""
+def validation_samples(job: ExportJob) -> tuple[Sample, ...]:
+    """The images of `options.measured_on` that `vit evaluate` would use; none without it."""
+    data = job.options.measured_on
     if data is None:
         return ()
     spec = DatasetSpec(data, split="val")
-    return load_samples(get_task(run.task_name), source, spec, run.classes, notify)
+    task = get_task(job.run.task_name)
+    return load_samples(task, job.source, spec, job.run.classes, job.notify)
 
 
-def calibration_images(
-    options: Options,
-    classes: tuple[str, ...],
-    validation: Sequence[Sample],
-    intensity_range: IntensityRange | None = None,
-    *,
-    task: str = "classify",
-    source: str | os.PathLike[str] | None = None,
-    notify: Notify = lambda _note: None,
-) -> SampleImages:
+def calibration_images(job: ExportJob, validation: Sequence[Sample]) -> SampleImages:
     """Calibration images, evenly spaced over the training images of the data.
 
     Of data that are not divided, with nothing else to measure the accuracy on, half of the images
-    at most, which are then not measured on.
+    at most, which are then not measured on. Images that cannot be decoded are noted, and others
+    chosen.
     """
+    options, deep = job.options, job.run.preprocessing.intensity_range
     if options.calibration is None:
         return SampleImages([])
     excluded = {sample.path for sample in validation}
-    everything = paths = _training_paths(options.calibration, classes, get_task(task), source)
+    everything = _training_paths(job, options.calibration)
     paths = [path for path in everything if path not in excluded]
     if not paths and options.validation is None:
         count = min(options.samples or SAMPLES, len(everything) // 2)
         paths = evenly_spaced(everything, count)
-    if not paths or (options.samples or 0) > len(paths):
-        raise DataError(
-            f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
-            f"those for validation, and {options.samples or 'some'} are needed; name other data"
-        )
-    return SampleImages(_evenly_chosen(paths, options, intensity_range, notify), intensity_range)
+    while paths and len(paths) >= (options.samples or 0):
+        count = min(options.samples or SAMPLES, len(paths))
+        indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
+        chosen = [paths[index] for index in indices]
+        undecodable = {path for path in chosen if not _can_be_decoded(path, job)}
+        if not undecodable:
+            return SampleImages(chosen, deep)
+        paths = [path for path in paths if path not in undecodable]
+    raise DataError(
+        f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
+        "those for validation and those that cannot be decoded, and "
+        f"{options.samples or 'some'} are needed; name other data"
+    )
 
 
-def _training_paths(
-    data: str, classes: tuple[str, ...], task: Task, source: str | os.PathLike[str] | None
-) -> list[str]:
+def _can_be_decoded(path: str, job: ExportJob) -> bool:
+    try:
+        read_image(path, intensity_range=job.run.preprocessing.intensity_range)
+    except BadImage as error:
+        job.notify(f"left out of the calibration: {error}")
+        return False
+    return True
+
+
+def _training_paths(job: ExportJob, data: str) -> list[str]:
     """Paths of the training images of `data`, or of all where they are not divided.
 
-    As the training of `source` read them, else with the settings of any data; labels that the
+    As the training of the run read them, else with the settings of any data; labels that the
     network does not have are of no use here, and no error.
     """
+    task, classes = get_task(job.run.task_name), job.run.classes
     spec = DatasetSpec(data, split="train")
     with suppress(ConfigError, DataError):
-        found = load_samples(task, source, spec, classes, lambda _note: None)
+        found = load_samples(task, job.source, spec, classes, lambda _note: None)
         return [sample.path for sample in found]
     with suppress(ConfigError, DataError):
         return [sample.path for sample in open_eval_split(spec, split="train", classes=classes)[0]]
     if is_list(data):
-        run = None if source is None else run_folder_of(source)
-        spec = evaluated_spec(task, run, spec, classes)
+        spec = evaluated_spec(task, run_folder_of(job.source), spec, classes)
         spec = replace(spec, split=None, labels=False, label_column=None)
         return [record.path for record in read_source(spec).train]
     return list_images([data])
-
-
-def _evenly_chosen(
-    paths: Sequence[str], options: Options, intensity_range: IntensityRange | None, notify: Notify
-) -> list[str]:
-    """Images of `paths` that can be decoded, evenly spaced; the others are noted."""
-    decoded: dict[str, BadImage | None] = {}
-    while True:
-        count = min(options.samples or SAMPLES, len(paths))
-        indices = np.linspace(0, len(paths) - 1, count).round().astype(int)
-        chosen = [paths[index] for index in indices]
-        for path in chosen:
-            if path not in decoded:
-                decoded[path] = _decoding_error(path, intensity_range)
-        bad = [error for path in chosen if (error := decoded[path]) is not None]
-        if not bad:
-            return chosen
-        for error in bad:
-            notify(f"left out of the calibration: {error}")
-        paths = [path for path in paths if decoded.get(path) is None]
-        if not paths or (options.samples or 0) > len(paths):
-            raise DataError(
-                f"{printable(options.calibration)}: {len(paths)} of its images can be decoded, and "
-                f"{options.samples or 'some'} are needed; name other data"
-            )
-
-
-def _decoding_error(path: str, intensity_range: IntensityRange | None) -> BadImage | None:
-    try:
-        read_image(path, intensity_range=intensity_range)
-    except BadImage as error:
-        return error
-    return None
 
 
 MAX_COMPARED = 50

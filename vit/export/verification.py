@@ -5,31 +5,40 @@ predictor    `vit predict RUN`, in float32
 file         the exported file, without torch
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.errors import DataError, RunError, VitError, WeightsError
-from vit.export.mismatch_diagnosis import diagnose, metadata_differences
-from vit.export.reference_outputs import (
-    ModelOutputs,
-    Outputs,
-    Runner,
-    by_file,
-    by_predictor,
-    by_reference_code,
-)
+import numpy as np
+import torch
+
+from vit.data.image_io import read_image
+from vit.errors import BadImage, DataError, RunError, VitError, WeightsError
+from vit.export.export_options import PathLike
 from vit.export.sample_images import comparison_images
 from vit.exported.load_exported import exported_engine, load_exported
+from vit.exported.onnx_captioner import ExportedCaptioner
+from vit.exported.onnx_classifier import ExportedClassifier
+from vit.exported.onnx_session import Array
+from vit.generation.generate import generate_captions
+from vit.generation.generation_config import Search
 from vit.inference.image_arguments import find_images, input_paths
+from vit.inference.predictor import Predictor
+from vit.model.captioner import Captioner
+from vit.output.prediction_results import Prediction
 from vit.paths import did_you_mean, path_argument
+from vit.tasks.task import calibrated_activation
 from vit.text import Notify, printable
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import SUFFIXES, locate_weights
+from vit.weights.saved_model import LoadedRun
 
 REFERENCE, PREDICTOR = "by hand", "predictor"
+Runner = ExportedClassifier | ExportedCaptioner
 
 
 class Limits(NamedTuple):
@@ -47,6 +56,106 @@ LIMITS = {
     "int8": Limits(0.9, 0.5),
 }
 """By the precision of the file; for fp16 and int8 the limit of the difference is generous."""
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """Outputs of a network for one image.
+
+    Args:
+        probabilities: (classes,) float64; empty without a classification head.
+        caption: The caption, or None.
+        thresholds: Decision thresholds of a multi-label network, or None.
+    """
+
+    probabilities: Array
+    caption: str | None = None
+    likelihood: float = 1.0
+    thresholds: tuple[float, ...] | None = None
+
+    def agreement(self, other: "ModelOutputs") -> float:
+        """1 if the first class and the caption are equal, else 0.
+
+        Of a multi-label network: classes that both name, as a share of those that either names.
+        """
+        first, second = (one.probabilities for one in (self, other))
+        if self.thresholds is not None and other.thresholds is not None:
+            ours, theirs = first >= self.thresholds, second >= other.thresholds
+            named = (ours | theirs).sum()
+            return float((ours & theirs).sum() / named) if named else 1.0
+        return float(
+            self.caption == other.caption
+            and (not len(first) or bool(first.argmax() == second.argmax()))
+        )
+
+    def difference(self, other: "ModelOutputs") -> float:
+        """The largest difference of two probabilities."""
+        differences = np.abs(self.probabilities - other.probabilities)
+        return max(abs(self.likelihood - other.likelihood), float(differences.max(initial=0.0)))
+
+
+Outputs = list[ModelOutputs | str]
+"""Outputs of each image, or its error."""
+
+
+@torch.inference_mode()
+def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
+    """The saved preprocessing and the network in float32, one image at a time, on the CPU."""
+    outputs: Outputs = []
+    for path in images:
+        try:
+            deep = run.preprocessing.intensity_range
+            pixels = run.preprocessing(read_image(path, intensity_range=deep)).unsqueeze(0)
+        except BadImage as error:
+            outputs.append(error.reason)
+            continue
+        batch, model, caption = run.preprocessing.normalise(pixels), run.model, None
+        if isinstance(model, Captioner):
+            assert run.tokenizer is not None, "a captioner has a tokenizer"
+            logits, memory = model.encode_images(batch)
+            ((caption, *_),) = generate_captions(model.decoder, memory, run.tokenizer, Search())
+        else:
+            logits = model(batch)
+        probabilities = calibrated_activation(run)(logits.double())[0].numpy()
+        if not np.isfinite(probabilities).all():
+            outputs.append("the network overflowed in float32")
+        elif caption is None:
+            outputs.append(ModelOutputs(probabilities, thresholds=run.thresholds))
+        else:
+            outputs.append(ModelOutputs(probabilities, caption.text, math.exp(caption.score)))
+    return outputs
+
+
+def by_predictor(run: LoadedRun, images: Sequence[str]) -> Outputs:
+    """Outputs of the Predictor in float32, as `vit predict` with the run."""
+    predictor = Predictor(run, device="cpu", precision="fp32")
+    predictions = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=-math.inf)
+    return [_outputs_of(one, run.classes, predictor.thresholds) for one in predictions]
+
+
+def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Outputs:
+    """Outputs of an exported file for the run's `classes`; 0 for a class that it lacks."""
+    top_k = max(1, len(runner.classes))
+    if isinstance(runner, ExportedCaptioner):
+        return [_outputs_of(one, classes, None) for one in runner.stream(images, top_k=top_k)]
+    thresholds = None
+    if runner.thresholds is not None:
+        own = dict(zip(runner.classes, runner.thresholds, strict=True))
+        thresholds = tuple(own.get(name, 1.0) for name in classes)
+    predictions = runner.stream(images, top_k=top_k, threshold=-math.inf)
+    return [_outputs_of(one, classes, thresholds) for one in predictions]
+
+
+def _outputs_of(
+    prediction: Prediction, classes: Sequence[str], thresholds: tuple[float, ...] | None
+) -> ModelOutputs | str:
+    if prediction.error is not None:
+        return prediction.error
+    scores = dict(prediction.predictions)
+    probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
+    if prediction.score is None:
+        return ModelOutputs(probabilities, thresholds=thresholds)
+    return ModelOutputs(probabilities, prediction.caption, math.exp(prediction.score))
 
 
 @dataclass(frozen=True)
@@ -76,12 +185,8 @@ class Comparison:
         """Plain values for JSON."""
         values = asdict(self)
         least, most = values.pop("limits")
-        return {
-            **values,
-            "least_agreement": least,
-            "most_difference": most,
-            "agrees": self.agrees,
-        }
+        bounds = {"least_agreement": least, "most_difference": most}
+        return {**values, **bounds, "agrees": self.agrees}
 
     def line(self) -> str:
         """Deviation and limits as text."""
@@ -165,9 +270,6 @@ class Verification:
         return lines + [f"likely cause: {cause}" for cause in self.causes]
 
 
-PathLike = str | os.PathLike[str]
-
-
 def verify(
     model: PathLike,
     images: PathLike | Sequence[PathLike] | None = None,
@@ -209,16 +311,32 @@ def verify(
     with comparison_images(Path(source), loaded, found, notify) as paths:
         reference = by_reference_code(loaded, paths)
         outputs = {REFERENCE: reference, PREDICTOR: by_predictor(loaded, paths)}
-        if runner is None:
-            return compare_all(paths, outputs, None, [])
-        file = os.path.basename(os.fspath(model))
-        outputs[file] = by_file(runner, paths, loaded.classes)
-        precision = precision_of(runner)
-        causes = metadata_differences(loaded, runner)
-        agrees = compare(file, paths, reference, outputs[file], LIMITS[precision]).agrees
-        if not agrees and {*runner.classes} == {*loaded.classes}:  # else all outputs differ
-            causes += diagnose(loaded, runner, paths, reference, outputs[file])
-        return compare_all(paths, outputs, precision, causes)
+        precision, causes = None, []
+        limits = {REFERENCE: LIMITS["fp32"], PREDICTOR: LIMITS["fp32"]}
+        if runner is not None:
+            precision = runner.metadata.get("precision", "fp32")
+            if precision not in LIMITS:
+                raise WeightsError(
+                    f"precision={printable(precision)!r} in the metadata: expected "
+                    f"{', '.join(LIMITS)}; export it again"
+                )
+            file = os.path.basename(os.fspath(model))
+            outputs[file] = by_file(runner, paths, loaded.classes)
+            limits[file] = LIMITS[precision]
+            causes = metadata_differences(loaded, runner)
+    comparisons = tuple(
+        compare(name, paths, reference, outputs[name], limits[name]) for name in outputs
+    )
+    if not comparisons[1].agrees:
+        causes.append("the predictor differs from its own parts: please report it")
+    failures = failures_of(paths, outputs)
+    return Verification(
+        images=len(paths) - len({failure["image"] for failure in failures}),
+        paths=comparisons,
+        failures=failures,
+        causes=tuple(causes),
+        precision=precision,
+    )
 
 
 def is_source(model: PathLike) -> bool:
@@ -259,54 +377,42 @@ def named_source(exported: PathLike, runner: Runner) -> str:
     return source
 
 
-def precision_of(runner: Runner) -> str:
-    """Precision in the metadata of the file; a captioner is always in fp32."""
-    precision = runner.metadata.get("precision", "fp32")
-    if precision not in LIMITS:
-        raise WeightsError(
-            f"precision={printable(precision)!r} in the metadata: expected {', '.join(LIMITS)}; "
-            "export it again"
+def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
+    """Differences between the metadata of the file and the run, one sentence each."""
+    ours, theirs = (_described(one) for one in (run, runner))
+    found = [
+        f"its metadata say {name} {_text(theirs.get(name))}, the run {_text(ours.get(name))}"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
+    classes = enumerate(zip_longest(runner.classes, run.classes))
+    differing = ((index, pair) for index, pair in classes if len({*pair}) > 1)
+    for index, (theirs_name, ours_name) in islice(differing, 1):
+        found.append(
+            f"its metadata say class {index} {_text(theirs_name)}, the run {_text(ours_name)}"
         )
-    return precision
+    return found
 
 
-def compare_all(
-    images: Sequence[str],
-    outputs: Mapping[str, Outputs],
-    precision: str | None,
-    causes: Sequence[str],
-) -> Verification:
-    """Compare each implementation with the reference; `precision` sets the limits of the file."""
-    comparisons = tuple(
-        compare(
-            name,
-            images,
-            outputs[REFERENCE],
-            found,
-            LIMITS["fp32" if name in (REFERENCE, PREDICTOR) else precision or "fp32"],
-        )
-        for name, found in outputs.items()
-    )
-    if not comparisons[1].agrees:
-        causes = [*causes, "the predictor differs from its own parts: please report it"]
-    failures = failures_of(images, outputs)
-    return Verification(
-        images=len(images) - len({failure["image"] for failure in failures}),
-        paths=comparisons,
-        failures=failures,
-        causes=tuple(causes),
-        precision=precision,
-    )
+def _described(model: LoadedRun | Runner) -> dict[str, Any]:
+    calibration = getattr(model, "calibration", None)
+    scores = {} if calibration is None else calibration.to_dict()
+    return {
+        **model.preprocessing.to_dict(),
+        "thresholds": getattr(model, "thresholds", None),
+        **{f"calibration {name}": value for name, value in scores.items()},
+    }
+
+
+def _text(value: Any) -> str:
+    numbers = isinstance(value, list | tuple)
+    return ", ".join(f"{number:g}" for number in value) if numbers else printable(value)
 
 
 def compare(
     name: str, images: Sequence[str], reference: Outputs, found: Outputs, limits: Limits
 ) -> Comparison:
-    """Compare outputs with the reference, on the images that have both.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Compare outputs with the reference, on the images that have both."""
     rows = [
         (one.agreement(other), one.difference(other), path)
         for path, one, other in zip(images, reference, found, strict=True)

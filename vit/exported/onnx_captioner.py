@@ -20,7 +20,7 @@ from vit.errors import BadImage, ConfigError, WeightsError, error_text
 from vit.exported.image_prefetch import PathLike, prefetch_images, resolve_batch_and_workers
 from vit.exported.onnx_classifier import top_k_classes
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.generation.caption import Caption
+from vit.generation.generation_config import Caption
 from vit.output.prediction_results import Prediction, check_top_k
 from vit.text import Notify, print_to_stderr, printable
 

@@ -1,6 +1,7 @@
-"""Text generation with any search, and captions from the memory of an encoder."""
+"""Text generation, greedy, sampled or by beam search, and captions from an encoder's memory."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,14 @@ from torch import Tensor
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError
 from vit.generation.beam_search import beam_search
-from vit.generation.caption import Caption
-from vit.generation.generation_config import Hypothesis, IncrementalDecoder, Search
-from vit.generation.sampling import GreedySelector, RandomSelector, TokenSelector, generate_tokens
+from vit.generation.generation_config import (
+    Caption,
+    Hypothesis,
+    IncrementalDecoder,
+    Search,
+    make_hypothesis,
+)
+from vit.generation.logits_processors import LogitsProcessor, choose_tokens, random_numbers
 from vit.model.captioner import CachedDecoder
 from vit.model.decoder import TextDecoder
 
@@ -33,10 +39,7 @@ def generate(
     the batch. There are fewer than `n_best` only with a very small vocabulary.
 
     Args:
-        decoder: The decoder; its first call gets `begin` for each image.
-        rows: Number of images.
-        begin: Id of the begin token.
-        end: Id of the end token.
+        decoder: Its first call gets the token `begin` for each image.
         search: The settings; `max_tokens` is not 0.
         image_indices: Index of each image, for the random numbers of sampling; default: its row.
         device: Device of the decoder.
@@ -50,15 +53,65 @@ def generate(
         return []
     if search.beams > 1:
         return beam_search(decoder, rows=rows, begin=begin, end=end, search=search, device=device)
-    selector: TokenSelector = (
-        RandomSelector(search, image_indices, device=device)
-        if search.temperature
-        else GreedySelector()
-    )
+    random = random_numbers(search, image_indices).to(device) if search.temperature else None
     hypotheses = generate_tokens(
-        decoder, selector, rows=rows, begin=begin, end=end, search=search, device=device
+        decoder, random, rows=rows, begin=begin, end=end, search=search, device=device
     )
     return [[one] for one in hypotheses]
+
+
+def generate_tokens(
+    decoder: IncrementalDecoder,
+    random: Tensor | None,
+    *,
+    rows: int,
+    begin: int,
+    end: int,
+    search: Search,
+    device: torch.device | str,
+) -> list[Hypothesis]:
+    """One sequence for each row; finished rows leave the batch at once.
+
+    Each step synchronises with the device once, to see which sequences ended.
+
+    Args:
+        random: Random numbers, (rows, max_tokens); None for greedy decoding.
+    """
+    processor = LogitsProcessor(search, end=end)
+    finished: dict[int, Hypothesis] = {}
+    open_rows = list(range(rows))
+    ids = torch.full((rows, 1), begin, device=device)
+    tokens, scores = ids[:, :0], torch.empty(rows, 0, device=device)
+    for index in range(search.max_tokens):
+        logits = decoder(ids).float()
+        drawn = None if random is None else random[:, index : index + 1]
+        ids = choose_tokens(processor(logits, tokens), search, drawn)
+        log_probabilities = logits.gather(1, ids) - logits.logsumexp(dim=1, keepdim=True)
+        scores = torch.cat([scores, log_probabilities], dim=1)
+        ended: list[bool] = (ids[:, 0] == end).tolist()
+        if any(ended):
+            done = [at for at, end_token in enumerate(ended) if end_token]
+            kept = [at for at, end_token in enumerate(ended) if not end_token]
+            finished |= _finish([open_rows[at] for at in done], tokens[done], scores[done], True)
+            if not kept:
+                break
+            open_rows = [open_rows[at] for at in kept]
+            rows_kept = torch.tensor(kept, device=device)
+            ids, tokens, scores = ids[rows_kept], tokens[rows_kept], scores[rows_kept]
+            decoder.select_rows(rows_kept)
+            random = None if random is None else random[rows_kept]
+        tokens = torch.cat([tokens, ids], dim=1)
+    else:
+        finished |= _finish(open_rows, tokens, scores, False)
+    return [finished[row] for row in range(rows)]
+
+
+def _finish(rows: list[int], tokens: Tensor, scores: Tensor, ended: bool) -> dict[int, Hypothesis]:
+    """Hypotheses by row, from ids (rows, tokens) and log probabilities (rows, tokens and end)."""
+    return {
+        row: make_hypothesis(ids, math.fsum(parts), ended=ended)
+        for row, ids, parts in zip(rows, tokens.tolist(), scores.tolist(), strict=True)
+    }
 
 
 @torch.no_grad()
@@ -70,17 +123,12 @@ def generate_captions(
     *,
     image_indices: Sequence[int] | None = None,
 ) -> list[list[Caption]]:
-    """Captions of images, the best first.
+    """The `search.n_best` captions of each image, the best first.
 
     Args:
         decoder: In evaluation mode.
         memory: Output of the encoder, (batch, tokens, dim).
-        tokenizer: Tokenizer of the decoder.
-        search: Generation settings.
-        image_indices: Index of each image, for the random numbers of sampling; default: its row.
-
-    Returns:
-        `search.n_best` captions for each image.
+        image_indices: As for `generate`.
     """
     if not len(memory):
         return []

@@ -1,4 +1,4 @@
-"""Settings of text generation, its decoder interface, and its result."""
+"""Settings of text generation, its decoder interface, and its results; imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -35,6 +35,23 @@ class Hypothesis:
 
     ids: tuple[int, ...]
     score: float
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A generated caption.
+
+    Args:
+        text: The decoded text.
+        score: Sum of the log probabilities of its tokens, the end token included.
+        ids: Token ids, without begin and end.
+        ended: Whether it ends with the end token, not at the maximum length.
+    """
+
+    text: str
+    score: float
+    ids: tuple[int, ...]
     ended: bool
 
 

@@ -1,4 +1,18 @@
-"""Processing of logits before a token is chosen: repetition penalty, minimum length; and top-k."""
+"""From logits to a token: repetition penalty, minimum length, temperature, top-k and nucleus.
+
+    p_i = softmax(logits / temperature)_i,  of the top_k most likely tokens;
+    of these the fewest whose probabilities sum to at least top_p
+
+Random numbers are a function of (seed, image index, position), so that the result for an image does
+not depend on the batch.
+
+Sources: Fan et al., "Hierarchical Neural Story Generation", section 5.1, arXiv:1805.04833 (top-k);
+Holtzman et al., "The Curious Case of Neural Text Degeneration", section 3.1, arXiv:1904.09751.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -6,6 +20,8 @@ from torch import Tensor
 from vit.generation.generation_config import Search
 
 SIGN_BIT = 31  # of a float32
+BITS = 31
+"""Of random numbers, and of weights that they are compared with."""
 
 
 class LogitsProcessor:
@@ -16,17 +32,11 @@ class LogitsProcessor:
         self.penalty = search.repetition_penalty
 
     def penalize(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """Repetition penalty on the logits of tokens already in the sequence, without begin.
+        """Repetition penalty on the logits, (rows, vocab), of the tokens, (rows, tokens), so far.
 
         Positive logits are divided and negative ones multiplied, as in transformers. The paper
-        divides all, which makes a token with a negative logit more likely.
-
-        Args:
-            logits: (rows, vocab).
-            tokens: The sequences, (rows, tokens).
-
-        Returns:
-            (rows, vocab); the same tensor if the penalty is 1.
+        divides all, which makes a token with a negative logit more likely. Without a penalty it is
+        the same tensor.
 
         Source: Keskar et al., "CTRL", section 4.1, arXiv:1909.05858.
         """
@@ -55,13 +65,6 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     torch.topk does not define the order of ties, and a stable sort of a whole vocabulary takes
     thirty times as long.
-
-    Args:
-        logits: (rows, vocab) float32.
-        count: At most vocab.
-
-    Returns:
-        Two tensors (rows, count).
     """
     values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=1)
     ids = ids[:, :count]
@@ -83,3 +86,58 @@ def _topk_of_ties(logits: Tensor, count: int) -> Tensor:
     tie_break = torch.arange(vocab - 1, -1, -1, device=logits.device)
     keys = (ordered.long() << 32) + tie_break
     return vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
+
+
+def choose_tokens(logits: Tensor, search: Search, random: Tensor | None) -> Tensor:
+    """Ids of the next tokens, (rows, 1): sampled, or the largest of (rows, vocab) float32.
+
+    Args:
+        random: Random integers of 31 bits, (rows, 1); None for greedy decoding.
+    """
+    if random is None:
+        # the first of ties, as argmax, which takes twice the time on a CPU
+        return logits.max(dim=1, keepdim=True).indices
+    ids, parts = sampling_weights(logits, search)
+    edges = parts.cumsum(dim=1)
+    point = edges[:, -1:] * random >> BITS
+    # Only nan logits come past the last edge; their score raises an error later.
+    position = (edges <= point).sum(dim=1, keepdim=True).clamp(max=ids.shape[1] - 1)
+    return ids.gather(1, position)
+
+
+def random_numbers(search: Search, image_indices: Sequence[int]) -> Tensor:
+    """Random integers of each image and position, (images, max_tokens)."""
+    return torch.tensor([random_integers(search.seed, i, search.max_tokens) for i in image_indices])
+
+
+def random_integers(seed: int, number: int, count: int) -> list[int]:
+    """`count` random integers of 31 bits for image `number`; a prefix of a larger count's."""
+    stream = hashlib.shake_128(f"{seed} {number}".encode()).digest(4 * count)
+    return [value >> 1 for value in struct.unpack(f"<{count}I", stream)]
+
+
+def sampling_weights(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
+    """Candidate tokens and their sampling weights, 0 outside the nucleus, each (rows, candidates).
+
+    Weights are integers with sum 2**31 in a row before the nucleus is taken: their sums have no
+    rounding that depends on the order, so the result depends neither on batch nor on device. A
+    token of a probability under 2**-31 is never sampled.
+    """
+    values, ids = _candidates(logits, search)
+    # The largest becomes 0, which stays finite at any temperature.
+    values = (values - values.amax(dim=1, keepdim=True)) / search.temperature
+    parts = (values.softmax(dim=1) * 2**BITS).long()
+    nucleus = parts.sum(dim=1, keepdim=True) * round(search.top_p * 2**BITS) >> BITS
+    before = parts.cumsum(dim=1) - parts
+    return ids, parts.where(before < nucleus.clamp(min=1), 0)
+
+
+def _candidates(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
+    """Logits and ids of the top_k most likely tokens; sorted if top_k or top_p is set."""
+    vocab = logits.shape[1]
+    if search.top_k:
+        return stable_topk(logits, min(search.top_k, vocab))
+    if search.top_p < 1:
+        values, ids = logits.sort(dim=1, descending=True, stable=True)
+        return values, ids
+    return logits, torch.arange(vocab, device=logits.device).expand_as(logits)

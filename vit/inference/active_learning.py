@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
-from vit.evaluation.kmeans import kmeans
+from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE, kmeans
 from vit.inference.label_errors import BLOCK, SAME, neighbours
 
 MAX_CLUSTERS = 500

@@ -34,7 +34,7 @@ from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
 from vit.inference.model_runner import to_probabilities
 from vit.inference.predictor import ImageOutput, Predictor
-from vit.model.attention_maps import AttentionRecorder, record_attention
+from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast

@@ -28,7 +28,7 @@ from vit.evaluation.fit_calibration import (
     describe_calibration,
     fit_calibration,
 )
-from vit.evaluation.image_groups import number_groups
+from vit.evaluation.intervals import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES

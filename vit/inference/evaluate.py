@@ -37,10 +37,9 @@ from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
 from vit.errors import ConfigError, DataError, VitError
-from vit.evaluation.accuracy_slices import accuracy_slices
-from vit.evaluation.evaluation_page import check_page
-from vit.evaluation.image_groups import count_groups, number_groups
-from vit.evaluation.image_properties import ImageProperties
+from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.evaluation.classification_report import check_page
+from vit.evaluation.intervals import count_groups, number_groups
 from vit.generation.generation_config import Search
 from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated

@@ -32,7 +32,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError, WeightsError
-from vit.evaluation.image_groups import number_groups
+from vit.evaluation.intervals import number_groups
 from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import load_samples
 from vit.inference.predictor import Predictor

@@ -21,6 +21,7 @@ from vit.model.captioner import Captioner
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
+from vit.model.sequence_packing import check_packable
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import Precision, autocast, has_onednn
 from vit.text import printable
@@ -183,7 +184,7 @@ def check_settings(runner: ModelRunner) -> None:
     model, tta = runner.model, runner.tta
     captions = isinstance(model, Captioner)
     if runner.keep_aspect:
-        model.check_packable()
+        check_packable(model)
     if tta is not None and tta not in get_args(Views):
         raise ConfigError(f"tta={printable(tta)!r}: choose flip or crops, or leave it out")
     if tta is not None and captions:

@@ -20,8 +20,7 @@ from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.errors import BadImage, ConfigError, WeightsError
 from vit.evaluation.classification_metrics import ranking
 from vit.exported.load_exported import exported_engine
-from vit.generation.caption import Caption
-from vit.generation.generation_config import Search
+from vit.generation.generation_config import Caption, Search
 from vit.inference.batch_pipeline import (
     ImageReader,
     chunks,

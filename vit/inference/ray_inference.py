@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.errors import ConfigError, RunError, VitError
-from vit.generation.caption import Caption
+from vit.generation.generation_config import Caption
 from vit.inference.remote_files import fetched, is_url, missing, write_rows
 from vit.output.prediction_results import TOP_K, Layout, Prediction, check_classes
 from vit.text import Notify, printable

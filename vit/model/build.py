@@ -27,8 +27,14 @@ from vit.model.blocks import (
     SandwichNormBlock,
 )
 from vit.model.captioner import Captioner
-from vit.model.conv_stem import ConvStem
-from vit.model.decoder import TextDecoder, WordDropout
+from vit.model.decoder import (
+    LearnedTextPositions,
+    RotaryTextPositions,
+    SinusoidalTextPositions,
+    TextDecoder,
+    TextPositions,
+    WordDropout,
+)
 from vit.model.initialization import init_weights
 from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 from vit.model.moe import (
@@ -41,7 +47,7 @@ from vit.model.moe import (
 )
 from vit.model.normalization import BatchNorm, ChannelLayerNorm, RMSNorm
 from vit.model.patch_dropout import PatchDropout
-from vit.model.patch_embed import FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
+from vit.model.patch_embed import ConvStem, FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
 from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.pooling import (
     AttentionPooling,
@@ -62,12 +68,6 @@ from vit.model.rotary_embedding import (
     RotaryEmbedding,
     centred_coordinates,
     index_coordinates,
-)
-from vit.model.text_position_embedding import (
-    LearnedTextPositions,
-    RotaryTextPositions,
-    SinusoidalTextPositions,
-    TextPositions,
 )
 from vit.model.token_merging import MergingBlock
 from vit.model.vision_transformer import VisionTransformer
@@ -177,9 +177,7 @@ def create_model(name: str, **settings: Any) -> VisionTransformer:
 
 def build_classifier(config: ModelConfig) -> VisionTransformer:
     """Build the network that `config` describes, with freshly initialised weights."""
-    model = assemble_model(config)
-    init_weights(model)
-    return model
+    return init_weights(assemble_model(config))
 
 
 def assemble_model(config: ModelConfig) -> VisionTransformer:
@@ -337,15 +335,8 @@ DECODER_BLOCKS: dict[str, type[DecoderBlock]] = {
 
 
 def build_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
-    """Build encoder and decoder, with freshly initialised weights.
-
-    Args:
-        config: The encoder; num_classes=0 gives it no head.
-        decoder: Config of the decoder, with `vocab_size` and `caption_tokens`.
-    """
-    model = assemble_captioner(config, decoder)
-    init_weights(model)
-    return model
+    """Build encoder and decoder, with freshly initialised weights; num_classes=0 gives no head."""
+    return init_weights(assemble_captioner(config, decoder))
 
 
 def assemble_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
@@ -356,13 +347,7 @@ def assemble_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner
 def assemble_decoder(
     config: DecoderConfig, encoder: ModelConfig, *, language_model: bool = False
 ) -> TextDecoder:
-    """The decoder, with uninitialised weights.
-
-    Args:
-        config: Config with `vocab_size` and `caption_tokens`.
-        encoder: Config of the encoder.
-        language_model: Build no cross-attention.
-    """
+    """The decoder, with uninitialised weights; a language model has no cross-attention."""
     config.check_with(encoder)
     assert config.vocab_size is not None, "the data completes vocab_size"
     assert config.caption_tokens is not None, "the data completes caption_tokens"
@@ -408,12 +393,7 @@ def _build_decoder_block(config: ModelConfig, index: int, *, memory_dim: int) ->
 def build_masked_autoencoder(
     config: ModelConfig, pretraining: PretrainingConfig
 ) -> MaskedAutoencoder:
-    """Build encoder and pixel decoder, with freshly initialised weights.
-
-    Args:
-        config: The encoder, without a head.
-        pretraining: Settings of mae.
-    """
+    """Build encoder, without a head, and pixel decoder, with freshly initialised weights."""
     dim = pretraining.mae_decoder_dim or max(round(config.dim / 64), 1) * 32
     blocks = ModelConfig(
         dim=dim,
@@ -431,29 +411,20 @@ def build_masked_autoencoder(
         prefix=config.num_prefix_tokens,
         patch_values=config.channels * config.patch_size**2,
     )
-    model = MaskedAutoencoder(
-        decoder=decoder, mask_ratio=pretraining.mask_ratio, **model_parts(config)
+    parts = model_parts(config)
+    return init_weights(
+        MaskedAutoencoder(decoder=decoder, mask_ratio=pretraining.mask_ratio, **parts)
     )
-    init_weights(model)
-    return model
 
 
 def build_joint_embedding(
     config: ModelConfig, pretraining: PretrainingConfig, *, prototypes: int = 0
 ) -> JointEmbedding:
-    """Build encoder and projector, with freshly initialised weights.
-
-    Args:
-        config: The encoder, without a head.
-        pretraining: Settings of the projector.
-        prototypes: Number of prototypes behind it, if any.
-    """
+    """Build encoder, without a head, and projector, with freshly initialised weights."""
     projector = ProjectionHead(
         config.pooled_dim,
         hidden_dim=pretraining.projector_hidden_dim,
         out_dim=pretraining.projector_dim,
         prototypes=prototypes,
     )
-    model = JointEmbedding(projector=projector, **model_parts(config))
-    init_weights(model)
-    return model
+    return init_weights(JointEmbedding(projector=projector, **model_parts(config)))

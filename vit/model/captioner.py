@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from vit.model.attention import AttentionContext
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache
-from vit.model.sequence_packing import check_packable
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -61,12 +60,6 @@ class Captioner(VisionTransformer):
             outputs |= zip(indices, zip(logits, tokens, strict=True), strict=True)
         ordered = [outputs[index] for index in range(len(images))]
         return torch.stack([logits for logits, _ in ordered]), [memory for _, memory in ordered]
-
-    def check_packable(self) -> None:
-        """As in VisionTransformer, of the encoder."""
-        for name, part in self.named_children():
-            if name != "decoder":
-                check_packable(part)
 
     def forward_head(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """Output of `encode` -> class logits, (batch, classes), or (batch, 0) without a head."""

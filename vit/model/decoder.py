@@ -6,9 +6,10 @@
 
 Without cross-attention in its blocks it is a language model.
 
-Source: Vaswani et al., "Attention Is All You Need", section 3, arXiv:1706.03762; tied embedding:
-Press and Wolf, arXiv:1608.05859; word dropout: Bowman et al., "Generating Sentences from a
-Continuous Space", section 3.1, arXiv:1511.06349.
+Source: Vaswani et al., "Attention Is All You Need", section 3, arXiv:1706.03762; rotary positions:
+Su et al., section 3.4.2, arXiv:2104.09864 (channels of the two halves of a head are paired, not
+neighbours); tied embedding: Press and Wolf, arXiv:1608.05859; word dropout: Bowman et al.,
+"Generating Sentences from a Continuous Space", section 3.1, arXiv:1511.06349.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from vit.model.attention import AttentionContext, AttentionFunction, dot_product
 from vit.model.blocks import Block, DecoderBlock
 from vit.model.kv_cache import KVCache
 from vit.model.moe import MixtureOfExperts
-from vit.model.text_position_embedding import TextPositions
+from vit.model.position_embedding import TEMPERATURE, sinusoidal_1d
+from vit.model.rotary_embedding import Rotation
 
 
 class WordDropout(nn.Module):
@@ -40,6 +42,68 @@ class WordDropout(nn.Module):
         if not self.training or not self.rate:
             return x
         return x * x.new_empty(*x.shape[:2], 1).bernoulli_(1 - self.rate)
+
+
+class TextPositions(nn.Module):
+    """Base class of the position embeddings of text.
+
+    Args:
+        max_length: Longest sequence in tokens.
+        dim: Width of a token; of a head for rotary positions.
+    """
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__()
+        self.max_length, self.dim = max_length, dim
+
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        """Tokens with positions, (batch, tokens, dim), and the rotation of queries and keys.
+
+        Args:
+            x: Embedded tokens, (batch, tokens, dim).
+            offset: Position of the first token.
+        """
+        raise NotImplementedError
+
+
+class LearnedTextPositions(TextPositions):
+    """Adds one learned vector for each position."""
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
+        self.pos_embed = nn.Parameter(torch.zeros(max_length, dim))
+
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x + self.pos_embed[offset : offset + x.shape[1]], None
+
+
+class SinusoidalTextPositions(TextPositions):
+    """Adds sines and cosines of the position to embeddings scaled by √dim."""
+
+    table: Tensor
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
+        self.register_buffer("table", sinusoidal_1d((max_length, 1), dim))
+
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x * self.dim**0.5 + self.table[offset : offset + x.shape[1]], None
+
+
+class RotaryTextPositions(TextPositions):
+    """Rotates queries and keys by their positions; tokens are not changed."""
+
+    angles: Tensor
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__(max_length, dim)
+        waves = dim // 2
+        frequencies = TEMPERATURE ** -(torch.arange(waves, dtype=torch.float64) / waves)
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float64), frequencies)
+        self.register_buffer("angles", angles.float())
+
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
+        return x, Rotation(self.angles[offset : offset + x.shape[1]].unsqueeze(0))
 
 
 class TextDecoder(nn.Module):
@@ -101,13 +165,9 @@ class TextDecoder(nn.Module):
         return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks])
 
     def forward(
-        self,
-        ids: Tensor,
-        memory: Tensor | None = None,
-        *,
-        counted: Tensor | None = None,
+        self, ids: Tensor, memory: Tensor | None = None, *, counted: Tensor | None = None
     ) -> Tensor:
-        """Logits of the next token at each position.
+        """Logits of the next token at each position, (batch, tokens, vocab).
 
         Padding on the right changes no logits of the text, since attention is causal.
 
@@ -116,9 +176,6 @@ class TextDecoder(nn.Module):
             memory: As in `init_cache`.
             counted: True at tokens that the routing of experts counts, (batch, tokens): those with
                 a next token. All if omitted.
-
-        Returns:
-            (batch, tokens, vocab).
         """
         layers = [layer for layer in self.modules() if isinstance(layer, MixtureOfExperts)]
         for layer in layers:
@@ -129,14 +186,11 @@ class TextDecoder(nn.Module):
         return self.logits(hidden)
 
     def decode(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Logits after each of some further tokens, which are added to the cache.
+        """Logits after each further token, (batch, new, vocab); the cache is extended.
 
         Args:
             ids: (batch, new), int64.
             cache: From `init_cache`, or as an earlier call left it.
-
-        Returns:
-            (batch, new, vocab).
         """
         return self.logits(self.hidden_states(ids, cache))
 
@@ -151,12 +205,7 @@ class TextDecoder(nn.Module):
         *,
         attention_fn: AttentionFunction = dot_product_attention,
     ) -> Tensor:
-        """Output of the last norm, (batch, new, dim); further tokens are added to the cache.
-
-        Args:
-            ids, cache: As for `decode`.
-            attention_fn: Implementation of attention.
-        """
+        """Output of the last norm, (batch, new, dim), from the arguments of `decode`."""
         offset, new = cache.length, ids.shape[1]
         if offset + new > self.max_length:
             raise ValueError(
@@ -174,15 +223,9 @@ class TextDecoder(nn.Module):
 
 
 def causal_mask(offset: int, new: int, device: torch.device) -> Tensor | None:
-    """True where a token may attend, (new, offset + new): itself and those before it.
+    """True where a new token may attend, (new, offset + new): itself and those before it.
 
-    Args:
-        offset: Tokens in the cache.
-        new: New tokens.
-        device: Device of the mask.
-
-    Returns:
-        The mask; None for a single token, which may attend to all.
+    None for a single token, which may attend to all.
     """
     if new == 1:
         return None

@@ -79,12 +79,10 @@ class MahalanobisDistance(nn.Module):
         layers: Vectors of an image.
         dim: Their width.
         components: Eigenvectors of each covariance.
-        unit: Whether vectors are divided by their length.
     """
 
-    def __init__(self, layers: int, dim: int, components: int, *, unit: bool = True) -> None:
+    def __init__(self, layers: int, dim: int, components: int) -> None:
         super().__init__()
-        self.unit = unit
         self.mean: Tensor
         self.scale: Tensor
         self.components: Tensor
@@ -96,12 +94,12 @@ class MahalanobisDistance(nn.Module):
         self.register_buffer("precision", torch.ones(layers))
 
     @staticmethod
-    def fit(vectors: Tensor, *, unit: bool = True) -> "MahalanobisDistance":
+    def fit(vectors: Tensor) -> "MahalanobisDistance":
         """The distance from `vectors` of training images, (images, layers, dim), at least 2."""
         images, layers, dim = vectors.shape
         kept = min(COMPONENTS, dim // 2, images // 2)
-        found = MahalanobisDistance(layers, dim, kept, unit=unit)
-        vectors = found.directions(vectors.double())
+        found = MahalanobisDistance(layers, dim, kept)
+        vectors = directions(vectors.double())
         centre, spread = vectors.mean(dim=0), vectors.std(dim=0)
         spread = spread.clamp(min=LEAST * float(spread.mean()) + 1e-12)
         for layer in range(layers):
@@ -115,27 +113,18 @@ class MahalanobisDistance(nn.Module):
         found.scale.copy_(spread)
         return found
 
-    @staticmethod
-    def load(state: Mapping[str, Tensor], *, unit: bool = True) -> "MahalanobisDistance":
-        """The distance with these buffers."""
-        layers, dim, components = state["components"].shape
-        found = MahalanobisDistance(layers, dim, components, unit=unit)
-        found.load_state_dict(state)
-        return found
-
-    def directions(self, vectors: Tensor) -> Tensor:
-        """The vectors, divided by their length if `unit`."""
-        if not self.unit:
-            return vectors
-        unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=LEAST)
-        return unit
-
     def forward(self, vectors: Tensor) -> Tensor:
         """(batch, layers, dim) -> (batch,)"""
-        x = ((self.directions(vectors) - self.mean) / self.scale).transpose(0, 1)
+        x = ((directions(vectors) - self.mean) / self.scale).transpose(0, 1)
         inside = (x @ self.components).square().sum(dim=-1)
         squares = x.square().sum(dim=-1) * self.precision[:, None] - inside
         return (squares / x.shape[-1]).clamp(min=LEAST).log().mean(dim=0)
+
+
+def directions(vectors: Tensor) -> Tensor:
+    """The vectors divided by their length."""
+    unit: Tensor = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=LEAST)
+    return unit
 
 
 class FeatureDistance(nn.Module):
@@ -143,20 +132,16 @@ class FeatureDistance(nn.Module):
 
     Args:
         tokens: Distance of the mean tokens.
-        pooled: Distance of the head's input; None in runs from before it was measured, whose
-            distance is that of the mean tokens.
+        pooled: Distance of the head's input.
     """
 
-    def __init__(
-        self, tokens: MahalanobisDistance, pooled: MahalanobisDistance | None = None
-    ) -> None:
+    def __init__(self, tokens: MahalanobisDistance, pooled: MahalanobisDistance) -> None:
         super().__init__()
         self.tokens, self.pooled = tokens, pooled
         self.centre: Tensor
         self.spread: Tensor
-        if pooled is not None:
-            self.register_buffer("centre", torch.zeros(2))
-            self.register_buffer("spread", torch.ones(2))
+        self.register_buffer("centre", torch.zeros(2))
+        self.register_buffer("spread", torch.ones(2))
 
     @staticmethod
     def fit(features: DistanceFeatures) -> "FeatureDistance":
@@ -166,22 +151,15 @@ class FeatureDistance(nn.Module):
 
     @staticmethod
     def load(state: Mapping[str, Tensor]) -> "FeatureDistance":
-        """The distance with these buffers; runs from before `pooled` have those of `tokens`."""
-        if "centre" not in state:
-            return FeatureDistance(MahalanobisDistance.load(state, unit=False))
-        parts = (
-            {name.removeprefix(part): x for name, x in state.items() if name.startswith(part)}
-            for part in ("tokens.", "pooled.")
-        )
-        found = FeatureDistance(*map(MahalanobisDistance.load, parts))
+        """The distance with these buffers."""
+        shapes = (state[f"{part}.components"].shape for part in ("tokens", "pooled"))
+        found = FeatureDistance(*(MahalanobisDistance(*shape) for shape in shapes))
         found.load_state_dict(state)
         return found
 
     def parts(self, features: DistanceFeatures) -> Tensor:
-        """The distance of the mean tokens, and that of the head's input, (batch, 1 or 2)."""
-        found = [self.tokens(features.means)]
-        if self.pooled is not None:
-            found.append(self.pooled(features.pooled[:, None]))
+        """The distance of the mean tokens, and that of the head's input, (batch, 2)."""
+        found = [self.tokens(features.means), self.pooled(features.pooled[:, None])]
         return torch.stack(found, dim=1)
 
     def standardise(self, parts: Tensor) -> None:
@@ -191,8 +169,6 @@ class FeatureDistance(nn.Module):
 
     def combine(self, parts: Tensor) -> Tensor:
         """What `parts` returns -> (batch,)"""
-        if self.pooled is None:
-            return parts[:, 0]
         kind, classes = ((parts - self.centre) / self.spread).unbind(dim=1)
         return torch.maximum(KIND_WEIGHT * kind, classes)
 

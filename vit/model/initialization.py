@@ -7,6 +7,7 @@ models_vit.py): Xavier-uniform matrices, LeCun-normal patch projection, a head o
 import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from vit.model.blocks import LayerScale
 from vit.model.mlp import PackedSwiGLU
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def xavier_halves(weight: Tensor) -> None:
-    """Xavier-uniform for keys and values separately."""
+    """Xavier-uniform for keys and values, or gate and value, separately."""
     for matrix in weight.chunk(2):
         nn.init.xavier_uniform_(matrix)
 
@@ -87,8 +90,8 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module) -> None:
-    """Initialise every parameter of `model`, from torch's global random generator."""
+def init_weights(model: Model) -> Model:
+    """Initialise every parameter of `model`, from torch's global random generator; returns it."""
     for name, parameter in model.named_parameters():
         rules = (rule for pattern, rule in RULES if re.search(pattern, name))
         rule = next(rules, None)
@@ -99,5 +102,5 @@ def init_weights(model: nn.Module) -> None:
         if isinstance(module, LayerScale):
             module.gamma.fill_(module.initial_value)
         if isinstance(module, PackedSwiGLU):
-            for matrix in module.fc1.weight.chunk(2):
-                nn.init.xavier_uniform_(matrix)
+            xavier_halves(module.fc1.weight)
+    return model

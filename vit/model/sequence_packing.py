@@ -137,8 +137,12 @@ def unpack(row: Tensor, embedded: Sequence[tuple[Tensor, AttentionContext]]) -> 
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise a ConfigError with the remedy if a part mixes images of one packed sequence."""
-    for part in model.modules():
+    """Raise a ConfigError with the remedy if a part mixes images of one packed sequence.
+
+    The decoder of a captioner is not checked.
+    """
+    encoder = (part for name, part in model.named_modules() if not name.startswith("decoder."))
+    for part in encoder:
         why = None
         if isinstance(part, SelfAttention) and part.rel_pos is not None:
             why = "position=relative: its bias is for one image; use rotary or learned"

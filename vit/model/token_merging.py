@@ -96,18 +96,10 @@ class KeyRecorder:
     def __init__(self, attention_fn: AttentionFunction) -> None:
         self.attention_fn = attention_fn
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """As `dot_product_attention`."""
         self.key = key
-        return self.attention_fn(query, key, value, mask=mask, dropout=dropout)
+        return self.attention_fn(query, key, value, **options)
 
 
 class MergingBlock(PreNormBlock):

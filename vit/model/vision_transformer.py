@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from vit.errors import ConfigError
-from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
-from vit.model.attention_maps import AttentionRecorder
+from vit.model.attention import (
+    AttentionContext,
+    AttentionFunction,
+    AttentionRecorder,
+    dot_product_attention,
+)
 from vit.model.blocks import Block
 from vit.model.patch_dropout import PatchDropout
 from vit.model.patch_embed import ImageEmbedding
@@ -167,14 +171,6 @@ class VisionTransformer(nn.Module):
         logits: Tensor = self.head(self.features(images))
         return logits
 
-    def check_packable(self) -> None:
-        """Check that no part of the encoder mixes images of one packed sequence.
-
-        Raises:
-            ConfigError: The message names the part.
-        """
-        check_packable(self)
-
     def encode_packed(
         self, images: Sequence[Tensor]
     ) -> list[tuple[list[int], Tensor, AttentionContext]]:
@@ -189,10 +185,9 @@ class VisionTransformer(nn.Module):
             Of each size the indices of its images, their tokens, (batch, tokens, dim), and context.
 
         Raises:
-            ConfigError: As in `check_packable`.
-            ValueError: An image cannot be cut into whole patches.
+            ConfigError: A part of the encoder mixes images of one packed sequence.
         """
-        self.check_packable()
+        check_packable(self)
         groups = group_by_size(images)
         embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
         row, _ = self.forward_blocks(*pack(embedded))
@@ -200,12 +195,7 @@ class VisionTransformer(nn.Module):
         return [*zip(groups, unpack(row, embedded), contexts, strict=True)]
 
     def features_packed(self, images: Sequence[Tensor]) -> Tensor:
-        """`features` of the images of `encode_packed`, (images, pooled_dim), in order.
-
-        Raises:
-            ConfigError: The network does not pool tokens; or as in `check_packable`.
-            ValueError: As in `encode_packed`.
-        """
+        """`features` of the images of `encode_packed`, (images, pooled_dim), in order."""
         if isinstance(self.attn_pool, NoPooling):
             raise ConfigError(
                 "pooling=none: there is no one vector an image; use encode_packed, or of a "
@@ -213,8 +203,8 @@ class VisionTransformer(nn.Module):
             )
         batches = self.encode_packed(images)
         pooled = torch.cat([self.pool(tokens, context) for _, tokens, context in batches])
-        order = [index for indices, _, _ in batches for index in indices]
-        return pooled[sorted(range(len(order)), key=order.__getitem__)]
+        order = torch.tensor([index for indices, _, _ in batches for index in indices])
+        return pooled[order.argsort().to(pooled.device)]
 
     def forward_packed(self, images: Sequence[Tensor]) -> Tensor:
         """Logits of images of any sizes and aspect ratios, (images, classes)."""
@@ -229,13 +219,3 @@ class VisionTransformer(nn.Module):
         recorder = AttentionRecorder()
         self.encode(images, attention_fn=recorder)
         return [*recorder.maps]
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by a zero-initialised one for `num_classes` classes; 0 removes it."""
-        if num_classes == 0:
-            self.head = nn.Identity()
-            return
-        like = self.patch_embed.proj.weight
-        self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)

@@ -23,7 +23,7 @@ from vit.errors import ConfigError, DataError, RunError
 from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
-    from vit.generation.caption import Caption
+    from vit.generation.generation_config import Caption
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)

@@ -40,7 +40,7 @@ from vit.score_calibration import check_decisions, check_selection
 from vit.text import plural
 
 if TYPE_CHECKING:
-    from vit.generation.caption import Caption
+    from vit.generation.generation_config import Caption
     from vit.inference.predictor import Predictor
 
 Upload = EncodedImage | Array

@@ -19,15 +19,13 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.multilabel_targets import has_multilabel
 from vit.errors import ConfigError, DataError, VitError
-from vit.evaluation.bootstrap_intervals import class_intervals
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.image_groups import share_interval
+from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
-from vit.tasks.class_balance import ClassBalance
 from vit.tasks.distillation import Distillation, classifier_loss
-from vit.tasks.losses import smoothed_cross_entropy
+from vit.tasks.losses import ClassBalance, smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,

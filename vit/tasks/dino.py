@@ -27,7 +27,7 @@ from vit.config import Config
 from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.errors import ConfigError
-from vit.tasks.joint_embedding import (
+from vit.tasks.pretraining import (
     JointEmbeddingPretraining,
     embed_views,
     fixed_views,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
-from vit.tasks.joint_embedding import JointEmbeddingPretraining, fixed_views, random_views
+from vit.tasks.pretraining import JointEmbeddingPretraining, fixed_views, random_views
 from vit.tasks.task import TrainingRun
 
 KNOTS, RANGE = 17, 5.0

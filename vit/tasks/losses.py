@@ -3,13 +3,33 @@
     loss = - sum_k q_k log softmax(logits)_k,   q = (1 - smoothing) * target + smoothing / classes
     loss = - mean_k (q_k log p_k + (1 - q_k) log (1 - p_k)),       p = sigmoid(logits)
 
-Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXiv:1512.00567.
+Class imbalance, of n training images, n_c of them of class c, K classes that have any:
+
+    loss          an image of class c weighs w_c = n / (K n_c) in the loss
+    sampler       an epoch has as many images of each class
+    logit-adjust  the loss of logits + log(n_c / n)
+
+The weights have mean 1 over the training images. Only the training loss changes: predictions are
+the plain logits.
+
+Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXiv:1512.00567;
+weights as in scikit-learn's class_weight="balanced"; logits: Menon et al., "Long-tail learning via
+logit adjustment", section 5.2 with tau 1, arXiv:2007.07314.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vit.config import Config
+from vit.data.dataset_types import Sample
 from vit.precision import at_least_float32
+from vit.text import plural, printable
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
@@ -40,3 +60,106 @@ def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing:
     spread = (1 - smoothing) * targets.to(logits) + smoothing / logits.shape[1]
     losses = F.binary_cross_entropy_with_logits(logits, spread, reduction="sum")
     return losses / logits.shape[1]
+
+
+RARE = 10
+"""Repetitions of an image in an epoch from which on a warning is logged."""
+
+
+@dataclass(frozen=True)
+class ClassBalance:
+    """How a loss treats classes that are not equally frequent.
+
+    Args:
+        counts: Training images of each class, (classes,).
+    """
+
+    kind: str
+    counts: Tensor
+
+    @staticmethod
+    def of(config: Config, samples: Sequence[Sample]) -> "ClassBalance":
+        """That of a run on `samples`."""
+        labels = torch.tensor([sample.label for sample in samples])
+        counts = torch.bincount(labels, minlength=config.model.num_classes)
+        return ClassBalance(config.training.balance, counts)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of an image of each class, (classes,) float64; 0 where there is none."""
+        counts = self.counts.double()
+        weights = counts.sum() / (int((counts > 0).sum()) * counts.clamp(min=1))
+        return torch.where(counts > 0, weights, 0.0)
+
+    @cached_property
+    def prior(self) -> Tensor:
+        """Share of each class, (classes,) float64; one without an image counts as if it had one"""
+        counts = self.counts.clamp(min=1).double()
+        return counts / counts.sum()
+
+    def loss(self, logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+        """Summed loss; arguments as of `smoothed_cross_entropy`."""
+        if self.kind == "loss":
+            return weighted_cross_entropy(logits, targets, self.weights, smoothing=smoothing)
+        if self.kind == "logit-adjust":
+            return logit_adjusted_cross_entropy(logits, targets, self.prior, smoothing=smoothing)
+        return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
+
+    def notes(self, classes: Sequence[str]) -> list[str]:
+        """Notes for the log before the first step, safe on a terminal."""
+        present = torch.where(self.counts > 0, self.counts, self.counts.max())
+        ends = int(present.argmin()), int(self.counts.argmax())
+        names = [
+            f"{printable(classes[end])} ({plural(int(self.counts[end]), 'image')})" for end in ends
+        ]
+        rare, frequent = (float(self.weights[end]) for end in ends)
+        if self.kind == "loss":
+            said = f"an image of {names[0]} weighs {rare:.2f}, of {names[1]} {frequent:.2f}"
+        elif self.kind == "sampler":
+            often = "; augmentation is all that tells them apart" if rare >= RARE else ""
+            said = (
+                f"an epoch has an image of {names[0]} {rare:.2f} times, of {names[1]} "
+                f"{frequent:.2f} times{often}"
+            )
+        else:
+            shift = math.log(float(self.prior[ends[1]] / self.prior[ends[0]]))
+            said = f"while learning {names[1]} is {shift:.2f} ahead of {names[0]} in the logits"
+        return [f"note: balance={self.kind}: {said}"]
+
+
+def weighted_cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float
+) -> Tensor:
+    """Sum of cross-entropies, in which each class's share of a target has the class's weight.
+
+    Args:
+        logits: (batch, classes).
+        targets: Share of each class, (batch, classes).
+        weights: (classes,).
+    """
+    logits = at_least_float32(logits)
+    shares = targets * weights.to(targets, non_blocking=targets.is_cuda)
+    whole = shares.sum(dim=1)
+    losses = F.cross_entropy(
+        logits, shares / whole.unsqueeze(1), label_smoothing=smoothing, reduction="none"
+    )
+    return (losses * whole).sum()
+
+
+def logit_adjusted_cross_entropy(
+    logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float
+) -> Tensor:
+    """Sum of cross-entropies of logits + log prior.
+
+    Smoothing spreads by the prior: spread evenly, it would teach that rare classes are anywhere.
+
+    Args:
+        logits: (batch, classes).
+        targets: Share of each class, (batch, classes).
+        prior: Share of each class among the training images, (classes,), above 0.
+    """
+    logits = at_least_float32(logits)
+    on_device = prior.to(targets, non_blocking=targets.is_cuda)
+    shift = prior.log().to(logits, non_blocking=logits.is_cuda)
+    spread = (1 - smoothing) * targets + smoothing * on_device
+    return smoothed_cross_entropy(logits + shift, spread, smoothing=0.0)

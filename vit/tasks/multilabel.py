@@ -27,8 +27,8 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.evaluation.bootstrap_intervals import multilabel_intervals
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
+from vit.evaluation.intervals import multilabel_intervals
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
     MIN_IMAGES,
@@ -166,7 +166,7 @@ class MultiLabel(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Scores of each class, calibration, and mistakes on the validation images."""
-        from vit.evaluation.multilabel_report import MultilabelOutcomes, write_multilabel_report
+        from vit.evaluation.classification_report import MultilabelOutcomes, write_multilabel_report
 
         found, loaded = run.validation_logits, run.loaded
         assert loaded.thresholds is not None, "a multi-label run has thresholds"
@@ -197,7 +197,7 @@ class MultiLabel(Task):
 
 
 class MultiLabelEvaluation(Evaluation):
-    """The metrics of `summarize_multilabel`; holds all probabilities, 8 bytes an image and class."""
+    """Metrics of `summarize_multilabel`; holds all probabilities, 8 bytes an image and class."""
 
     def __init__(
         self, samples: Sequence[Sample], classes: Sequence[str], thresholds: Sequence[float]

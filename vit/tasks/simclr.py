@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.data.dataset import Batch
-from vit.tasks.joint_embedding import JointEmbeddingPretraining, random_views, whole_views
+from vit.tasks.pretraining import JointEmbeddingPretraining, random_views, whole_views
 from vit.tasks.task import TrainingRun
 
 FAR = -1e4

@@ -33,9 +33,8 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups
 from vit.data.transforms import TrainingTransform, Transform
 from vit.errors import ConfigError, VitError
-from vit.evaluation.accuracy_slices import accuracy_slices
-from vit.evaluation.image_groups import number_groups
-from vit.evaluation.image_properties import ImageProperties
+from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.evaluation.intervals import number_groups
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
@@ -43,7 +42,7 @@ from vit.text import Notify, printable
 
 if TYPE_CHECKING:
     from vit.evaluation.run_report import RunFacts
-    from vit.generation.caption import Caption
+    from vit.generation.generation_config import Caption
     from vit.model.feature_distance import FeatureDistance
     from vit.weights.saved_model import LoadedRun
 
@@ -390,7 +389,7 @@ class Task(ABC):
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
-        """The normalised `images` of a training batch as the network sees them, and lines on each."""
+        """The normalised `images` of a training batch as the network sees them, and their lines."""
         return images, [[classes[label]] for label in batch.labels.tolist()]
 
     @abstractmethod

@@ -34,7 +34,7 @@ from vit.config.parser import (
 )
 from vit.config.stored_config import PATHS, has_stored_config, located, stored_config, with_effect
 from vit.errors import ConfigError, RunError
-from vit.evaluation.wilson_interval import wilson_interval
+from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
     RESUMABLE_CHANGES,

@@ -23,8 +23,8 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.held_out_split import read_split
 from vit.errors import DataError, RunError, VitError
+from vit.evaluation.accuracy_slices import ImageProperties
 from vit.evaluation.fit_calibration import MIN_DISTANCES
-from vit.evaluation.image_properties import ImageProperties
 from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import MIN_IMAGES

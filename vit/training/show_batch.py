@@ -21,9 +21,9 @@ from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
 from vit.text import plural, printable
-from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
+from vit.training.dry_run import dry_run
 from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve, resolve_plan

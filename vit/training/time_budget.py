@@ -21,16 +21,17 @@ from statistics import fmean
 import torch
 from accelerate import Accelerator
 
+from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.config.parser import with_settings
-from vit.data.dataloader import EvaluationLoader, TrainingLoader
+from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
-from vit.training.autotune.dry_run import LONG, dry_run
 from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
+from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe_init import probe_samples
 from vit.training.lr_schedule import (
@@ -350,24 +351,12 @@ def endless(config: Config) -> Config:
 
 def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
     """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
-    watch = Stopwatch(accelerator)
+    watch = Stopwatch(
+        wait=lambda: torch.zeros(1, device=accelerator.device).item(),
+        agree=partial(max_over_processes, accelerator),
+    )
     act = partial(measure, splits=splits, watch=watch, most=most)
     return dry_run(endless(config), accelerator, act, splits)
-
-
-class Stopwatch:
-    """Seconds between its laps, the same on all processes: those of the slowest."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last one."""
-        torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return max_over_processes(self.accelerator, took)
 
 
 def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
@@ -485,17 +474,13 @@ def time_validation(
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
-        first, second = (_timed_validation(run, loader, count, watch) for _ in range(2))
+        validate(run, loader, count)
+        first = watch.lap()
+        validate(run, loader, count)
+        second = watch.lap()
     finally:
         loader.close()
     return max(first - second, 0.0), second * len(samples) / count
-
-
-def _timed_validation(
-    run: TrainingState, loader: EvaluationLoader, images: int, watch: Stopwatch
-) -> float:
-    validate(run, loader, images)
-    return watch.lap()
 
 
 def saving(run: TrainingState, steps_per_epoch: int) -> float:

@@ -47,7 +47,6 @@ from vit.event_log import METRICS_FILE, read_event_log
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.text import format_duration, percent, plural, printable, quoted
-from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
@@ -61,6 +60,7 @@ from vit.training.checkpoint.run_folder import (
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
+from vit.training.loader_autotune import shared_caches
 from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.search_space import SPACE, make_trials

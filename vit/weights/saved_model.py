@@ -401,7 +401,7 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
     except (KeyError, ValueError, RuntimeError):
         distance = None
     known = distance is not None and distance.tokens.mean.shape == (layers, config.dim)
-    if known and distance is not None and distance.pooled is not None:
+    if known and distance is not None:
         known = distance.pooled.mean.shape == (1, config.pooled_dim)
     if distance is None or not known:
         raise WeightsError(f"{printable(folder / DISTANCE_FILE)} is of another network")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.data.random_seed import random_seed
-from vit.evaluation.wilson_interval import wilson_interval
+from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import plural
 from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
 

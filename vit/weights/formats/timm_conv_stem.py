@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.model.build import STEM_NORMS
-from vit.model.conv_stem import ConvStem
 from vit.model.initialization import patch_projection
+from vit.model.patch_embed import ConvStem
 from vit.weights.formats.timm_network import STEM_ARGUMENTS
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError
-from vit.model.conv_stem import ConvStem
+from vit.model.patch_embed import ConvStem
 from vit.text import join_names, printable
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,

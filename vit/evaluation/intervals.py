@@ -1,4 +1,17 @@
-"""95 % intervals of metrics by the bootstrap, corrected for bias and skewness (BCa).
+"""95 % intervals of metrics, also where images of one group (a patient, a film) are alike.
+
+Of a share, for images in groups, which tell less than others:
+
+    n' = s² / v (z / t)²       s²: variance of the images' values, p (1 - p) of a share p
+                               v: variance of their mean m by the sums of G groups,
+                                  G / (G - 1) sum_g (sum_g values - m images_g)² / images²
+                               t: Student's quantile of G - 1 degrees of freedom
+    interval = Wilson's of the share p of n' images
+
+n' is at most the number of images, that of the groups where these do not differ, and 0 of fewer
+than 5 groups, which tell nothing about others.
+
+Of other metrics, by the bootstrap, corrected for bias and skewness (BCa):
 
     draws    metrics m* of as many images, drawn from these with replacement
     z0       = Phi^-1(share of m* < m)                            m: of all images
@@ -6,19 +19,20 @@
                m_g: of all images but those of part g             (the grouped jackknife)
     interval = quantiles Phi(z0 + (z0 + z) / (1 - a (z0 + z))) of m*,  z = -1.96 and 1.96
 
-Groups of images that are alike (patients, films) are drawn and left out whole.
-docs/trust.md says how often they hold the true value. Four have no such interval and get none: of
-fewer than 5 wrong answers, since most draws then lack what makes the true value, and those that
-count right answers, of fewer than 5 of these; of scores that are means over classes, with fewer
-than 20 images a class; of scores that are the same in all draws; and calibration errors, sums of
-absolute values that are near 0 where scores are calibrated, which draws cannot reach.
+Groups are drawn and left out whole. docs/trust.md says how often the intervals hold the true value.
+Four have none: those of fewer than 5 wrong answers, since most draws then lack what makes the true
+value, and of scores that count right answers, of fewer than 5 of these; of scores that are means
+over classes, with fewer than 20 images a class; of scores that are the same in all draws; and
+calibration errors, sums of absolute values that are near 0 where scores are calibrated, which draws
+cannot reach.
 
-Source: Efron, "Better Bootstrap Confidence Intervals", Journal of the American Statistical
-Association 82, 1987; Davison and Hinkley, "Bootstrap Methods and their Application", section 5.3,
-1997.
+Source: Franco, Little, Louis and Slud, "Comparative Study of Confidence Intervals for Proportions
+in Complex Sample Surveys", Journal of Survey Statistics and Methodology 7, 2019; Efron, "Better
+Bootstrap Confidence Intervals", Journal of the American Statistical Association 82, 1987; Davison
+and Hinkley, "Bootstrap Methods and their Application", section 5.3, 1997.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import NormalDist
 
 import torch
@@ -26,8 +40,80 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import LEAST, Outcomes
-from vit.evaluation.image_groups import ROUNDING, count_groups, share_interval
-from vit.evaluation.wilson_interval import Z95
+from vit.evaluation.statistical_tests import Z95, wilson_interval
+
+FEWEST_DEGREES = 3.0
+"""Degrees of freedom below which no interval is wider: of a class with three or four images."""
+ROUNDING = 1e-12
+"""Variance of a mean, as a share of that of an image, up to which groups do not differ."""
+MIN_GROUPS = 5
+"""Groups from which on their images tell something about others."""
+
+
+def number_groups(names: Sequence[str]) -> Tensor:
+    """The group of each image from 0, (images,), int64; images without a name are alone."""
+    numbers: dict[str | int, int] = {}
+    return torch.tensor(
+        [numbers.setdefault(name or place, len(numbers)) for place, name in enumerate(names)]
+    )
+
+
+def count_groups(groups: Tensor) -> int:
+    """Number of groups of `number_groups`."""
+    return 1 + int(groups.max())
+
+
+def group_means(values: Tensor, groups: Tensor) -> Tensor:
+    """Mean of the values, (images,), of each group that is there, (groups,), float64."""
+    images = groups.bincount()
+    return (groups.bincount(values.double()) / images)[images > 0]
+
+
+def count_present(groups: Tensor) -> int:
+    """Number of groups among some images of `number_groups`."""
+    return int((groups.bincount() > 0).sum())
+
+
+def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
+    """95 % interval of the share of `hits`, (images,); Wilson's of independent images.
+
+    With fewer than 5 groups it is [0, 1].
+
+    Args:
+        groups: The group of each image; None of independent ones.
+    """
+    images, right = len(hits), int(hits.sum())
+    if groups is None:
+        return list(wilson_interval(right, images))
+    effective = effective_images(hits, groups)
+    if not effective:
+        return [0.0, 1.0]
+    return list(wilson_interval(right / images * effective, effective))
+
+
+def effective_images(values: Tensor, groups: Tensor) -> float:
+    """Number of independent images whose mean value is as certain as that of these, (images,)."""
+    number, images = count_present(groups), len(values)
+    if number < MIN_GROUPS:
+        return 0.0
+    residuals = values.double() - values.double().mean()
+    sums = groups.bincount(residuals)
+    variance = number / (number - 1) * float(sums.square().sum()) / images**2
+    spread = float(residuals.square().mean())
+    effective = spread / variance if variance > ROUNDING * spread else float(number)
+    return min(effective, images) * (Z95 / student_quantile(number - 1)) ** 2
+
+
+def student_quantile(degrees: float) -> float:
+    """97.5 % quantile of Student's distribution, with at least FEWEST_DEGREES degrees of freedom.
+
+    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", formula 26.7.5, 1964.
+    """
+    z, d = Z95, max(degrees, FEWEST_DEGREES)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / d + second / d**2 + third / d**3
+
 
 RESAMPLES, FEWEST_RESAMPLES = 1000, 200
 MAX_DRAWN = 2 * 10**7
@@ -91,7 +177,7 @@ def bootstrap(
     """95 % intervals of metrics; the same for the same images. None where a draw has no value.
 
     Args:
-        groups: The group of each image (vit/evaluation/image_groups.py); None of independent ones.
+        groups: The group of each image (vit/evaluation/intervals.py); None of independent ones.
         resamples: Draws at most.
     """
     resamples = max(FEWEST_RESAMPLES, min(resamples, MAX_DRAWN // images))

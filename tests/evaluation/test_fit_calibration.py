@@ -1,12 +1,12 @@
-"""Prediction sets cover what they promise, and are those that prediction returns."""
+"""Prediction sets cover what they state; fits are those of the parts."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vit.evaluation.conformal_sets import class_set_levels, set_levels, set_scores
-from vit.evaluation.image_groups import group_means
+from vit.evaluation.fit_calibration import class_set_levels, set_levels, set_scores
+from vit.evaluation.intervals import group_means
 from vit.score_calibration import COVERAGES, FREE_CLASSES, SET_PENALTY, ScoreCalibration
 
 

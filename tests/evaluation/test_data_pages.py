@@ -1,4 +1,4 @@
-"""The page of `vit check`: names stay text, and long lists name the number of what is left out."""
+"""The pages of `vit check` and `vit suggest`."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.image_stats import compute_stats
 from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.evaluation.check_report import check_page
+from vit.evaluation.data_pages import check_page, suggestions_page
 
 
 @pytest.fixture
@@ -91,3 +91,11 @@ def test_many_classes_are_cut(make_report, parse):
     assert "50 more classes are left out here." in page.texts
     assert "class 199" in page.texts
     assert "class 200" not in page.texts
+
+
+def test_hostile_names_of_suggestions_stay_text(assert_harmless, hostile_names, hostile_images):
+    rows = [(name, path, name, 0.25) for name, path in zip(hostile_names, hostile_images[1:])]  # noqa: B905
+    failed = [(name, name) for name in hostile_names]
+    page = assert_harmless(suggestions_page(hostile_names[0], hostile_names[:2], rows, failed))
+    assert len(page.find("img")) == len(rows) > 0
+    assert "(margin 0.25)" in page.prose

@@ -1,9 +1,9 @@
-"""k-means reaches the objective of scikit-learn's, on weighted points too."""
+"""k-means against scikit-learn."""
 
 import pytest
 import torch
 
-from vit.evaluation.kmeans import kmeans, nearest_centres
+from vit.evaluation.feature_quality import kmeans, nearest_centres
 
 
 def blobs(sizes: list[int], dim: int = 8, spread: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
-"""HTML report of `vit check`: problems of a dataset with thumbnails, in one offline file."""
+"""Pages about images, each in one offline file: `vit check` and `vit suggest`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ WITHOUT_IMAGE = {"foreign_format", "ignored_file", "hidden", "empty_folder", "no
 
 
 def check_page(report: CheckReport) -> str:
-    """The whole page."""
+    """The problems of a dataset, with thumbnails."""
     listing = report.listing
     problems = {
         kind: [problem for problem in report.problems if problem.kind == kind]
@@ -71,3 +72,34 @@ def _problem(report: CheckReport, problem: Problem) -> dict[str, Any]:
         "images": images,
         "left_out": count - len(images) if images else 0,
     }
+
+
+MAX_SUGGESTED = 2000
+SIDE = 160
+"""Longer side of a thumbnail, in pixels."""
+
+
+def suggestions_page(
+    heading: str,
+    summary: Sequence[str],
+    suggested: Sequence[tuple[str, str, str, float | None]],
+    failed: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Images to label with their file names.
+
+    Args:
+        suggested: Name, path, likely class (may be empty) and margin of each image, in the order
+            of the list.
+    """
+    shown = suggested[:MAX_SUGGESTED]
+    return render_page(
+        "suggestions_page.html.j2",
+        heading=heading,
+        summary=summary,
+        images=[
+            {"name": name, "image": read_thumbnail(path, SIDE), "likely": likely, "margin": margin}
+            for name, path, likely, margin in shown
+        ],
+        total=len(suggested),
+        failed=failed,
+    )
