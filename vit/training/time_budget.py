@@ -33,7 +33,7 @@ from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
-from vit.training.finetune.linear_probe_init import probe_samples
+from vit.training.finetune.linear_probe import probe_samples
 from vit.training.lr_schedule import (
     COOLDOWN,
     GROWN,

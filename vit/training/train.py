@@ -40,7 +40,7 @@ from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
-from vit.training.finetune.linear_probe_init import init_head_from_probe
+from vit.training.finetune.linear_probe import init_head_from_probe
 from vit.training.loader_autotune import choose_workers, with_cache
 from vit.training.logging.environment import record_environment
 from vit.training.logging.trackers import require_tracker

@@ -27,7 +27,7 @@ from vit.training.distributed.collectives import (
 )
 from vit.training.distributed.fsdp import shard_like
 from vit.training.final_report import finish_run
-from vit.training.finetune.linear_probe_init import ProbeFit
+from vit.training.finetune.linear_probe import ProbeFit
 from vit.training.logging.metrics_logger import MetricsLogger
 from vit.training.logging.training_progress import Progress, TimeRemaining, steps_left
 from vit.training.lr_schedule import (
