@@ -18,7 +18,7 @@ LEVEL_0 = {
     for name in (
         *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log", "file_lock"),
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
-        *("supported_versions", "text", "version"),
+        *("text", "version"),
     )
 }
 LEVEL_1 = {
@@ -45,11 +45,10 @@ ALLOWED = {
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
-    "vit.quick_imports": {"vit.supported_versions"},
+    "vit.quick_imports": {"vit.errors"},
     "vit.score_calibration": {"vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
-    "vit.supported_versions": {"vit.errors"},
     "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},

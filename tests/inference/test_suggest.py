@@ -6,7 +6,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from vit.data.checks.near_duplicates import find_near_duplicates
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError

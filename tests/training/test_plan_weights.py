@@ -36,7 +36,7 @@ from vit.training.plan_weights import (
 from vit.training.plan_weights import TINY as AUGREG_TINY
 from vit.weights import hub
 from vit.weights.formats import timm_registry
-from vit.weights.formats.timm_network import config_from_timm
+from vit.weights.formats.timm_network import unproven_config
 
 GPU = dataclasses.replace(PHOTOS, device="cuda", flops=30e12)
 EVERYTHING = {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
@@ -63,7 +63,7 @@ def test_the_list_is_permissive_and_true(weights: ListedWeights):
     millions = sum(parameter.numel() for parameter in network.parameters()) / 1e6
     if "dinov2" not in weights.name:  # whose positions here are of fewer patches
         assert millions == pytest.approx(weights.parameters, abs=0.06)
-    config = config_from_timm(network, weights.name.partition(".")[0], size)
+    config = unproven_config(network, size)
     assert (config.dim, config.depth, config.patch_size) == (
         weights.dim,
         weights.depth,

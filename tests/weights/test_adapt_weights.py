@@ -27,8 +27,7 @@ from vit.weights.adapt_weights import (
     resize_offsets_geometric,
 )
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, meta_model
-from vit.weights.formats.timm_weights import from_timm
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, from_timm, meta_model
 
 TOLERANCE = 1e-3
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}

@@ -306,7 +306,7 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     save_for_hf(model, tmp_path, model_args={"embed_dim": 64, "depth": 1, "num_heads": 4})
     message = refusal(tmp_path)
     assert "vit_base_patch16_rpn_224" in message
-    assert "ResPostBlock" in message
+    assert "computes something else than this network" in message
 
 
 def test_missing_weights_list_searched_locations_and_the_command(monkeypatch):

@@ -96,7 +96,7 @@ def attribute_classes(
 def class_maps(
     predictor: Predictor, output: ImageOutput, *, threshold: float | None = None
 ) -> list[tuple[int, Tensor]]:
-    """Index and map of each class that `attribute_classes` explains, without the deletion metric."""
+    """Index and map of each class that `attribute_classes` explains, without deletion metric."""
     classes, _, maps = _class_relevance(predictor, output, threshold)
     return [
         (index, _normalised(weights.cpu())) for index, weights in zip(classes, maps, strict=True)

@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
+from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
 from vit.data.sources.file_walk import OUTPUT_MARKER
-from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError
 from vit.inference.attribution import (
     AttributionOverflow,

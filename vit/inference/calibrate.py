@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.dataset_types import NO_LABEL
-from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.data.dataset import MultiHot
+from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, RunError

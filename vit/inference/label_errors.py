@@ -20,16 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.checks.check_listing import ListedImage
+from vit.data.checks.check_listing import ListedImage, Problem
 from vit.data.checks.dataset_check import (
     CheckReport,
     Progress,
     check_dataset,
     sort_by_severity,
 )
-from vit.data.checks.duplicates import near_duplicate_problem
-from vit.data.checks.near_duplicates import verify_near_duplicates
-from vit.data.checks.problems import Problem
+from vit.data.checks.duplicates import near_duplicate_problem, verify_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
 from vit.errors import ConfigError, DataError

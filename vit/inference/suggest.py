@@ -22,8 +22,8 @@ from torch import Tensor
 
 from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import Progress
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import ImageStats, compute_stats
-from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import apply_review, label_list_spec, review_names
 from vit.data.sources.list_columns import choose_columns, match_name

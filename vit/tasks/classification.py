@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.config.stored_config import run_folder_of
 from vit.data.dataset import Batch
-from vit.data.dataset_types import NO_LABEL, Sample, Splits
-from vit.data.multilabel_targets import has_multilabel
+from vit.data.dataset_types import NO_LABEL, Sample, Splits, has_multilabel
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
 from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize

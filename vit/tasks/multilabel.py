@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.dataset import Batch
-from vit.data.dataset_types import Sample, Splits
-from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
+from vit.data.dataset import Batch, MultiHot
+from vit.data.dataset_types import Sample, Splits, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import multilabel_intervals

@@ -29,12 +29,12 @@ from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
+from vit.weights.formats.state_dict_names import to_timm
 from vit.weights.formats.timm_config import (
     incompatibility_remedy,
     timm_config,
     timm_incompatibility,
 )
-from vit.weights.formats.timm_weights import to_timm
 from vit.weights.hub import check_repository_name, push_to_hub
 from vit.weights.load_model import (
     Source,

@@ -30,9 +30,8 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
-from vit.weights.formats.state_dict_names import check_fit, meta_model
+from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
-from vit.weights.formats.timm_weights import from_timm, to_timm
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 T = TypeVar("T")

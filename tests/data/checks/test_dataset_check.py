@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.checks.test_near_duplicates import scene
+from tests.data.checks.test_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import duplicates, image_stats
-from vit.data.checks.check_listing import DatasetListing, ListedImage
+from vit.data.checks.check_listing import KINDS, DatasetListing, ListedImage, problem_kind
 from vit.data.checks.dataset_check import check_dataset, unreadable_images
 from vit.data.checks.duplicates import (
     exact_duplicate_problems,
@@ -23,7 +23,6 @@ from vit.data.checks.duplicates import (
     near_duplicate_problem,
 )
 from vit.data.checks.image_stats import ImageStats, compute_stats
-from vit.data.checks.problems import KINDS, problem_kind
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 
@@ -243,7 +242,7 @@ def test_exact_duplicates_equal_those_that_training_reports(folder):
     assert sorted(leak.images) == sorted(equal_files(map(str, folder.rglob("*.png")))[0])
 
 
-def test_near_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, monkeypatch):
+def test_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, monkeypatch):
     path = folder / "train/a/1.png"
     scene(1).resize((95, 71)).save(folder / "near.png")
     stats, images = {}, []

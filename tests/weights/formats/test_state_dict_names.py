@@ -10,11 +10,11 @@ from vit.errors import WeightsError
 from vit.weights.formats.state_dict_names import (
     check_fit,
     deduplicate_names,
+    from_timm,
     fuse_qkv,
     meta_model,
     rename,
 )
-from vit.weights.formats.timm_weights import from_timm
 
 CONFIG = ModelConfig(image_size=16, patch_size=8, dim=32, depth=1, num_heads=4, num_classes=3)
 ONE = torch.zeros(1)

@@ -13,8 +13,8 @@ from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.formats.state_dict_names import check_fit, meta_model
-from vit.weights.formats.timm_weights import from_timm, read_timm, read_timm_config, to_timm
+from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
+from vit.weights.formats.timm_weights import read_timm, read_timm_config
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {

@@ -6,12 +6,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
+from vit.data.archives import relative
+from vit.data.checks.check_listing import (
+    ALL,
+    KINDS,
+    SHOWN,
+    SKIPPABLE,
+    DatasetListing,
+    ListedImage,
+    Problem,
+    list_dataset,
+    problem_kind,
+    shared_property,
+)
 from vit.data.checks.duplicates import find_duplicates
-from vit.data.checks.group_leakage import find_group_leakage
 from vit.data.checks.image_stats import (
     TIMEOUT_SECONDS,
     ImageStats,
@@ -19,7 +31,6 @@ from vit.data.checks.image_stats import (
     StatsOrReason,
     compute_all_stats,
 )
-from vit.data.checks.problems import KINDS, SKIPPABLE, Problem, problem_kind, shared_property
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -31,6 +42,7 @@ from vit.data.sources.dataset_warnings import (
     similar_names,
     undecodable_error,
 )
+from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.text import Notify, plural, printable
 
 CACHE_BATCH = 512
@@ -394,3 +406,43 @@ def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
         "greyscale": share("grey"),
         "blank": share("blank"),
     }
+
+
+def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:
+    """Report groups that training shares with another split, and the number of groups.
+
+    Args:
+        group: Column of the groups, or a regular expression over paths; None for no groups.
+    """
+    if group is None:
+        return []
+    images = listing.images
+    groups = (
+        [one.group for one in images]
+        if listing.grouped
+        else find_groups(
+            [relative(one.path, listing.root) for one in images], group, listing.columns
+        )
+    )
+    found: dict[str, dict[str, list[ListedImage]]] = {
+        split: defaultdict(list) for split in listing.splits
+    }
+    for one, name in zip(images, groups, strict=True):
+        if name:
+            found[one.split][name].append(one)
+    notes = group_notes(groups, group, column=listing.grouped)
+    problems = [Problem("source", note) for note in notes]
+    train = found.pop(listing.train_split, {})
+    for split, members in found.items():
+        kind = "group_leak" if split == listing.val_split else "group_in_test"
+        for name in sorted(train.keys() & members.keys()):
+            here, there = train[name], members[name]
+            words = (
+                f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
+                f"in {listing.train_split} and {len(there):,} in {split}"
+            )
+            in_turn = [one for both in zip_longest(here, there) for one in both if one]
+            shown = tuple(one.path for one in in_turn[:SHOWN])
+            number = len(in_turn) if len(in_turn) > SHOWN else 0
+            problems.append(Problem(kind, words, shown, number))
+    return problems

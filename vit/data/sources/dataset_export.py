@@ -12,6 +12,7 @@ The output is reproducible byte for byte: members are in order, without times an
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -26,13 +27,13 @@ from PIL import Image
 from vit.atomic_files import atomic_folder
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.image_io import FORMATS, EncodedImage, check_header
+from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import casefold_name, is_device_name, path_argument
-from vit.text import join_names, plural, printable
+from vit.text import join_names, printable
 
 ExportFormat = Literal["folder", "shards"]
 
@@ -130,7 +131,6 @@ def export_data(
     allow_outside: bool = False,
     shard_size: str | None = None,
     overwrite: bool = False,
-    streaming: bool = False,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> ExportReport:
     """Write the images of any source as a folder or as shards: `vit data`.
@@ -143,8 +143,7 @@ def export_data(
         images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
         overwrite: Replace a folder that an earlier export wrote.
-        streaming: Write shards of hf:NAME without keeping a copy of the source.
-        progress: Called with the images done and their total, 0 if it is unknown.
+        progress: Called with the images done and their total.
 
     Raises:
         ConfigError: The settings do not fit together.
@@ -163,25 +162,12 @@ def export_data(
     out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
-    prefix = huggingface_datasets.PREFIX
-    if streaming and (to != "shards" or not spec.data.startswith(prefix)):
-        raise ConfigError("streaming: only from hf:NAME to shards; leave it out")
     max_bytes = parse_shard_size(shard_size or SHARD_SIZE)
-    check_target(out, spec.data.removeprefix(prefix), overwrite=overwrite)
-    done, total = 0, 0
-
-    def count(images: int) -> None:
-        nonlocal done
-        done += images
-        progress(done, total)
-
-    if streaming:
-        return stream_dataset(spec, out, max_bytes=max_bytes, progress=count)
+    check_target(out, spec.data.removeprefix(huggingface_datasets.PREFIX), overwrite=overwrite)
     from vit.data.sources.open_dataset import read_source  # which imports this module
 
     index = read_source(spec)
-    total = sum(map(len, index.splits.values()))
-    return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=count)
+    return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=progress)
 
 
 def parse_shard_size(size: str) -> int:
@@ -203,13 +189,9 @@ def export_dataset(
     *,
     to: ExportFormat,
     max_bytes: int,
-    progress: Callable[[int], object],
+    progress: Callable[[int, int], object],
 ) -> ExportReport:
-    """Write all images of `index`; the folder appears complete or not at all.
-
-    Args:
-        progress: Called with 1 for each image.
-    """
+    """Write all images of `index`; the folder appears complete or not at all."""
     _check_no_overlap(index, out)
     report = ExportReport(notes=list(index.notes))
     classes = {
@@ -224,9 +206,12 @@ def export_dataset(
             f"classes with another folder name, since theirs is not valid or not distinct on every "
             f"system: {join_names(pairs)}"
         )
+    done, total = itertools.count(1), sum(map(len, index.splits.values()))
     with atomic_folder(out) as folder:
         for split, records in index.splits.items():
-            images = _readable_images(records, split, index.root, report, progress)
+            images = _readable_images(
+                records, split, index.root, report, lambda: progress(next(done), total)
+            )
             if to == "folder":
                 in_lists = index.multilabel or captioned
                 counts = write_folder(folder, split, images, None if in_lists else folders)
@@ -240,67 +225,14 @@ def export_dataset(
                     multilabel=index.multilabel,
                 )
             report.add(counts)
-        _finish(folder, source, report)
+        if not report.images:
+            first = f", such as {report.bad[0]}" if report.bad else ""
+            raise DataError(f"{printable(source)}: none of its images can be read{first}")
+        marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
+        (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+        if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:
+            (folder / OUTPUT_MARKER).touch()
     return report
-
-
-def stream_dataset(
-    spec: DatasetSpec, out: Path, *, max_bytes: int, progress: Callable[[int], object]
-) -> ExportReport:
-    """Write shards of a Hugging Face dataset while it is downloaded, without keeping a copy.
-
-    Arguments and errors are those of `export_dataset` and `read_dataset`.
-    """
-    report = ExportReport()
-    with atomic_folder(out) as folder:
-        for split in huggingface_datasets.stream_splits(spec):
-            folders = class_folders(split.classes, split=bool(split.name))
-            in_class_folders = bool(folders) and all(name == folders[name] for name in folders)
-            counts = write_shards(
-                folder,
-                split.name,
-                _streamed_images(split, spec, report, progress),
-                max_bytes,
-                in_class_folders=in_class_folders and not (split.multilabel or spec.captions),
-                multilabel=split.multilabel,
-            )
-            report.add(counts)
-        _finish(folder, spec.data, report)
-    return report
-
-
-def _finish(folder: Path, source: str, report: ExportReport) -> None:
-    """Write the marker files."""
-    if not report.images:
-        first = f", such as {report.bad[0]}" if report.bad else ""
-        raise DataError(f"{printable(source)}: none of its images can be read{first}")
-    marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
-    (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-    if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:
-        (folder / OUTPUT_MARKER).touch()
-
-
-def _streamed_images(
-    split: huggingface_datasets.StreamedSplit,
-    spec: DatasetSpec,
-    report: ExportReport,
-    progress: Callable[[int], object],
-) -> Iterator[ImageFile]:
-    uncaptioned = 0
-    for row in split.rows:
-        progress(1)
-        if spec.captions and not row.captions:
-            uncaptioned += 1
-            continue
-        try:
-            name = f"{spec.data}/{split.name or 'train'}/{row.name}"
-            check_header(EncodedImage(name, row.content))
-        except BadImage as bad:
-            report.bad.append(bad)
-            continue
-        yield row
-    if uncaptioned:
-        report.notes.append(f"left out {plural(uncaptioned, 'image')} without a caption")
 
 
 def _readable_images(
@@ -308,11 +240,11 @@ def _readable_images(
     split: str,
     root: Path,
     report: ExportReport,
-    progress: Callable[[int], object],
+    advance: Callable[[], object],
 ) -> Iterator[ImageFile]:
     """The images whose header can be read; the others are added to the report."""
     for record in records:
-        progress(1)
+        advance()
         try:
             check_header(record.path)
             with open_binary(record.path) as file:

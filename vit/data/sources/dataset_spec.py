@@ -28,7 +28,7 @@ class RowError(NamedTuple):
     """Why a line of a list, a shard or a member of one was skipped."""
 
     kind: str
-    """As in vit.data.checks.problems."""
+    """As in vit.data.checks.check_listing."""
     error: DataError
     """The location and the reason, as a training raises it."""
     images: tuple[str, ...] = ()

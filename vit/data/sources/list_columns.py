@@ -191,7 +191,7 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
 def check_record(
     names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a JSON record that lacks the group of the first one, or has a value under another key."""
+    """Refuse a JSON record that lacks the group of the first one or has it under another key."""
     others = [name for name in names if name != columns.image]
     expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
     if spec.group:

@@ -35,7 +35,7 @@ from vit.text import join_names, plural, printable
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
 """Of lists of classes."""
-CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json", ".token"))
+CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json"))
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Names of lists that also count in deeper folders; file names in them are relative to theirs."""
 LAYOUT = (

@@ -179,7 +179,7 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
 
 
 def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
-    """The index with classes if every image has exactly one of several, and without any otherwise."""
+    """The index with classes if every image has exactly one of several; else without any."""
     plain = dataclasses.replace(spec, labels=False, optional_labels=False)
     try:
         index = read(spec)

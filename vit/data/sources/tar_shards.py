@@ -15,7 +15,6 @@ Source: https://github.com/webdataset/webdataset
 
 import contextlib
 import glob
-import json
 import os
 import re
 from collections import Counter
@@ -24,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.archives import index_of, read_bytes
+from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
     SPLIT_NAMES,
@@ -44,11 +43,11 @@ from vit.data.sources.list_columns import (
     caption_columns,
     cell_captions,
     cell_group,
+    cell_labels,
     drop_uncaptioned,
-    match_name,
+    find_column,
 )
-from vit.data.sources.table_reader import JSON_CONSTANTS, whole_text
-from vit.data.tar_index import BadShard, TarIndex
+from vit.data.sources.table_reader import parse_json, whole_text
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
@@ -244,8 +243,8 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
     notes += more
     annotations = _Annotations(images, members, spec)
     splits: dict[str, list[ImageRecord]] = {}
-    for number, image in enumerate(images):
-        if (record := annotations.record(number)) is not None:
+    for image in images:
+        if (record := annotations.record(image)) is not None:
             splits.setdefault(image.split, []).append(record)
     if errors and not splits:
         raise all_skipped_error(errors)
@@ -394,157 +393,123 @@ class _Annotations:
     """Classes, captions and groups of images in shards, from their folders and sidecar files."""
 
     def __init__(self, images: Sequence[ShardImage], members: _Members, spec: DatasetSpec) -> None:
-        self.images, self.spec, self.errors = images, spec, spec.row_errors
-        self.multilabel = False
-        stems = members.sidecars
-        used = [*(LABEL_SUFFIXES if spec.labels else (".json",)), *([".txt"] * spec.captions)]
-        self.files = {s: [_sidecar(image, stems[s], s) for image in images] for s in used}
-        self._add_notes(members)
-        self.class_names: dict[str, str] = {}
-        self.label_suffix = self.group_key = ""
-        if spec.labels:
-            self.class_names = _read_class_tables(members.class_tables)
-            self.known_names = {*self.class_names.values()}
-            self.label_suffix = next((s for s in LABEL_SUFFIXES if any(self.files[s])), "")
-        keys = self._first_keys() if spec.group or self.label_suffix == ".json" else None
-        if spec.group:
-            self.group_key = match_name([*(keys or ())], (spec.group.strip().lower(),))
-        if spec.labels:
-            if self.label_suffix == ".json" and keys is not None and not {"label", "labels"} & keys:
-                self.label_suffix = ""
-                if not (spec.captions or self.group_key):
-                    note = "left out NAME.json beside images: they have neither label nor labels"
-                    members.notes.append(note)
-            self._report_unlabelled()
+        self.spec, self.multilabel = spec, False
+        texts = len(members.sidecars[".txt"])
+        if texts and not spec.captions:
+            note = f"left out {plural(texts, 'text')} (.txt): captions are no classes"
+            members.notes.append(note)
+        self.files: dict[str, dict[str, str]] = {}
+        """Suffix -> the member beside each image by its path, empty where there is none."""
+        for suffix in (*(LABEL_SUFFIXES if spec.labels else (".json",)), *[".txt"] * spec.captions):
+            stems = members.sidecars[suffix]
+            self.files[suffix] = {one.path: _sidecar(one, stems, suffix) for one in images}
+            used = {f"{image.file}/{self.files[suffix][image.path]}" for image in images}
+            lone = sorted({f"{file}/{stem}{suffix}" for file, stem in stems} - used)
+            if lone and spec.row_errors is None:
+                note = f"left out {plural(len(lone), 'file')} {suffix} beside no image"
+                members.notes.append(note)
+            for path in lone if spec.row_errors is not None else ():
+                error = DataError(f"{printable(path)}: no image beside, so it is left out")
+                skip_or_raise(spec.row_errors, "lone_label", error, path)
+        self.class_names = _read_class_tables(members.class_tables) if spec.labels else {}
+        suffixes = [s for s in LABEL_SUFFIXES if spec.labels and any(self.files[s].values())]
+        self.label_suffix = next(iter(suffixes), "")
+        keys = self._first_keys(images) if spec.group or self.label_suffix == ".json" else None
+        self.group_key = find_column([*(keys or ())], spec.group) if spec.group else ""
+        if self.label_suffix == ".json" and keys is not None and not {"label", "labels"} & keys:
+            self.label_suffix = ""
+            if not (spec.captions or self.group_key):
+                note = "left out NAME.json beside images: they have neither label nor labels"
+                members.notes.append(note)
 
-    def record(self, number: int) -> ImageRecord | None:
-        """The image with this index; None if its error is collected."""
-        image, group = self.images[number], ""
+    def _first_keys(self, images: Sequence[ShardImage]) -> set[str] | None:
+        """Keys of the first readable .json; None if there is none."""
+        for image in images:
+            with contextlib.suppress(DataError):  # of a damaged one: raised by `record`
+                if name := self.files[".json"][image.path]:
+                    return {*_read_object(image, name)}
+        return None
+
+    def record(self, image: ShardImage) -> ImageRecord | None:
+        """The record of an image; None if its error is collected."""
+        kind, path = "no_label", image.path
         try:
-            texts = self._text_captions(number)
-            from_json = self.spec.captions and texts is None
-            reads_json = from_json or self.label_suffix == ".json" or bool(self.group_key)
-            json_file = self.files[".json"][number] if reads_json else ""
-            values = _read_object(image, json_file) if json_file else {}
-            labels = self._labels(number, values) if self.spec.labels else ()
-            if labels is None:
-                return None
-            captions = self._captions(image, values if texts is None else texts)
-            if self.group_key:
-                group = cell_group(values.get(self.group_key), image.path, 0)
+            labels = self._folder(image) if self.spec.labels and not self.label_suffix else ()
+            if self.label_suffix and not self.files[self.label_suffix][path]:
+                raise _error(image, f"no {self.label_suffix} beside, which others have")
+            kind = "bad_label"
+            values = self._values(image)
+            if self.label_suffix:
+                labels = self._labels(image, values)
+            captions = self._captions(image, values) if self.spec.captions else ()
+            group = cell_group(values.get(self.group_key), path, 0) if self.group_key else ""
         except DataError as error:
-            skip_or_raise(self.errors, "bad_label", error, image.path)
+            skip_or_raise(self.spec.row_errors, kind, error, path)
             return None
-        return ImageRecord(image.path, labels, group, captions)
+        return ImageRecord(path, labels, group, captions)
 
-    def _labels(self, number: int, values: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Class names of an image; None if it has none, which was reported."""
-        image = self.images[number]
-        if not self.label_suffix:
-            return (image.name.split("/")[0],) if "/" in image.name else None
-        file = self.files[self.label_suffix][number]
-        if not file:
-            return None
-        value: Any
+    @staticmethod
+    def _folder(image: ShardImage) -> tuple[str, ...]:
+        folder, slash, _ = image.name.partition("/")
+        if not slash:
+            raise _error(image, f"without a class; {LAYOUT}")
+        return (folder,)
+
+    def _values(self, image: ShardImage) -> dict[str, Any]:
+        """What the files beside an image say, by key: the columns that a list would have."""
+        values: dict[str, Any] = {}
+        text = self.files[".txt"][image.path] if self.spec.captions else ""
+        if text and self.spec.caption_column in (None, TEXT_COLUMN):
+            values[TEXT_COLUMN] = _read_text(image.file, text).splitlines()
+        reads_json = (self.spec.captions and not values) or self.label_suffix == ".json"
+        if (reads_json or self.group_key) and (name := self.files[".json"][image.path]):
+            values = _read_object(image, name) | values
         if self.label_suffix == ".cls":
-            value = _read_text(image.file, file).strip()
-            if not value or "\n" in value:
-                raise _error(image, "its .cls is not the name or number of one class")
-        else:
-            value = values.get("labels", values.get("label"))
-            listed = value if isinstance(value, list) else [value]
-            valid = all(isinstance(v, str | int) and not isinstance(v, bool) for v in listed)
-            if not valid or "" in listed or isinstance(value, list) != ("labels" in values):
-                raise _error(
-                    image, 'its .json has no "label" (a name or number) or "labels" (a list)'
-                )
-        self.multilabel |= isinstance(value, list)
-        names = value if isinstance(value, list) else [value]
-        return tuple(dict.fromkeys(self._class_name(name, image) for name in names))
+            values["label"] = _read_text(image.file, self.files[".cls"][image.path]).strip()
+            values.pop("labels", None)
+        return values
 
-    def _class_name(self, value: str | int, image: ShardImage) -> str:
+    def _labels(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Class names of an image."""
+        value = values.get("labels", values.get("label"))
+        self.multilabel |= isinstance(value, list)
+        if self.label_suffix == ".cls" and (not value or "\n" in value):
+            raise _error(image, "its .cls is not the name or number of one class")
+        if isinstance(value, list):
+            value = [self._class_name(one, image) for one in value]
+        labels = cell_labels(self._class_name(value, image), image.path, 0)
+        if labels is None:
+            raise _error(image, 'its .json has no "label" (a name or number) or "labels" (a list)')
+        return labels
+
+    def _class_name(self, value: Any, image: ShardImage) -> Any:
         """The name of a class of a file: a number of JSON is one, text a name before a number."""
-        table, label = self.class_names, str(value)
-        is_name, number_of = label in self.known_names, table.get(label, label)
-        if self.label_suffix == ".cls" and is_name and number_of != label:
+        table = self.class_names
+        if not table or type(value) not in (str, int):
+            return value
+        label, names = str(value), table.values()
+        if self.label_suffix == ".cls" and label in names and table.get(label, label) != label:
             raise _error(
                 image,
                 f"its .cls is {label!r}, the name of a class and the number of another, "
-                f"{number_of!r}; write NAME.json, where "
+                f"{table[label]!r}; write NAME.json, where "
                 '{"label": "1"} is a name and {"label": 1} a number',
             )
-        if not table or (is_name and isinstance(value, str)):
+        if label in names and (isinstance(value, str) or label not in table):
             return label
-        if label in table or is_name:
-            return table.get(label, label)
-        known = plural(len(table), "class", "classes")
-        raise _error(
-            image, f"label {label!r} is none of the {known} in classes.json or classes.txt"
-        )
-
-    def _text_captions(self, number: int) -> dict[str, list[str]] | None:
-        """The lines of an image's .txt as a column; None if captions come from elsewhere."""
-        file = self.files[".txt"][number] if self.spec.captions else ""
-        if not file or self.spec.caption_column not in (None, TEXT_COLUMN):
-            return None
-        return {TEXT_COLUMN: _read_text(self.images[number].file, file).splitlines()}
+        if label not in table:
+            known = plural(len(table), "class", "classes")
+            tables = " or ".join(CLASS_TABLES)
+            raise _error(image, f"label {label!r} is none of the {known} in {tables}")
+        return table[label]
 
     def _captions(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
         """The captions in the columns of `values` that a list of captions would have."""
-        if not self.spec.captions:
-            return ()
         chosen = self.spec.caption_column
         names = (chosen,) if chosen else (TEXT_COLUMN, *caption_columns([*values]))
         cells = ((name, values[name]) for name in names if name in values)
         found = (cell_captions(v, name, image.path, 0, is_table=False) for name, v in cells)
         return tuple(caption for captions in found for caption in captions)
-
-    def _first_keys(self) -> set[str] | None:
-        """Keys of the first .json, or of the first readable one; None if there is none."""
-        for image, name in zip(self.images, self.files[".json"], strict=True):
-            raises = self.errors is None and self.label_suffix == ".json"
-            with contextlib.suppress(*(() if raises else (DataError,))):
-                if name:
-                    return {*_read_object(image, name)}
-        return None
-
-    def _add_notes(self, members: _Members) -> None:
-        """Notes about unused sidecar files; if errors are collected, one for each file."""
-        texts = len(members.sidecars[".txt"])
-        if texts and not self.spec.captions:
-            members.notes.append(
-                f"left out {plural(texts, 'text')} (.txt): captions are no classes"
-            )
-        for suffix, names in self.files.items():
-            stems = members.sidecars[suffix]
-            if self.errors is None:
-                if orphans := len(stems) - len(set(names) - {""}):
-                    files = plural(orphans, "file")
-                    members.notes.append(f"left out {files} {suffix} beside no image")
-                continue
-            used = {(image.file, n) for image, n in zip(self.images, names, strict=True) if n}
-            for file, stem in sorted(stems):
-                if (file, stem + suffix) not in used:
-                    path = f"{file}/{stem}{suffix}"
-                    error = DataError(f"{printable(path)}: no image beside, so it is left out")
-                    skip_or_raise(self.errors, "lone_label", error, path)
-
-    def _report_unlabelled(self) -> None:
-        suffix, data = self.label_suffix, printable(self.spec.data)
-        if suffix:
-            pairs = zip(self.images, self.files[suffix], strict=True)
-            missing = [image.path for image, name in pairs if not name]
-            reason = f"no {suffix} beside, which others have"
-            error = f"without {suffix} beside, which others have: "
-            error += join_names(missing, 3)
-        else:
-            missing = [image.path for image in self.images if "/" not in image.name]
-            reason = f"without a class; {LAYOUT}"
-            error = f"without a class, such as {printable(missing[0] if missing else '')}; {LAYOUT}"
-        if missing and self.errors is None:
-            raise DataError(f"{data}: {plural(len(missing), 'image')} {error}")
-        for path in missing:
-            skip_or_raise(self.errors, "no_label", DataError(f"{printable(path)}: {reason}"), path)
 
 
 def _sidecar(image: ShardImage, stems: Collection[tuple[str, str]], suffix: str) -> str:
@@ -576,17 +541,10 @@ def _read_text(file: str, name: str) -> str:
 
 
 def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
-    record = _parse_json(_read_text(image.file, name), f"{image.file}/{name}")
+    record = parse_json(_read_text(image.file, name), f"{image.file}/{name}")
     if not isinstance(record, dict):
         raise _error(image, 'its .json is no object such as {"label": "cat"}')
     return dict(record)
-
-
-def _parse_json(text: str, location: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=JSON_CONSTANTS.get)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{printable(location)}: no JSON ({printable(error)})") from None
 
 
 def _read_class_tables(files: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -604,7 +562,7 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
     if location.endswith(".txt"):
         table: Any = text.splitlines()
     else:
-        table = _parse_json(text, location)
+        table = parse_json(text, location)
     if isinstance(table, list):
         table = {str(number): name for number, name in enumerate(table)}
     if isinstance(table, dict) and all(type(value) is int for value in table.values()):

@@ -5,7 +5,6 @@ DINOv2 (github.com/facebookresearch/dinov2), DINOv3 (.../dinov3), DeiT III (.../
 (github.com/mlfoundations/open_clip).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,13 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, WRAPPERS, State, wrapper_prefix
+from vit.weights.formats.state_dict_names import (
+    PATCH_WEIGHT,
+    WRAPPERS,
+    State,
+    substitute,
+    wrapper_prefix,
+)
 
 # Prefixes of the image tower in an image-text model, and of the encoder in other trainings.
 TRUNKS = ("visual.trunk.", "vision_encoder.", "visual.")
@@ -51,7 +56,6 @@ CLIP = (
     (r"\.mlp\.c_proj\.", ".mlp.fc2."),
 )
 ROTARY_FREQUENCIES = "rope.freqs"
-PERIODS = "rope_embed.periods"
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def read_open_clip_config(content: Mapping[str, Any]) -> OpenCLIPConfig:
 
 
 def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
-    """Rename `state` to the names of timm's VisionTransformer; also return notes on dropped parts."""
+    """Rename `state` to the names of timm's VisionTransformer; also notes on dropped parts."""
     notes: list[str] = []
     start = wrapper_prefix(state, (*WRAPPERS, "model."))  # Lightning's
     plain = _image_tower({name.removeprefix(start): t for name, t in state.items()}, notes)
@@ -101,20 +105,8 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     if head := [name for name in plain if name.startswith("pre_logits.")]:
         head += [name for name in plain if name.startswith("head.")]
         plain = _drop(plain, head, "a head of two layers", notes, limit=4)
-    plain = _apply_bias_masks(plain)
-    renamed: State = {}
-    for name, tensor in plain.items():
-        ours = _renamed(name, SIMPLE)
-        if ours in renamed:
-            raise WeightsError(f"two tensors are both {ours}")
-        renamed[ours] = tensor
+    renamed = substitute(_apply_bias_masks(plain), SIMPLE)
     return _fold_class_position(renamed), tuple(notes)
-
-
-def _renamed(name: str, table: tuple[tuple[str, str], ...]) -> str:
-    for theirs, ours in table:
-        name = re.sub(theirs, ours, name)
-    return name
 
 
 def _drop(state: State, names: list[str], meaning: str, notes: list[str], limit: int = 3) -> State:
@@ -139,7 +131,7 @@ def _image_tower(state: State, notes: list[str]) -> State:
 
 
 def _from_clip(state: State, notes: list[str]) -> State:
-    plain = {_renamed(name, CLIP): tensor for name, tensor in state.items()}
+    plain = substitute(state, CLIP)
     if plain.pop("proj", None) is not None:
         notes.append("left out: proj (CLIP's projection to the space of texts)")
     plain["cls_token"] = plain["cls_token"].reshape(1, 1, -1)

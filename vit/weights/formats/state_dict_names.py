@@ -7,6 +7,7 @@ projection differs, which is a matrix here and a convolution everywhere else.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 
 import torch
@@ -28,6 +29,14 @@ WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataPara
 
 BIAS_TABLE = "relative_position_bias_table"
 SHARED_BIAS = f"rel_pos_bias.{BIAS_TABLE}"  # timm's name of a table shared by all blocks
+PERIODS = "rope_embed.periods"  # of DINOv3's own files
+# timm's other spellings, in Eva, BEiT and its networks with relative positions
+TIMM_NAMES: Table = (
+    (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"),
+    (rf"\.attn\.({BIAS_TABLE})$", r".attn.rel_pos.\1"),
+    (rf"^shared_rel_pos\.{BIAS_TABLE}$", SHARED_BIAS),
+    (r"\.attn\.([qkv])_proj\.", r".attn.\1."),
+)
 
 # Placeholders of a rename table: {b} is the index of a block, {p} weight or bias.
 PLACEHOLDERS = {
@@ -46,6 +55,22 @@ def flatten_patches(state: Mapping[str, Tensor]) -> State:
     if not any(name.startswith(STEM) for name in flat):
         flat[PATCH_WEIGHT] = flat[PATCH_WEIGHT].flatten(1)
     return flat
+
+
+def substitute(state: Mapping[str, Tensor], table: Table) -> State:
+    """Rename the tensors of `state` by all substitutions of `table` in turn."""
+    renamed: State = {}
+    for name, tensor in state.items():
+        for theirs, ours in table:
+            name = re.sub(theirs, ours, name)
+        _put(renamed, name, tensor)
+    return renamed
+
+
+def _put(state: State, name: str, tensor: Tensor) -> None:
+    if name in state:
+        raise WeightsError(f"two tensors are both {printable(name)}")
+    state[name] = tensor
 
 
 def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
@@ -141,6 +166,115 @@ def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
     return spread
 
 
+@dataclass(frozen=True)
+class RotaryOrder:
+    """Channel order of a rotary embedding within a head.
+
+    Ours: channels i and i + head_dim / 2 form a pair, and row angles precede column angles.
+    """
+
+    interleaved: bool
+    columns_first: bool
+
+    def order(self, head_dim: int) -> Tensor:
+        """Index of timm's channel for each of ours, (head_dim,)."""
+        theirs = torch.arange(head_dim)
+        pairs = theirs.view(-1, 2).T if self.interleaved else theirs.view(2, -1)
+        by_axis = pairs.reshape(2, 2, -1)
+        return (by_axis.flip(1) if self.columns_first else by_axis).flatten()
+
+
+def reorder_rotary_channels(
+    state: Mapping[str, Tensor], rotary_order: RotaryOrder, num_heads: int
+) -> State:
+    """Permute queries and keys of each head to our order; attention scores do not change."""
+    ordered = dict(state)
+    for name, tensor in state.items():
+        if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.(weight|bias)", name):
+            parts = tensor.reshape(3, num_heads, -1, *tensor.shape[1:])
+            order = rotary_order.order(parts.shape[2]).to(tensor.device)
+            permuted = parts[:2].index_select(2, order)
+            ordered[name] = torch.cat([permuted, parts[2:]]).flatten(0, 2)
+        elif re.fullmatch(r"blocks\.\d+\.attn\.[qk]_norm\.(weight|bias)", name):
+            ordered[name] = tensor[rotary_order.order(len(tensor)).to(tensor.device)]
+    return ordered
+
+
+def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
+    """Convert tensors of timm's Vision Transformers to our names; patches stay a convolution.
+
+    Args:
+        packed: Whether SwiGLU's gate and value stay one matrix.
+    """
+    ours = substitute(state, TIMM_NAMES)
+    for name in ours:
+        if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
+            raise WeightsError(f"{printable(name)} is there beside a whole qkv")
+    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(ours)))
+    return whole if packed else _unpack(whole)
+
+
+def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
+    """Convert tensors of timm's Vision Transformers to our names and shapes."""
+    return flatten_patches(rename_timm(state, packed=packed))
+
+
+def convert_timm(
+    renamed: Mapping[str, Tensor], config: ModelConfig, order: RotaryOrder | None
+) -> tuple[State, tuple[str, ...]]:
+    """Convert `rename_timm`'s tensors to our shapes for `config`; also notes on dropped ones."""
+    notes = []
+    ours = flatten_patches(renamed)
+    if ours.pop(PERIODS, None) is not None:
+        notes.append(f"left out: {PERIODS} (computed from rotary_temperature)")
+    biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
+    if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
+        notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")
+        ours = {name: tensor for name, tensor in ours.items() if name not in biases}
+    if order is not None:
+        ours = reorder_rotary_channels(ours, order, config.num_heads)
+    return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)
+
+
+def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
+    """Convert our tensors of the network `config` to those of the equivalent timm network."""
+    theirs = dict(state)
+    if config.stem == "linear":
+        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
+        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
+    if not config.is_rotary:
+        return theirs
+    return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
+
+
+def _fill_key_biases(state: State) -> State:
+    """Add zeros for the key biases that Eva and BEiT do not have."""
+    whole = dict(state)
+    for name in state:
+        if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name):
+            start = name.removesuffix("q_bias")
+            query, value = whole.pop(name), whole.pop(f"{start}v_bias", None)
+            if value is None:
+                raise WeightsError(f"{start}v_bias is missing")
+            _put(whole, f"{start}qkv.bias", torch.cat([query, torch.zeros_like(query), value]))
+        elif re.fullmatch(r"blocks\.\d+\.attn\.q\.bias", name):
+            whole.setdefault(name.replace(".q.", ".k."), torch.zeros_like(whole[name]))
+    return whole
+
+
+def _unpack(state: State) -> State:
+    """Split packed SwiGLU matrices into gate and value; the gate comes first."""
+    unpacked = dict(state)
+    for name in state:
+        match = re.fullmatch(r"(blocks\.\d+\.mlp\.)fc1\.(weight|bias)", name)
+        second = state.get(f"{match[1]}fc2.weight") if match else None
+        if match and second is not None and len(state[name]) == 2 * second.shape[1]:
+            gate, value = unpacked.pop(name).chunk(2)
+            _put(unpacked, f"{match[1]}fc1_g.{match[2]}", gate)
+            _put(unpacked, f"{match[1]}fc1_x.{match[2]}", value)
+    return unpacked
+
+
 def block_numbers(names: Iterable[str]) -> set[int]:
     """Numbers of the blocks in parameter names, from 0."""
     return {int(m[1]) for name in names if (m := re.match(r"blocks\.(\d+)\.", name))}
@@ -163,7 +297,7 @@ def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
 
 
 def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check that `state` has exactly the tensors of `model`, with their shapes and finite values."""
+    """Check that `state` has exactly the tensors of `model`, of their shapes, and finite values."""
     expected = model.state_dict()
     shapes = [
         f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"

@@ -1,32 +1,48 @@
-"""Builds timm's network for an architecture on the meta device, and reads its ModelConfig.
+"""Reads the settings of timm's network for an architecture, and proves them by numbers.
 
-Nothing is downloaded and no values are created. Every module and attribute of timm's network must
-be in KNOWN_ATTRIBUTES; a module that is not, or another attribute that is not None, False or an
-identity, means that our network cannot express it. No architecture is known here by its name.
+timm builds the network on the meta device. Tensors determine most settings, and attributes the
+others (epsilon, heads, pooling). Then timm's network and ours, of two blocks, get the same noise as
+weights and the same noise as images: a network of timm that computes anything else is refused with
+the measured difference. No architecture is known here by its name.
 
-`reorder_rotary_channels` converts between the channel orders of rotary embeddings.
+The result is cached on disk, by the name, the arguments, the shapes of the tensors and the versions
+of timm and of this package: importing timm takes longer than labelling an image.
 """
 
 import difflib
+import hashlib
 import inspect
+import json
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isclose
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vit.atomic_files import write_text
 from vit.config import ModelConfig
-from vit.errors import ConfigError, WeightsError
+from vit.config.parser import parse_model_config
+from vit.errors import ConfigError, RunError, WeightsError
 from vit.model.patch_embed import ConvStem
+from vit.paths import user_cache
 from vit.text import join_names, printable
+from vit.weights.formats.infer_architecture import bias_table, infer_config
 from vit.weights.formats.state_dict_names import (
-    BIAS_TABLE,
     PATCH_WEIGHT,
+    RotaryOrder,
     State,
     bias_table_side,
+    check_fit,
+    convert_timm,
+    meta_model,
+    rename_timm,
     square_side,
 )
 
@@ -39,42 +55,106 @@ FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
 STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_stride", "stem_norm", "stem_eps")
 # Arguments that are determined by the tensors, or are ignored.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
-REFUSALS = (TypeError, ValueError, AssertionError, RuntimeError, KeyError, ArithmeticError)
-
-
+# Errors of timm's constructors, and of attributes that another kind of network does not have.
+REFUSALS = (
+    *(TypeError, ValueError, AssertionError, RuntimeError, LookupError),
+    *(ArithmeticError, AttributeError),
+)
 POOLINGS = {"token": "class_token", "avg": "mean", "map": "attention"}
-ACTIVATIONS = {
-    "GELU": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "QuickGELU": "quick_gelu",
-    "ReLU": "relu",
-    "SiLU": "silu",
-}
+ACTIVATIONS = {"GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu"}
 SMALL_SCALE = 1e-5
-NORMED = ("q_norm", "k_norm")
+SMALL_WIDTHS = ((128, 2), (48, 1))
+"""Width and heads of small networks; the packed SwiGLU of some cannot be split at the first."""
+PROOF_BLOCKS, PROOF_CLASSES = 2, 10
+SMALL = 1e-3
+"""Scale of noisy tokens: their variance is that of the epsilons, so another epsilon is seen."""
+TOLERANCE = 2e-5
+"""Largest difference of outputs, relative to the largest output; real ones are below 2e-6."""
 
 
-def build_timm_model(
+class TimmFacts(NamedTuple):
+    """Facts about a timm network and its weights."""
+
+    config: ModelConfig
+    rotary_order: RotaryOrder | None
+    """Channel order of its rotary embedding, if it has one."""
+    pretrained_cfg: dict[str, Any]
+    """Metadata of the weights: preprocessing, license, tag."""
+    classes: tuple[str, ...] | None
+    """Class names that a tag stands for, if nothing else names them."""
+    notes: tuple[str, ...]
+    """Assumptions about the image size and the classes."""
+
+
+def timm_facts(
     name: str,
     model_args: Mapping[str, Any],
-    about: Mapping[str, Any],
+    about: dict[str, Any],
     state: Mapping[str, Tensor],
-) -> tuple[Any, int, tuple[str, ...]]:
-    """Build timm's network for `state`; return it with the image size in pixels and notes."""
-    patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
-    if patch is None:
-        raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
-    args = {key: value for key, value in model_args.items() if key not in DECIDED}
-    if about.get("global_pool"):
-        args.setdefault("global_pool", about["global_pool"])
-    args["num_classes"] = 0 if head is None else len(head)
-    first = state.get(FIRST_CONVOLUTION, patch)
-    args["in_chans"] = first.shape[1] if first.ndim == 4 else 3
-    size = model_args.get("img_size") or (about.get("input_size") or (None,))[-1]
-    if size is not None:
-        args["img_size"] = size
-    model = _create(name, args, most_blocks=len(state))
-    return model, *_image_size(model, name, state)
+    *,
+    named: bool = True,
+) -> TimmFacts:
+    """Facts about timm's network `name` for the tensors `state`, from the cache or proven now.
+
+    Args:
+        about: timm's `pretrained_cfg`; empty if unknown.
+        named: Whether the class names are known already.
+    """
+    shapes = {key: list(tensor.shape) for key, tensor in state.items()}
+    path = cache_file(name, dict(model_args), about, named, shapes)
+    cached = load_facts(path)
+    # a process that has imported timm may have changed its registry
+    if cached is not None and "timm" not in sys.modules:
+        return cached
+    about = about or known_pretrained_cfg(name)
+    model, args = _build(name, model_args, about, state)
+    try:
+        image_size, notes = _image_size(model, state)
+        config = unproven_config(model, image_size)
+        facts = TimmFacts(config, _rotary_order(model), about, None, notes)
+        if cached is None or cached[:2] != facts[:2]:
+            prove(name, args, facts)
+    except (ConfigError, WeightsError, *REFUSALS) as error:
+        raise WeightsError(f"{printable(name)} (timm): {printable(error)}") from None
+    if not named and not about.get("label_names"):
+        classes, more = imagenet_names(name, about, config.num_classes)
+        facts = facts._replace(classes=classes, notes=(*notes, *more))
+    # after an error, it is computed again each time
+    with suppress(OSError, RunError, TypeError, ValueError):
+        save_facts(path, facts)
+    return facts
+
+
+def cache_file(*question: Any) -> Path:
+    """File of the answer: SHA-256 of the question, timm's version and the sources of the answer."""
+    package = Path(__file__).parents[2]
+    sources = (*Path(__file__).parent.glob("*.py"), *(package / "model").glob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
+    text = json.dumps([version("timm"), digest, *question], sort_keys=True, default=str)
+    return user_cache() / "timm" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def load_facts(path: Path) -> TimmFacts | None:
+    """The facts in a file; None if it is missing or damaged."""
+    try:
+        config, order, about, classes, notes = json.loads(path.read_text(encoding="utf-8"))
+        return TimmFacts(
+            parse_model_config(config),
+            None if order is None else RotaryOrder(**order),
+            dict(about),
+            None if classes is None else tuple(classes),
+            tuple(notes),
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def save_facts(path: Path, facts: TimmFacts) -> None:
+    """Write the facts, so that only complete files appear."""
+    order = None if facts.rotary_order is None else asdict(facts.rotary_order)
+    text = json.dumps([asdict(facts.config), order, *facts[2:]], allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
 
 
 def known_pretrained_cfg(name: str) -> dict[str, Any]:
@@ -85,6 +165,26 @@ def known_pretrained_cfg(name: str) -> dict[str, Any]:
     return dict(known[name].to_dict()) if name in known else {}
 
 
+def imagenet_names(
+    name: str, about: Mapping[str, Any], count: int
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """WordNet ids of the classes, if timm's tag names ImageNet as the last training set.
+
+    Args:
+        about: timm's `pretrained_cfg`, which may have the tag instead.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    base, _, tag = name.partition(".")
+    tag = tag or str(about.get("tag") or "")
+    subset = infer_imagenet_subset({"num_classes": count})
+    known = known_pretrained_cfg(f"{base}.{tag}").get("num_classes") == count
+    if subset is None or not known or not re.search(r"(^|_)in\d+k", tag):
+        return None, ()
+    note = f"class names are the WordNet numbers of {subset}, which the tag {tag} stands for"
+    return tuple(ImageNetInfo(subset).label_names()), (note,)
+
+
 def is_timm_model(name: str) -> bool:
     """Whether `name` is one of timm's plain Vision Transformers, with or without a tag."""
     import timm
@@ -93,7 +193,32 @@ def is_timm_model(name: str) -> bool:
     return bool(timm.is_model(base) and timm.models.is_model_in_modules(base, MODULES))
 
 
-def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
+def is_supported(name: str) -> bool:
+    """Whether our network can express timm's model `name`, with or without a tag."""
+    architecture = name.partition(".")[0]
+    return any(_is_expressible(architecture, width) for width in SMALL_WIDTHS)
+
+
+@cache
+def _is_expressible(architecture: str, width: tuple[int, int]) -> bool:
+    """As `is_supported`, proven on a small network."""
+    import timm
+
+    sizes = {"depth": 1, "img_size": 32, "patch_size": 8, "embed_dim": width[0]}
+    sizes["num_heads"] = width[1]
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(architecture, **sizes)
+        timm_facts(architecture, sizes, {}, model.state_dict())
+    except (WeightsError, *REFUSALS):
+        return False
+    return True
+
+
+def _build(
+    name: str, model_args: Mapping[str, Any], about: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """timm's network on the meta device, and its arguments."""
     import timm
 
     base = name.partition(".")[0]
@@ -106,14 +231,26 @@ def _create(name: str, args: dict[str, Any], *, most_blocks: int) -> Any:
             f"{printable(name)} (timm) is not one of its plain Vision Transformers, "
             f"which are in {', '.join(MODULES)}"
         )
+    args = {key: value for key, value in model_args.items() if key not in DECIDED}
+    if about.get("global_pool"):
+        args.setdefault("global_pool", about["global_pool"])
     unknown = [key for key in args if key not in _arguments()]
     if unknown:
         raise WeightsError(f"{printable(name)} (timm) takes no argument {join_names(unknown, 3)}")
+    patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
+    if patch is None:
+        raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
+    first = state.get(FIRST_CONVOLUTION, patch)
+    args["num_classes"] = 0 if head is None else len(head)
+    args["in_chans"] = first.shape[1] if first.ndim == 4 else 3
+    size = model_args.get("img_size") or (about.get("input_size") or (None,))[-1]
+    if size is not None:
+        args["img_size"] = size
     try:
-        if args.get("depth", 0) > most_blocks:
-            raise ValueError(f"depth={args['depth']}, but there are only {most_blocks} tensors")
+        if args.get("depth", 0) > len(state):
+            raise ValueError(f"depth={args['depth']}, but there are only {len(state)} tensors")
         with torch.device("meta"):
-            return timm.create_model(base, pretrained=False, **args)
+            return timm.create_model(base, pretrained=False, **args), args
     except REFUSALS as error:
         raise WeightsError(
             f"{printable(name)} (timm) cannot be built: {printable(error)}"
@@ -128,11 +265,22 @@ def _arguments() -> set[str]:
     return {*known, "base", *STEM_ARGUMENTS}
 
 
-def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
+def _image_size(model: Any, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
     """Image size that the position table belongs to, a multiple of the patch size, and notes."""
     side, requested = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
     whole = requested // side * side
-    table, patches = _patch_grid(model, name, state)
+    table, patches = bias_table(state), 0
+    if table is not None:
+        patches = bias_table_side(table, state[table], prefix=model.num_prefix_tokens > 0)
+    elif "pos_embed" in state and model.pos_embed is not None:
+        table, rows = "pos_embed", state["pos_embed"].shape[1]
+        prefix = model.pos_embed.shape[1] - model.patch_embed.num_patches
+        patches = square_side(rows - prefix)
+        if not patches:
+            raise WeightsError(
+                f"pos_embed has {rows} rows, which are no square and the {prefix} that it has for "
+                "other tokens"
+            )
     size = patches * side or whole
     if size == requested:
         return size, ()
@@ -141,400 +289,137 @@ def _image_size(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[int
     return size, (f"image_size={size}, which {table} is for; {requested} is usual",)
 
 
-def _patch_grid(model: Any, name: str, state: Mapping[str, Tensor]) -> tuple[str, int]:
-    """Name of the position table and its side in patches; 0 without a table."""
-    tables = {key for key in model.state_dict() if key.endswith(BIAS_TABLE)} & state.keys()
-    for key in sorted(tables):
-        return key, bias_table_side(key, state[key], prefix=model.num_prefix_tokens > 0)
-    table, model_table = state.get("pos_embed"), getattr(model, "pos_embed", None)
-    if table is None or model_table is None:
-        return "", 0
-    prefix = model_table.shape[1] - model.patch_embed.num_patches
-    side = square_side(table.shape[1] - prefix)
-    if not side:
-        raise WeightsError(
-            f"pos_embed has {table.shape[1]} rows, which are no square and the {prefix} that "
-            f"{printable(name)} (timm) has for other tokens"
-        )
-    return "pos_embed", side
+def unproven_config(model: Any, image_size: int) -> ModelConfig:
+    """ModelConfig of timm's network, from its tensors and attributes."""
+    rows, columns = model.patch_embed.img_size
+    if rows != columns:
+        raise WeightsError(f"it has images of {rows} x {columns} pixels, and this network squares")
+    if model.global_pool not in POOLINGS:
+        raise WeightsError(f"global_pool={model.global_pool!r} is not supported")
+    state = rename_timm(model.state_dict())
+    config, _ = infer_config(state, {"image_size": image_size, **_attributes(model)})
+    own_size = model.patch_embed.img_size[0] // config.patch_size * config.patch_size
+    whole = replace(config, image_size=own_size)
+    check_fit(convert_timm(state, whole, _rotary_order(model))[0], meta_model(whole))
+    return config
 
 
-@dataclass(frozen=True)
-class RotaryOrder:
-    """Channel order of a rotary embedding within a head.
-
-    Ours: channels i and i + head_dim / 2 form a pair, and row angles precede column angles.
-    """
-
-    interleaved: bool
-    columns_first: bool
-
-    def order(self, head_dim: int) -> Tensor:
-        """Index of timm's channel for each of ours, (head_dim,)."""
-        theirs = torch.arange(head_dim)
-        pairs = theirs.view(-1, 2).T if self.interleaved else theirs.view(2, -1)
-        by_axis = pairs.reshape(2, 2, -1)
-        return (by_axis.flip(1) if self.columns_first else by_axis).flatten()
-
-
-def reorder_rotary_channels(
-    state: Mapping[str, Tensor], rotary_order: RotaryOrder, num_heads: int
-) -> State:
-    """Permute queries and keys of each head to our order; attention scores do not change."""
-    ordered = dict(state)
-    for name, tensor in state.items():
-        if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.(weight|bias)", name):
-            parts = tensor.reshape(3, num_heads, -1, *tensor.shape[1:])
-            order = rotary_order.order(parts.shape[2]).to(tensor.device)
-            permuted = parts[:2].index_select(2, order)
-            ordered[name] = torch.cat([permuted, parts[2:]]).flatten(0, 2)
-        elif re.fullmatch(r"blocks\.\d+\.attn\.[qk]_norm\.(weight|bias)", name):
-            ordered[name] = tensor[rotary_order.order(len(tensor)).to(tensor.device)]
-    return ordered
+def _attributes(model: Any) -> dict[str, Any]:
+    """Settings that its tensors do not determine."""
+    block = model.blocks[0]
+    known: dict[str, Any] = {
+        "pooling": POOLINGS[model.global_pool],
+        "num_heads": block.attn.num_heads,
+        "norm_eps": float(block.norm1.eps),
+        "activation": _activation(block.mlp),
+        "layer_scale": _layer_scale(block),
+        **_position(model),
+    }
+    stem: Any = model.patch_embed
+    if isinstance(stem, ConvStem):  # of timm_conv_stem.py
+        convolutions: Any = stem.stem
+        known |= {"stem": "conv", "patch_size": stem.side, "channels": stem.channels}
+        known |= convolutions
+    return known
 
 
-VIT = """num_classes in_chans num_features head_hidden_size embed_dim feature_info pretrained_cfg
-    pretrained_model_args default_cfg num_prefix_tokens dynamic_img_size no_embed_class
-    global_pool patch_embed cls_token reg_token pos_embed pos_drop patch_drop norm_pre blocks norm
-    attn_pool fc_norm head_drop head"""
-NORM = "normalized_shape eps elementwise_affine weight bias"
-ATTENTION = """num_heads head_dim attn_dim scale fused_attn qkv q_norm k_norm attn_drop proj
-    proj_drop"""
-RELATIVE = "window_size relative_position_bias_table relative_position_index"
-BIASES = "qkv_bias_separate q_bias k_bias v_bias"
-ROTARY_ATTENTION = f"""{ATTENTION} num_kv_heads num_kv_groups kv_dim num_prefix_tokens rotate_half
-    q_proj k_proj v_proj"""
-BLOCK = "norm1 attn drop_path1 norm2 mlp drop_path2"
-MLP = "fc1 act drop1 fc2 drop2"
-AXES = """dim feat_shape temperature grid_indexing rotate_half grid_offset normalize_coords
-    shift_coords jitter_coords rescale_coords aug_active"""
-KNOWN_ATTRIBUTES: dict[str, str] = {
-    "VisionTransformer": f"{VIT} num_reg_tokens has_class_token weight_init_mode fix_init",
-    "Eva": f"{VIT} cls_embed rope rope_mixed head_init_scale",
-    "Beit": f"{VIT} rel_pos_bias head_init_scale",
-    "VisionTransformerRelPos": f"{VIT} shared_rel_pos weight_init_mode fix_init",
-    "PatchEmbed": "patch_size img_size grid_size num_patches flatten output_fmt strict_img_size"
-    " proj",
-    "Conv2d": "in_channels out_channels kernel_size stride padding dilation output_padding groups"
-    " padding_mode weight bias",
-    "Linear": "in_features out_features weight bias",
-    "LayerNorm": NORM,
-    "LayerNormFp32": NORM,
-    "RmsNorm": NORM,
-    "RmsNormFp32": NORM,
-    "Block": f"{BLOCK} ls1 ls2 init_values gamma_1 gamma_2",  # also BEiT's
-    "EvaBlock": f"{BLOCK} init_values gamma_1 gamma_2",
-    "RelPosBlock": f"{BLOCK} ls1 ls2",
-    "LayerScale": "init_values inplace gamma",
-    "TimmConvStem": "channels patch_size side img_size grid_size num_patches flatten output_fmt"
-    " strict_img_size stem stem_eps convs norms pools proj",
-    "BatchNorm": "eps momentum updates_statistics weight bias running_mean running_var",
-    "ChannelLayerNorm": f"{NORM} training",  # of a stem, not of tokens
-    "MaxPool2d": "kernel_size stride padding dilation return_indices ceil_mode",
-    "Attention": f"{ATTENTION} {BIASES} {RELATIVE} num_relative_distance",
-    "EvaAttention": f"{ROTARY_ATTENTION} {BIASES}",
-    "RelPosAttention": f"{ATTENTION} rel_pos",
-    "RelativePositionBias": f"{RELATIVE} window_area",
-    "RelPosBias": f"{RELATIVE} window_area prefix_tokens bias_shape",
-    "AttentionRope": ROTARY_ATTENTION,
-    "Mlp": MLP,
-    "GluMlp": f"{MLP} chunk_dim",
-    "SwiGLU": "fc1_g fc1_x act drop1 fc2 drop2",
-    "AttentionPoolLatent": "num_heads head_dim feat_size scale pool fused_attn latent_dim"
-    " latent_len latent out_features q kv q_norm k_norm proj proj_drop norm mlp",
-    "RotaryEmbeddingCat": f"{AXES} max_res ref_feat_shape grid_type bands pos_embed",
-    "RotaryEmbeddingDinoV3": f"{AXES} periods pos_embed_cached",
-    "GELU": "approximate",
-    "GELUTanh": "",
-    "QuickGELU": "",
-    "ReLU": "inplace",
-    "SiLU": "inplace",
-    "Identity": "",
-    "Dropout": "p inplace",
-    "DropPath": "drop_prob scale_by_keep",
-}
-KNOWN = {kind: frozenset(names.split()) for kind, names in KNOWN_ATTRIBUTES.items()}
-INERT_MODULES = (nn.Identity, nn.Dropout)
-# Descriptions of unsupported modules, for error messages.
-DESCRIPTIONS = {
-    "VisionTransformerDistilled": "has two heads (a distilled DeiT)",
-    "RotaryEmbeddingMixed": "learns its rotary frequencies (rope_type='mixed')",
-    "RelPosMlp": "computes relative positions by a small network (rel_pos_type='mlp')",
-    "ResPostRelPosBlock": "normalises after attention and feed-forward (ResPostRelPosBlock)",
-    "EvaBlockPostNorm": "normalises after attention and feed-forward (EvaBlockPostNorm)",
-    "ParallelThingsBlock": "runs attentions side by side (ParallelThingsBlock)",
-}
+def _activation(mlp: Any) -> str:
+    if hasattr(mlp, "fc1_g") or isinstance(mlp.act, nn.SiLU):
+        return "gelu"  # gated: not used
+    tanh = getattr(mlp.act, "approximate", "none") == "tanh"
+    return "gelu_tanh" if tanh else ACTIVATIONS.get(type(mlp.act).__name__, "gelu")
 
 
-class UnsupportedNetwork(Exception):
-    """A part that our network does not have; the message follows the name of the network."""
+def _layer_scale(block: Any) -> float:
+    """Initial value of the layer scales; 0 without any."""
+    scale = getattr(block, "gamma_1", None)
+    part = block if scale is not None else getattr(block, "ls1", None)
+    if scale is None and not hasattr(part, "gamma"):
+        return 0.0
+    return float(getattr(part, "init_values", None) or SMALL_SCALE)
 
 
-def check_module(path: str, module: nn.Module) -> None:
-    """Raise UnsupportedNetwork if `module`, or an attribute that it uses, is unknown."""
-    kind = type(module).__name__
-    if isinstance(module, nn.Sequential | nn.ModuleList):
-        return
-    if kind not in KNOWN:
-        raise UnsupportedNetwork(DESCRIPTIONS.get(kind, f"uses {kind}"))
-    here = {name: value for name, value in vars(module).items() if name[0] != "_"}
-    parts = (module._modules, module._parameters, module._buffers, here)
-    for name, value in [item for part in parts for item in part.items()]:
-        if name not in KNOWN[kind] and name != "training" and is_active(value):
-            shown = "" if isinstance(value, nn.Module | Tensor) else f"={value!r}"
-            raise UnsupportedNetwork(f"has {path}{'.' * bool(path)}{name}{shown}")
+def _position(model: Any) -> dict[str, Any]:
+    if bias_table(model.state_dict()) is not None:
+        return {"position": "relative"}
+    rope, table = getattr(model, "rope", None), getattr(model, "pos_embed", None)
+    names = {(False, False): "none", (True, False): "learned"}
+    names |= {(False, True): "rotary", (True, True): "learned_rotary"}
+    settings: dict[str, Any] = {"position": names[table is not None, rope is not None]}
+    if table is not None and model.num_prefix_tokens:
+        registers = model.num_prefix_tokens > (model.cls_token is not None)
+        placed = table.shape[1] - model.patch_embed.num_patches
+        usual = 0 if registers else model.num_prefix_tokens
+        shown = {0: "none", model.num_prefix_tokens: "all"}.get(placed, "class_token")
+        settings["prefix_positions"] = "auto" if placed == usual else shown
+    return settings | (_rotary(rope) if rope is not None else {})
 
 
-def is_active(value: object) -> bool:
-    """Whether an attribute of a module changes the computation."""
-    if isinstance(value, nn.Module):
-        return not isinstance(value, INERT_MODULES)
-    return isinstance(value, Tensor) or bool(value)
+def _rotary(rope: Any) -> dict[str, Any]:
+    centred = hasattr(rope, "periods")  # DINOv3's
+    reference = None if centred else rope.ref_feat_shape
+    return {
+        "rotary_grid": "centred" if centred else "index",
+        "rotary_temperature": float(rope.temperature),
+        "rotary_reference": reference[0] if reference else None,
+    }
 
 
-def is_norm(module: nn.Module) -> bool:
-    return KNOWN.get(type(module).__name__) == KNOWN["LayerNorm"]
-
-
-def config_from_timm(model: nn.Module, name: str, image_size: int) -> ModelConfig:
-    """ModelConfig of timm's network `model`.
-
-    Args:
-        image_size: Side of its images in pixels, a multiple of the patch size.
-    """
-    try:
-        for path, module in model.named_modules():
-            check_module(path, module)
-        return ModelConfig(**_settings(model), image_size=image_size)
-    except UnsupportedNetwork as error:
-        reason = f"{error}, which this network does not have"
-        raise WeightsError(f"{printable(name)} (timm) {reason}") from None
-    except ConfigError as error:
-        raise WeightsError(f"{printable(name)} (timm) {error}") from None
-
-
-def rotary_order(model: nn.Module) -> RotaryOrder | None:
-    """Channel order of the rotary embedding of `model`; None without one."""
+def _rotary_order(model: Any) -> RotaryOrder | None:
     rope: Any = getattr(model, "rope", None)
     if rope is None:
         return None
     return RotaryOrder(not rope.rotate_half, rope.grid_indexing == "xy")
 
 
-def _settings(model: Any) -> dict[str, Any]:
-    blocks = [_block(block) for block in model.blocks]
-    if any(block != blocks[0] for block in blocks):
-        raise UnsupportedNetwork("has blocks that differ from each other")
-    if model.global_pool not in POOLINGS:
-        raise UnsupportedNetwork(f"pools by global_pool={model.global_pool!r}")
-    norm, norm_eps = _one_norm(model)
-    stem_eps = getattr(model.patch_embed, "stem_eps", norm_eps)
-    if stem_eps != norm_eps:
-        raise UnsupportedNetwork(f"has eps={stem_eps:g} in its stem and {norm_eps:g} elsewhere")
-    settings = {
-        **_patches(model),
-        **blocks[0],
-        **_position(model),
-        "num_classes": model.num_classes,
-        "dim": model.embed_dim,
-        "depth": len(blocks),
-        "class_token": model.cls_token is not None,
-        "registers": _registers(model),
-        "norm": norm,
-        "norm_eps": norm_eps,
-        "norm_pre": is_active(getattr(model, "norm_pre", None)),
-        "pooling": POOLINGS[model.global_pool],
+@torch.inference_mode()
+def prove(name: str, args: Mapping[str, Any], facts: TimmFacts) -> None:
+    """Check that timm's network and ours of `facts` give noise the same outputs."""
+    import timm
+
+    few: dict[str, Any] = {
+        "depth": min(facts.config.depth, PROOF_BLOCKS),
+        "num_classes": min(facts.config.num_classes, PROOF_CLASSES),
     }
-    if settings["pooling"] == "attention":
-        _check_pool(model, settings)
-    elif getattr(model, "attn_pool", None) is not None:
-        raise UnsupportedNetwork("has an attention pool that it does not use")
-    return {**settings, "final_norm": _final_norm(model, settings["pooling"])}
-
-
-def _registers(model: Any) -> int:
-    token = getattr(model, "reg_token", None)
-    return 0 if token is None else int(token.shape[1])
-
-
-def _patches(model: Any) -> dict[str, Any]:
-    patches: Any = model.patch_embed
-    side, (rows, columns) = patches.patch_size[0], patches.img_size
-    if rows != columns:
-        raise UnsupportedNetwork(f"has images of {rows} x {columns} pixels")
-    if isinstance(model.patch_embed, ConvStem):  # of timm_conv_stem.py
-        return {"stem": "conv", "patch_size": side, "channels": patches.channels, **patches.stem}
-    projection = patches.proj
-    sizes = {tuple(patches.patch_size), projection.kernel_size, projection.stride}
-    if sizes != {(side, side)}:
-        raise UnsupportedNetwork(f"has patches of {patches.patch_size} pixels")
-    return {
-        "patch_size": side,
-        "channels": projection.in_channels,
-        "patch_bias": projection.bias is not None,
-    }
-
-
-def _block(block: Any) -> dict[str, Any]:
-    if not (is_norm(block.norm1) and is_norm(block.norm2)):
-        raise UnsupportedNetwork("has blocks without a norm")
-    attention = _attention(block.attn, block.norm1.normalized_shape[0])
-    feedforward, bias = _feedforward(block.mlp)
-    if bias != (block.attn.proj.bias is not None):
-        raise UnsupportedNetwork("has biases in only one of attention and feed-forward")
-    return {**attention, **feedforward, "proj_bias": bias, "layer_scale": _scale(block)}
-
-
-def _attention(attn: Any, dim: int) -> dict[str, Any]:
-    heads = attn.num_heads
-    head_dim = getattr(attn, "head_dim", None) or attn.qkv.out_features // (3 * heads)
-    if heads * head_dim != dim or getattr(attn, "num_kv_heads", heads) != heads:
-        raise UnsupportedNetwork(
-            "has heads that do not share the width equally, or keys that heads share"
+    theirs = timm.create_model(name.partition(".")[0], **{**args, **few}).eval()
+    state = _noise(theirs.state_dict())
+    theirs.load_state_dict(state)
+    pixels = theirs.patch_embed.img_size[0]
+    whole = pixels // facts.config.patch_size * facts.config.patch_size
+    config = replace(facts.config, **few, image_size=whole)
+    ours = meta_model(config)
+    ours.load_state_dict(
+        convert_timm(rename_timm(state), config, facts.rotary_order)[0], assign=True
+    )
+    images = SMALL * torch.randn(2, config.channels, pixels, pixels, generator=_generator())
+    expected = theirs(images)
+    outputs = ours.eval()(images[..., :whole, :whole])
+    difference = float((outputs - expected).abs().max() / expected.abs().max())
+    if not difference < TOLERANCE:
+        raise WeightsError(
+            "it computes something else than this network: with noise as weights and images, "
+            f"outputs differ by {difference:.1g} of the largest"
         )
-    if not isclose(attn.scale, head_dim**-0.5):
-        raise UnsupportedNetwork(f"scales its scores by {attn.scale}")
-    first = attn.qkv if attn.qkv is not None else attn.q_proj
-    normed, key_normed = (is_norm(getattr(attn, name, nn.Identity())) for name in NORMED)
-    if normed != key_normed:
-        raise UnsupportedNetwork("normalises queries but not keys, or keys but not queries")
-    bias = first.bias is not None or getattr(attn, "q_bias", None) is not None
-    return {"num_heads": heads, "qkv_bias": bias, "qk_norm": normed}
 
 
-def _feedforward(mlp: Any) -> tuple[dict[str, Any], bool]:
-    """Settings, and whether there are biases."""
-    kind, activation = type(mlp).__name__, _activation(mlp.act)
-    first = mlp.fc1_g if kind == "SwiGLU" else mlp.fc1
-    if (first.bias is None) != (mlp.fc2.bias is None):
-        raise UnsupportedNetwork("has a bias in only one matrix of its feed-forward part")
-    gated = kind != "Mlp"
-    if gated != (activation == "silu"):
-        raise UnsupportedNetwork(f"uses {activation} in {kind}")
-    settings = {
-        "hidden_dim": mlp.fc2.in_features,
-        "feedforward": "swiglu" if gated else "mlp",
-        "activation": "gelu" if gated else activation,
-    }
-    return settings, mlp.fc2.bias is not None
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
-def _activation(module: nn.Module) -> str:
-    if isinstance(module, nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    kind = type(module).__name__
-    if kind not in ACTIVATIONS:
-        raise UnsupportedNetwork(f"uses {kind} as an activation")
-    return ACTIVATIONS[kind]
-
-
-def _scale(block: Any) -> float:
-    """Initial value of the layer scales; 0 without any."""
-    if hasattr(block, "gamma_1"):
-        scales, start = [block.gamma_1, block.gamma_2], block.init_values
-    else:
-        scales = [getattr(part, "gamma", None) for part in (block.ls1, block.ls2)]
-        start = getattr(block.ls1, "init_values", None)
-    absent = [scale is None for scale in scales]
-    if any(absent) != all(absent):
-        raise UnsupportedNetwork("has a layer scale on only one branch of a block")
-    return 0.0 if all(absent) else float(start or SMALL_SCALE)
-
-
-def _position(model: Any) -> dict[str, Any]:
-    rope, table = getattr(model, "rope", None), getattr(model, "pos_embed", None) is not None
-    if _relative(model):
-        if table:
-            raise UnsupportedNetwork("has positions of tokens beside relative ones")
-        return {"position": "relative"}
-    names = {(False, False): "none", (True, False): "learned"}
-    names |= {(False, True): "rotary", (True, True): "learned_rotary"}
-    settings: dict[str, Any] = {"position": names[table, rope is not None]}
-    registers = _registers(model) > 0
-    if table:
-        all_placed = "all" if registers else "class_token"
-        placed = "none" if getattr(model, "no_embed_class", False) else all_placed
-        settings["prefix_positions"] = _auto_if_default(
-            placed, "none" if registers else "class_token"
-        )
-    if model.cls_token is None and not registers:
-        settings["prefix_positions"] = "auto"
-    return settings | (_rotary(model, rope) if rope is not None else {})
-
-
-def _relative(model: Any) -> bool:
-    """Whether there is a relative position bias, per block or shared."""
-    shared = [getattr(model, name, None) for name in ("rel_pos_bias", "shared_rel_pos")]
-    names = ("relative_position_bias_table", "rel_pos")
-    own = [getattr(block.attn, name, None) for block in model.blocks for name in names]
-    return any(part is not None for part in (*shared, *own))
-
-
-def _rotary(model: Any, rope: Any) -> dict[str, Any]:
-    if rope.grid_offset and model.num_prefix_tokens:
-        raise UnsupportedNetwork(f"counts rotary places from {rope.grid_offset}")
-    halves = {block.attn.rotate_half for block in model.blocks}
-    if halves != {rope.rotate_half}:
-        raise UnsupportedNetwork("rotates other channels than its angles are for")
-    if type(rope).__name__ == "RotaryEmbeddingDinoV3":
-        if rope.normalize_coords != "separate" or rope.temperature is None:
-            raise UnsupportedNetwork(f"uses normalize_coords={rope.normalize_coords!r}")
-        return {"rotary_grid": "centred", "rotary_temperature": float(rope.temperature)}
-    reference = rope.ref_feat_shape
-    if rope.grid_type != "index" or (reference and reference[0] != reference[1]):
-        raise UnsupportedNetwork(
-            f"uses a rotary grid of type {rope.grid_type}, reference {reference}"
-        )
-    return {
-        "rotary_grid": "index",
-        "rotary_temperature": float(rope.temperature),
-        "rotary_reference": reference[0] if reference else None,
-    }
-
-
-def _check_pool(model: Any, settings: dict[str, Any]) -> None:
-    pool = model.attn_pool
-    if type(model).__name__ == "Eva" and model.num_prefix_tokens:
-        raise UnsupportedNetwork("pools by attention over the class token and registers too")
-    feedforward, _ = _feedforward(pool.mlp)
-    same = {"num_heads": pool.num_heads, **feedforward}
-    other = [name for name, value in same.items() if settings[name] != value]
-    if other:
-        raise UnsupportedNetwork(
-            f"has an attention pool whose {', '.join(other)} differ from the blocks'"
-        )
-    if pool.latent_len != 1 or not is_norm(pool.norm) or pool.q.bias is None:
-        raise UnsupportedNetwork(
-            "has an attention pool with several queries, or without norm or biases"
-        )
-    if is_active(pool.q_norm) or is_active(pool.k_norm) or pool.kv.bias is None:
-        raise UnsupportedNetwork("has an attention pool that normalises queries, or has no biases")
-
-
-def _final_norm(model: Any, pooling: str) -> str:
-    before, after = is_active(model.norm), is_active(model.fc_norm)
-    if before and after:
-        raise UnsupportedNetwork("normalises both before and after pooling")
-    place = "tokens" if before else "pooled" if after else "none"
-    return _auto_if_default(place, "pooled" if pooling == "mean" else "tokens")
-
-
-def _auto_if_default(value: str, usual: str) -> str:
-    return "auto" if value == usual else value
-
-
-def _one_norm(model: nn.Module) -> tuple[str, float]:
-    """Type and epsilon of all norms, which must be equal."""
-    found = set()
-    module: Any
-    for module in model.modules():
-        if is_norm(module):
-            if not isinstance(module.weight, Tensor):
-                raise UnsupportedNetwork("has norms without weights")
-            rms = "Rms" in type(module).__name__
-            if not rms and module.bias is None:
-                raise UnsupportedNetwork("has LayerNorms without a bias")
-            found.add(("rmsnorm" if rms else "layernorm", float(module.eps)))
-    if len(found) != 1:
-        raise UnsupportedNetwork(f"mixes norms: {sorted(found)}")
-    return found.pop()
+def _noise(state: Mapping[str, Tensor]) -> State:
+    """Random tensors of the shapes in `state`: small tokens, large norms, matrices in between."""
+    generator = _generator()
+    noise: State = {}
+    for name, tensor in sorted(state.items()):
+        drawn = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim < 2 and name.endswith(("weight", "gamma_1", "gamma_2", "gamma")):
+            noise[name] = (1 + 0.3 * drawn) * (SMALL if name.startswith("norm_pre") else 1)
+        elif name.endswith("running_var"):
+            noise[name] = 1 + drawn.square()
+        elif tensor.ndim > 1 and name.endswith("weight"):
+            fan_in = tensor[0].numel()
+            tokens = name.endswith((".proj.weight", "fc2.weight")) and "patch_embed" not in name
+            noise[name] = drawn * fan_in**-0.5 * (SMALL if tokens else 1)
+        else:
+            noise[name] = SMALL * drawn
+    return noise

@@ -3,14 +3,11 @@
 import difflib
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
 from typing import Any
-
-import torch
 
 from vit.errors import WeightsError
 from vit.text import printable
-from vit.weights.formats.timm_network import MODULES, REFUSALS, config_from_timm
+from vit.weights.formats.timm_network import MODULES, is_supported
 
 
 @dataclass(frozen=True)
@@ -36,26 +33,6 @@ def pretrained_names() -> list[str]:
     import timm
 
     return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
-
-
-def is_supported(name: str) -> bool:
-    """Whether our network can express timm's model `name`."""
-    return _is_expressible(name.partition(".")[0])
-
-
-@cache
-def _is_expressible(architecture: str) -> bool:
-    """As `is_supported`, tested on a network of one block."""
-    import timm
-
-    try:
-        with torch.device("meta"):
-            model = timm.create_model(architecture, pretrained=False, depth=1)
-        side, patch_size = model.patch_embed.img_size[0], model.patch_embed.patch_size[0]
-        config_from_timm(model, architecture, side - side % patch_size)
-    except (WeightsError, *REFUSALS):
-        return False
-    return True
 
 
 def search(pattern: str) -> list[RegistryEntry]:

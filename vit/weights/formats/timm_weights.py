@@ -1,54 +1,41 @@
-"""Converts timm's weights to ours and back, and reads timm's config.json.
+"""Reads timm's weights and its config.json.
 
 Our parameter names are timm's; the patch projection is a matrix here and a convolution there, and
-rotary networks (timm's Eva) and BEiT name and order some parts differently. Settings are read from
-timm's own network (timm_network.py); class names and preprocessing from its `pretrained_cfg`.
+rotary networks (timm's Eva) and BEiT name and order some parts differently (state_dict_names.py).
+Settings are those of timm's own network (timm_network.py), or inferred from the tensors alone;
+class names and preprocessing are in its `pretrained_cfg`.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.text import join_names, printable
+from vit.text import printable
 from vit.weights.formats.infer_architecture import (
+    NOTHING,
+    REMEDY,
+    bias_table,
     infer_config,
     infer_preprocessing,
     is_vision_transformer,
 )
-from vit.weights.formats.original_checkpoints import PERIODS, to_timm_names
+from vit.weights.formats.original_checkpoints import to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
-    BIAS_TABLE,
-    PATCH_WEIGHT,
-    SHARED_BIAS,
-    State,
     check_fit,
+    convert_timm,
     deduplicate_names,
-    expand_shared_bias,
-    flatten_patches,
-    fuse_qkv,
     meta_model,
+    rename_timm,
     to_float32,
 )
-from vit.weights.formats.timm_cache import TimmFacts, cached_facts
-from vit.weights.formats.timm_network import (
-    RotaryOrder,
-    build_timm_model,
-    config_from_timm,
-    known_pretrained_cfg,
-    reorder_rotary_channels,
-    rotary_order,
-)
+from vit.weights.formats.timm_network import timm_facts
 
 RESIZES = {"center": "crop", "squash": "squash"}
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Errors caused by malformed tensors and values in a file.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
@@ -94,28 +81,22 @@ def _read(
     other_names: Collection[str],
 ) -> Pretrained:
     theirs, notes = to_timm_names(state)
-    facts, order = None, None
+    theirs, order, tag_classes = to_float32(theirs), None, None
     if architecture is None:
         if model_args:
             raise WeightsError("model_args need the architecture that they are for")
-        config, assumptions = infer_config(theirs, original=(*state, *other_names))
+        eva = [name for name in theirs if re.fullmatch(r"blocks\.0\.attn\.q_(bias|proj\..*)", name)]
+        if eva and bias_table(theirs) is None:
+            raise WeightsError(f"{eva[0]} is one of timm's many Eva networks; {REMEDY}")
+        config, assumptions = infer_config(rename_timm(theirs), original=(*state, *other_names))
     else:
-        named = bool(label_names)
-        facts = cached_facts(
-            lambda: timm_facts(architecture, model_args, about, theirs, named=named),
-            theirs,
-            architecture=architecture,
-            model_args=dict(model_args),
-            pretrained_cfg=about,
-            named=named,
+        config, order, about, tag_classes, assumptions = timm_facts(
+            architecture, model_args, about, theirs, named=bool(label_names)
         )
-        config, order, about, assumptions = facts[:4]
-    ours, dropped = _ours(theirs, config, order)
+    ours, dropped = convert_timm(rename_timm(theirs), config, order)
     check_fit(ours, meta_model(config))
-    names = label_names or about.get("label_names")
+    names = label_names or about.get("label_names") or tag_classes
     classes, on_classes = class_names(names, config.num_classes)
-    if not names and facts is not None:
-        classes, on_classes = facts.classes, facts.class_notes
     prepared, on_images = preprocessing(about, config.image_size)
     if prepared is None and not on_images and config.channels == 3:
         prepared, on_images = infer_preprocessing(state.keys(), config.image_size)
@@ -129,24 +110,6 @@ def _read(
         origin=f"timm {architecture}" if architecture else "a network in timm's names",
         notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
     )
-
-
-def timm_facts(
-    architecture: str,
-    model_args: Mapping[str, Any],
-    about: dict[str, Any],
-    state: Mapping[str, Tensor],
-    *,
-    named: bool,
-) -> TimmFacts:
-    """Facts about weights from a network that timm builds; imports timm."""
-    about = about or known_pretrained_cfg(architecture)
-    model, size, notes = build_timm_model(architecture, model_args, about, state)
-    config = config_from_timm(model, architecture, size)
-    found: tuple[tuple[str, ...] | None, tuple[str, ...]] = (None, ())
-    if not named and not about.get("label_names"):
-        found = imagenet_names(architecture, about, config.num_classes)
-    return TimmFacts(config, rotary_order(model), about, notes, *found)
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,100 +172,3 @@ def class_names(
     if len(found) != count:
         return None, (f"class names are not known: {len(found)} names for {count} outputs",)
     return deduplicate_names(found)
-
-
-def imagenet_names(
-    name: str, about: Mapping[str, Any], count: int
-) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """WordNet ids of the classes, if timm's tag names ImageNet as the last training set.
-
-    Args:
-        about: timm's `pretrained_cfg`, which may have the tag instead.
-    """
-    from timm.data import ImageNetInfo, infer_imagenet_subset
-
-    base, _, tag = name.partition(".")
-    tag = tag or str(about.get("tag") or "")
-    subset = infer_imagenet_subset({"num_classes": count})
-    known = known_pretrained_cfg(f"{base}.{tag}").get("num_classes") == count
-    if subset is None or not known or not re.search(r"(^|_)in\d+k", tag):
-        return None, ()
-    note = f"class names are the WordNet numbers of {subset}, which the tag {tag} stands for"
-    return tuple(ImageNetInfo(subset).label_names()), (note,)
-
-
-def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Convert tensors of timm's Vision Transformers to our names and shapes."""
-    ours: State = {}
-    for name, tensor in state.items():
-        name = re.sub(r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma", name)
-        name = re.sub(rf"\.attn\.({BIAS_TABLE})$", r".attn.rel_pos.\1", name)
-        name = re.sub(rf"^shared_rel_pos\.{BIAS_TABLE}$", SHARED_BIAS, name)
-        _put(ours, re.sub(r"\.attn\.([qkv])_proj\.", r".attn.\1.", name), tensor)
-    for name in ours:
-        if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
-            raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(ours)))
-    return flatten_patches(whole if packed else _unpack(whole))
-
-
-def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
-    """Convert our tensors of the network `config` to those of the equivalent timm network."""
-    theirs = dict(state)
-    if config.stem == "linear":
-        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
-        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
-    if not config.is_rotary:
-        return theirs
-    return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
-
-
-def _put(state: State, name: str, tensor: Tensor) -> None:
-    if name in state:
-        raise WeightsError(f"two tensors are both {printable(name)}")
-    state[name] = tensor
-
-
-def _fill_key_biases(state: State) -> State:
-    """Add zeros for the key biases that Eva and BEiT do not have."""
-    whole = dict(state)
-    for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q_bias", name)]:
-        start = name.removesuffix("q_bias")
-        query, value = whole.pop(name), whole.pop(f"{start}v_bias", None)
-        if value is None:
-            raise WeightsError(f"{start}v_bias is missing")
-        _put(whole, f"{start}qkv.bias", torch.cat([query, torch.zeros_like(query), value]))
-    for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.q\.bias", name)]:
-        whole.setdefault(name.replace(".q.", ".k."), torch.zeros_like(whole[name]))
-    return whole
-
-
-def _unpack(state: State) -> State:
-    """Split packed SwiGLU matrices into gate and value; the gate comes first."""
-    unpacked = dict(state)
-    for name in state:
-        match = re.fullmatch(r"(blocks\.\d+\.mlp\.)fc1\.(weight|bias)", name)
-        second = state.get(f"{match[1]}fc2.weight") if match else None
-        if match and second is not None and len(state[name]) == 2 * second.shape[1]:
-            gate, value = unpacked.pop(name).chunk(2)
-            _put(unpacked, f"{match[1]}fc1_g.{match[2]}", gate)
-            _put(unpacked, f"{match[1]}fc1_x.{match[2]}", value)
-    return unpacked
-
-
-def _ours(
-    theirs: State, config: ModelConfig, order: RotaryOrder | None
-) -> tuple[State, tuple[str, ...]]:
-    """Tensors by our names for the network `config`, and notes on dropped ones."""
-    notes = []
-    kept = {name: tensor for name, tensor in theirs.items() if name != PERIODS}
-    if len(kept) < len(theirs):
-        notes.append(f"left out: {PERIODS} (computed from rotary_temperature)")
-    ours = from_timm(to_float32(kept))
-    biases = [name for name in ours if name.endswith(".attn.qkv.bias")]
-    if biases and not config.qkv_bias and not any(bool(ours[name].any()) for name in biases):
-        notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")
-        ours = {name: tensor for name, tensor in ours.items() if name not in biases}
-    if order is not None:
-        ours = reorder_rotary_channels(ours, order, config.num_heads)
-    return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)

@@ -13,17 +13,14 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.text import printable
-from vit.weights.formats.infer_architecture import usual_heads
+from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
-    State,
     Table,
-    block_numbers,
     check_fit,
     flatten_patches,
     meta_model,
     rename,
-    square_side,
     to_float32,
 )
 
@@ -45,6 +42,8 @@ NAMES: Table = (
 TABLE: Table = tuple(
     (theirs.replace("{l}", "encoder.layers.encoder_layer_{b}."), ours) for theirs, ours in NAMES
 )
+USUAL = {"norm_eps": 1e-6, "activation": "gelu", "layer_scale": 0.0}
+"""Settings of torchvision's networks that tensors do not determine."""
 WIDTHS = (768, 1024, 1280)
 SOURCE = "torchvision's VisionTransformer"
 IMAGENET = 1000
@@ -63,11 +62,16 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
     try:
         _refuse(state)
         ours = to_float32(rename(state, TABLE, SOURCE))
-        config = _config(ours, state)
+        config, _ = infer_config(ours, USUAL)
         ours = flatten_patches(ours)
         check_fit(ours, meta_model(config))
-    except (ConfigError, WeightsError) as error:
-        raise WeightsError(f"{printable(where)}: {error}") from None
+        if config.dim not in WIDTHS:
+            raise WeightsError(
+                f"the file does not say how many heads there are, and no network of torchvision "
+                f"has the width {config.dim}; they have {', '.join(map(str, WIDTHS))}"
+            )
+    except (ConfigError, WeightsError, LookupError) as error:
+        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
     classes, notes = _classes(config.num_classes)
     prepared, on_images = _preprocessing(config)
     return Pretrained(
@@ -95,36 +99,6 @@ def _refuse(state: Mapping[str, Tensor]) -> None:
             f"{SOURCE} has a convolutional stem, which this network does not have; take one that "
             "was built without conv_stem_configs"
         )
-
-
-def _config(ours: State, theirs: Mapping[str, Tensor]) -> ModelConfig:
-    """ModelConfig that follows from the shapes."""
-    patch, table = theirs.get("conv_proj.weight"), ours.get("pos_embed")
-    hidden = ours.get("blocks.0.mlp.fc1.weight")
-    if patch is None or patch.ndim != 4 or patch.shape[2] != patch.shape[3]:
-        raise WeightsError("there is no conv_proj.weight of square patches")
-    if table is None or table.ndim != 3 or hidden is None:
-        raise WeightsError("encoder.pos_embedding or the first block is missing")
-    dim, channels, patch_size, _ = patch.shape
-    if dim not in WIDTHS:
-        raise WeightsError(
-            f"the file does not say how many heads there are, and no network of torchvision has "
-            f"the width {dim}; they have {', '.join(map(str, WIDTHS))}"
-        )
-    side = square_side(table.shape[1] - 1)
-    if not side:
-        raise WeightsError(f"{table.shape[1]} positions are not a square and a class token")
-    return ModelConfig(
-        image_size=side * patch_size,
-        patch_size=patch_size,
-        channels=channels,
-        num_classes=len(ours["head.weight"]) if "head.weight" in ours else 0,
-        dim=dim,
-        depth=len(block_numbers(ours)),
-        num_heads=usual_heads(dim),
-        hidden_dim=len(hidden),
-        norm_eps=1e-6,
-    )
 
 
 def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:

@@ -8,7 +8,7 @@ import pytest
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.folder_layout import LAYOUTS, split_name
+from vit.data.sources.image_folder import LAYOUTS, split_name
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import DataError
 
