@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -29,7 +29,6 @@ from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
-from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
@@ -48,7 +47,7 @@ from vit.training.training_loaders import (
     micro_batch_size,
     training_loader,
 )
-from vit.training.training_loop import patch_size_at, train_one_step
+from vit.training.training_loop import train_one_step
 from vit.training.training_state import TrainingState
 from vit.training.validation import validate
 
@@ -68,8 +67,6 @@ LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # In the last epoch the number of steps is corrected until half of those that remain are fewer.
 FEWEST_STEPS = 4
-# With more sizes of images than these, only the first and the last are compiled ahead.
-MOST_COMPILED = 8
 # A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
 USEFUL_STEPS = 20
 # Settings in epochs: whoever gives one thinks of passes over the images.
@@ -363,8 +360,6 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
     """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
-    if compiles_blocks(run.config):
-        compile_sizes(run, splits, watch)
     starts, small = time_steps(run, splits.train, watch, most)
     full = small
     if training.start_image_size not in (None, run.config.model.image_size):
@@ -395,35 +390,6 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
         saving=written,
         ending=ending,
     )
-
-
-def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
-    """Compile ahead for up to nine image sizes, or all patch sizes: the run uses the graphs."""
-    whole = run.config
-    full, patch = whole.model.image_size, whole.model.patch_size
-    if (start := whole.training.start_image_size) is not None:
-        between = range(start + patch, full, patch)  # many are not reached: an epoch has one size
-        for side in (start, *(between if len(between) < MOST_COMPILED else ()), full):
-            run.config = with_settings(whole, start_image_size=side)
-            make_steps(run, splits.train, [run.step])
-    else:
-        draws = range(50 * len(whole.model.training_patch_sizes))
-        make_steps(run, splits.train, {patch_size_at(whole, n): n for n in draws}.values())
-    time_validation(run, splits.val, watch, 1.0)
-    run.config = whole  # which those changed
-    watch.lap()
-
-
-def make_steps(run: TrainingState, samples: Sequence[Sample], numbers: Iterable[int]) -> None:
-    """Make the steps of these numbers, with images of the first epoch."""
-    loader = training_loader(run, samples)
-    batches = all_batches(loader)
-    try:
-        for run.step in numbers:
-            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
-            train_one_step(run, micro_batches, epoch=0)
-    finally:
-        loader.close()
 
 
 def time_steps(
@@ -464,7 +430,7 @@ def time_validation(
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.
     """
-    batch = micro_batch_size(run) * run.processes
+    batch = micro_batch_size(run.config, run.processes) * run.processes
     whole = max(round(images / batch), 1) * batch
     count = min(whole + len(samples) % batch, len(samples))
     part = [samples[number * len(samples) // count] for number in range(count)]
