@@ -113,13 +113,7 @@ class Trainer:
         """
         run, notify, state = self.run, self.logger.notify, None
         if resuming:
-            state = load_checkpoint(
-                self.folder / CHECKPOINTS,
-                model=run.network,
-                optimizer=run.optimizer,
-                average=run.average,
-                notify=notify,
-            )
+            state = load_checkpoint(self.folder / CHECKPOINTS, run, notify)
         if state is not None:
             self.restore(state)
             notify(f"resuming at step {run.step} of {self.total_steps}")
