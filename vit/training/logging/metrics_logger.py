@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.atomic_files import explain_write_errors
+from vit.atomic_files import explain_write_errors, write_text
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
+from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
+from vit.event_log import METRICS_FILE, read_event_log
 from vit.text import printable, quoted
 from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
@@ -76,7 +78,7 @@ class MetricsLogger:
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
         if self.main:
-            self.metrics = MetricsFile(folder / "metrics.jsonl")
+            self.metrics = MetricsFile(folder / METRICS_FILE)
 
     def start(self, *, metrics_bytes: int) -> None:
         """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker.
@@ -134,6 +136,7 @@ class MetricsLogger:
     def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:
         """Write and log the event of an epoch."""
         self._write(event)
+        self._write_summary()
         lost = f"  {measured.failed} unreadable" if measured.failed else ""
         speed = ""
         if event["images_per_second"]:  # a probe, which is epoch 0, has none
@@ -155,6 +158,7 @@ class MetricsLogger:
     def soup(self, event: dict[str, Any]) -> None:
         """Write and log the event of an average of epochs."""
         self._write(event)
+        self._write_summary()
         members = ", ".join(map(str, event["epochs"]))
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
         self.notify(f"soup of epochs {members}: {self.run.task.format_result(event)}{worse}")
@@ -187,6 +191,13 @@ class MetricsLogger:
         for opened in (self.metrics, self.progress, self.tracking):
             if opened is not None:
                 opened.close()
+
+    def _write_summary(self) -> None:
+        """Write summary.json, which `vit runs` reads."""
+        if self.main:
+            events = read_event_log(self.folder / METRICS_FILE, "epoch", "soup").events
+            facts = summarize_run(events, flatten(self.run.config))
+            write_text(self.folder / SUMMARY_FILE, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:
