@@ -342,9 +342,9 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors json_values text paths precision cpu_cores memory_allocator "
-        "quick_imports commands config/parser config/merge_settings config/config_section "
-        "config/stored_config",
+        "__init__ __main__ version errors json_values text paths precision cpu_cores "
+        "memory_allocator quick_imports commands config/parser config/merge_settings "
+        "config/config_section config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),
     Capability(
