@@ -329,7 +329,6 @@ CAPABILITIES: Sequence[Capability] = (
         "8 bits and half precision",
         "export/quantization export/float16",
         *("export", CLASSES, DATA, FILES),
-        "export/test_gptq",
     ),
     Capability(
         "OpenVINO", "export/export_openvino exported/openvino_session", "export predict serve",
