@@ -350,37 +350,29 @@ class CaptionEvaluation(Evaluation):
             scores["class_loss"] = scores.pop("loss")
         scores |= {name: total / self.tokens[name] for name, total in self.sums.items()}
         scores |= caption_scores(self.texts, references)
-        return {**scores, "count": len(self.texts), "examples": self._examples()}
-
-    def _examples(self) -> list[dict[str, str]]:
-        """Images spread over the dataset, with the generated caption and the first reference."""
         shown = min(EXAMPLES, len(self.texts))
-        return [
+        numbers = [index * len(self.texts) // shown for index in range(shown)]
+        scores["examples"] = [
             {
                 "image": self.samples[self.indices[number]].path,
                 "caption": self.texts[number],
-                "reference": self.samples[self.indices[number]].captions[0],
+                "reference": references[number][0],
             }
-            for number in (index * len(self.texts) // shown for index in range(shown))
+            for number in numbers
         ]
+        return {**scores, "count": len(self.texts)}
 
     def notes(self, scores: Mapping[str, Any]) -> list[str]:
         """Warnings about the metrics."""
-        return score_notes(scores, self.unended)
-
-
-def score_notes(scores: Mapping[str, Any], unended: int) -> list[str]:
-    """Warnings about the metrics of captions, of which `unended` were cut off."""
-    notes = []
-    right, wrong = scores["loss"], scores["loss_shuffled"]
-    if scores["count"] > 1 and ignores_image(right, wrong, scores["exact"]):
-        notes.append(
-            f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
-            f"{wrong:.3f} with other images"
-        )
-    if unended:
-        notes.append(unended_note(unended, scores["count"]))
-    return notes
+        notes, (right, wrong) = [], (scores["loss"], scores["loss_shuffled"])
+        if scores["count"] > 1 and ignores_image(right, wrong, scores["exact"]):
+            notes.append(
+                f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
+                f"{wrong:.3f} with other images"
+            )
+        if self.unended:
+            notes.append(unended_note(self.unended, scores["count"]))
+        return notes
 
 
 class CaptionTally:

@@ -45,7 +45,7 @@ from vit.tasks.task import (
     one_class_needed,
 )
 from vit.text import Notify, printable
-from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run, store_calibration
+from vit.weights.saved_model import CONFIG_FILE, load_run, store_calibration
 
 MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""
@@ -205,10 +205,15 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
     Returns:
         The rows; none if no class was added, or if the other run is not there any more.
     """
-    old = previous_classifier(run.config.finetune.weights)
-    classes = run.splits.classes
-    change = ClassChange.between(None if old is None else old.classes, classes)
-    if old is None or not (change.kept and change.added):
+    weights, classes = run.config.finetune.weights, run.splits.classes
+    if weights is None or not (run_folder_of(weights) / CONFIG_FILE).is_file():
+        return []
+    try:
+        old = load_run(run_folder_of(weights))
+    except VitError:  # weights of another library
+        return []
+    change = ClassChange.between(old.classes, classes)
+    if old.task_name != "classify" or not (change.kept and change.added):
         return []
     old.model.to(run.device)
     kept = set(change.kept)
@@ -221,18 +226,6 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
             label for label, answer in zip(labels, answers, strict=True) if label == answer
         )
     return compare_recall(change, outcomes, classes, right)
-
-
-def previous_classifier(weights: str | None) -> LoadedRun | None:
-    """The run folder `weights` of a single-label classifier; None if it is none."""
-    folder = run_folder_of(weights or "")
-    if weights is None or not (folder / CONFIG_FILE).is_file():
-        return None
-    try:
-        found = load_run(folder)
-    except VitError:  # weights of another library
-        return None
-    return found if found.classes and found.task_name == "classify" else None
 
 
 class ClassEvaluation(Evaluation):
