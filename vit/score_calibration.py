@@ -104,9 +104,6 @@ class ScoreCalibration:
         """Classes in the prediction set of an image, the most probable first.
 
         It is never empty, except of a multi-label network, whose image may have no class.
-
-        Args:
-            probabilities: Theirs, in this order.
         """
         scores = zip(order, self.inclusion_scores(probabilities), strict=True)
         place = coverage_place(coverage)
@@ -147,11 +144,7 @@ class ScoreCalibration:
         reject: bool = False,
         sets: float | None = None,
     ) -> dict[str, Any]:
-        """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set.
-
-        Args:
-            reject: Whether answers may be unknown.
-        """
+        """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set."""
         found: dict[str, Any] = {}
         if reject:
             confidence, answer = probabilities[0], classes[order[0]]

@@ -156,7 +156,6 @@ def calibration_error(confidences: Tensor, right: Tensor) -> float:
 
     Args:
         confidences: Probability of each answer, (images,).
-        right: Whether each answer is right, (images,).
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """

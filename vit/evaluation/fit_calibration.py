@@ -296,7 +296,6 @@ def class_set_levels(
 
     Args:
         scores: Of `set_scores`, (images,).
-        labels: (images,).
     """
     of_class = [labels == index for index in range(classes)]
     fewest = count_rarest(labels, classes, groups)

@@ -72,7 +72,6 @@ def average_precisions(scores: Tensor, targets: Tensor, weights: Tensor | None =
 
     Args:
         scores: (images, classes); a higher one means yes.
-        targets: 1 where an image has a class, (images, classes).
         weights: How often each image counts in each resample, (resamples, images); once if None.
 
     Returns:
@@ -179,7 +178,6 @@ def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[floa
 
     Args:
         probabilities: (images, classes), float64.
-        targets: 1 where an image has a class, (images, classes).
 
     Returns:
         Thresholds, and the numbers of the classes that keep 0.5 for that reason.

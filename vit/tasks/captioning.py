@@ -144,7 +144,6 @@ class Captioning(Task):
         images: Tensor,
         epoch: int,
     ) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         config = run.config
         smoothing = config.training.smoothing
         words = target_words(batch, images.device)
@@ -172,7 +171,6 @@ class Captioning(Task):
         return images, [[classes[at], text] for at, text in zip(labels, texts, strict=True)]
 
     def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
-        """Start a validation on `samples`."""
         return CaptionTally(self, samples)
 
     def rank(self, event: Event) -> tuple[float, float]:
@@ -321,7 +319,6 @@ class CaptionEvaluation(Evaluation):
         self.unended = 0
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
-        """Add a batch."""
         pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
         memories = [output.memory for _, output in pairs if output.memory is not None]
         indices = [index for index, _ in pairs]
@@ -387,7 +384,6 @@ class CaptionTally:
         self.written: list[tuple[int, str]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         network, task = run.network, self.task
         assert isinstance(network, Captioner)
         if not len(images):

@@ -109,7 +109,6 @@ class Classification(Task):
     def evaluation(
         self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
     ) -> "ClassEvaluation":
-        """Start an evaluation."""
         return ClassEvaluation(samples, model.classes)
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
@@ -180,7 +179,6 @@ class Classification(Task):
         )
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
         targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
@@ -195,7 +193,6 @@ class Classification(Task):
         return preview_mixture(run, batch, images, F.one_hot(batch.labels, len(classes)), classes)
 
     def tally(self, samples: Sequence[Sample]) -> "ClassTally":
-        """Start a validation."""
         return ClassTally(count_classes(samples))
 
 
@@ -238,7 +235,6 @@ class ClassEvaluation(Evaluation):
         self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
-        """Add a batch."""
         samples = self.samples[first : first + len(outputs)]
         rows = {
             place: (sample.label, output.probabilities)
@@ -274,7 +270,6 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
         loss, correct, count = loss_and_correct(logits, batch.labels).unsqueeze(1)
         each = correct_per_class(logits, batch.labels, self.classes)

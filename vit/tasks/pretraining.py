@@ -147,7 +147,6 @@ class Pretraining(Task):
         return float(losses)
 
     def tally(self, samples: Sequence[Sample]) -> "FeatureTally":
-        """Start a validation on `samples`."""
         return FeatureTally(self, samples)
 
     def warning(self, event: Event, config: Config) -> str | None:
@@ -228,7 +227,6 @@ class FeatureTally:
         self.kept: list[tuple[Tensor, ...]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         chosen = batch.indices % self.stride == 0
         some = images[chosen.to(images.device)]
         features = forward(run, some).float().cpu()
