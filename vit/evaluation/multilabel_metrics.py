@@ -217,12 +217,6 @@ def summarize_multilabel(
     In `per_class`, undefined precision, recall and F1 are 0, and an undefined average precision is
     None. `map_interval` takes `groups` of images as independent, if given.
     """
-    shape = (len(probabilities), len(classes))
-    if probabilities.shape != shape or targets.shape != shape or not shape[0]:
-        raise ValueError(
-            f"probabilities {tuple(probabilities.shape)} and labels {tuple(targets.shape)}: need "
-            "(images, classes) both, and at least one image"
-        )
     if not bool(probabilities.isfinite().all()):
         raise ValueError("a probability is not a finite number")
     probabilities = probabilities.double()
