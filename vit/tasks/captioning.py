@@ -30,7 +30,7 @@ from vit.evaluation.classification_metrics import Outcomes
 from vit.event_log import ranking_metric
 from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
-from vit.generation.generation_config import Search
+from vit.generation.generation_config import Caption, Search
 from vit.model.build import build_captioner
 from vit.model.captioner import Captioner, CaptionerOutput
 from vit.output.prediction_results import unended_note
@@ -388,16 +388,9 @@ class CaptionTally:
         assert isinstance(network, Captioner)
         if not len(images):
             return
-        assert batch.mismatched_ids is not None
-        words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
+        few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
         with run.autocast():
-            classes, memory = network.encode_images(images)
-            few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
-            seen = memory[few.to(images.device)]
-            sentences = generate_captions(network.decoder, seen, task.tokenizer, Search())
-            losses = matched_and_shuffled_losses(
-                network.decoder, memory, words, others, task.tokenizer.pad
-            )
+            classes, sentences, losses = describe(network, batch, images, task.tokenizer, few)
         class_sums = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
             logits = classes.to(run.dtype).cpu()
@@ -431,6 +424,19 @@ class CaptionTally:
         return {**found, **{f"val_{name}": measured[name] for name in SCORES}}
 
 
+def describe(
+    network: Captioner, batch: Batch, images: Tensor, tokenizer: Tokenizer, captioned: Tensor
+) -> tuple[Tensor, list[list[Caption]], Tensor]:
+    """Class logits, captions of the images `captioned`, and losses with own and other captions."""
+    assert batch.mismatched_ids is not None
+    words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
+    classes, memory = network.encode_images(images)
+    seen = memory[captioned.to(images.device)]
+    captions = generate_captions(network.decoder, seen, tokenizer, Search())
+    losses = matched_and_shuffled_losses(network.decoder, memory, words, others, tokenizer.pad)
+    return classes, captions, losses
+
+
 @torch.inference_mode()
 def caption_outcomes(
     run: FinishedRun, batches: Iterator[tuple[Batch, Tensor]], samples: Sequence[Sample]
@@ -438,21 +444,16 @@ def caption_outcomes(
     """Captions by the best weights, their losses, and class predictions if there is a head."""
     from vit.evaluation.caption_report import CaptionedImage, CaptionOutcomes
 
-    model, tokenizer, device = run.loaded.model, run.loaded.tokenizer, run.device
+    model, tokenizer = run.loaded.model, run.loaded.tokenizer
     assert isinstance(model, Captioner)
     assert tokenizer is not None
     captioned: list[CaptionedImage] = []
     class_outcomes: list[Outcomes] = []
     sums = torch.zeros(4, dtype=torch.float64)
     for batch, images in batches:
-        assert batch.mismatched_ids is not None
-        words, others = target_words(batch, device), batch.mismatched_ids.to(device)
+        every = torch.ones(len(images), dtype=torch.bool)
         with run.autocast():
-            classes, memory = model.encode_images(images)
-            captions = generate_captions(model.decoder, memory, tokenizer, Search())
-            losses = matched_and_shuffled_losses(
-                model.decoder, memory, words, others, tokenizer.pad
-            )
+            classes, captions, losses = describe(model, batch, images, tokenizer, every)
         sums += losses.sum(dim=1)
         means = (losses[0] / losses[1]).tolist()
         rows = zip(batch.indices.tolist(), captions, means, strict=True)
