@@ -14,7 +14,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.inference.attribution import Deletion, deletions, passes, relevance
 from vit.inference.predictor import Predictor
 from vit.model.attention import record_attention

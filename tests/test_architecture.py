@@ -14,7 +14,14 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.event_log", "vit.file_lock"),
+    *(
+        "vit.config",
+        "vit.cpu_cores",
+        "vit.errors",
+        "vit.event_log",
+        "vit.file_lock",
+        "vit.json_values",
+    ),
     *(
         "vit.memory_allocator",
         "vit.paths",
@@ -50,7 +57,8 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
-    "vit.score_calibration": {"vit.errors"},
+    "vit.json_values": {"vit.errors", "vit.text"},
+    "vit.score_calibration": {"vit.errors", "vit.json_values"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),
@@ -135,7 +143,7 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
-    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/remote_shards.py"},
+    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},

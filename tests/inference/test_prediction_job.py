@@ -14,7 +14,7 @@ from PIL import Image
 import vit
 from vit.commands.main import main
 from vit.config.inference_config import InferenceConfig, PredictionConfig
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.errors import ConfigError, RunError, VitError
 from vit.inference.prediction_job import run_on_ray
 from vit.output.resumable_output import BlockLog

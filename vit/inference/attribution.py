@@ -425,7 +425,7 @@ def relevance(model: VisionTransformer, images: Tensor, classes: Tensor | Sequen
         if pooling is None:  # these poolings are linear, so they may pool the rows of R
             pooled = model.attn_pool(rows_of_r, context)
         else:
-            pooled = steps[-1] @ rows_of_r[:, prefix:]
+            pooled = steps[-1] @ rows_of_r[:, model.attn_pool.prefix :]
         parts: Tensor = pooled.reshape(len(pooled), -1, rows_of_r.shape[-1])[..., prefix:]
         return parts.mean(dim=1).view(batch, *context.grid)
 

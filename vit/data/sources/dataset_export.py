@@ -50,16 +50,6 @@ LABELS_FILE = "labels.jsonl"
 """List of the images and classes of a multi-label folder."""
 CAPTIONS_FILE = "metadata.jsonl"
 """List of the images and captions of a folder, as the library `datasets` names it."""
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 MIN_SHARD_BYTES = 10**6
 SHARD_SIZE = "256MB"
 
@@ -164,11 +154,11 @@ def export_data(
 
 def parse_shard_size(size: str) -> int:
     """Bytes of a size such as 256MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", size.strip().upper())
-    unit = (found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B") if found else ""
-    if found is None or unit not in SIZE_UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", size.strip().upper())
+    if found is None:
         raise ConfigError(f"shard_size={printable(size)}: expected a size such as 256MB or 1GB")
-    number = int(float(found[1]) * SIZE_UNITS[unit])
+    base = 1024 if found[3] else 1000
+    number = int(float(found[1]) * base ** "_KMG".index(found[2] or "_"))
     if number < MIN_SHARD_BYTES:
         raise ConfigError(f"shard_size={printable(size)}: must be at least 1MB")
     return number
