@@ -25,6 +25,7 @@ from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError
 from vit.inference.attribution import (
     AttributionOverflow,
+    Deletion,
     WordAttribution,
     attribute_caption,
     attribute_classes,
@@ -34,7 +35,6 @@ from vit.inference.attribution import (
     word_attributions_to_json,
 )
 from vit.inference.batch_pipeline import explain_full_memory
-from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json

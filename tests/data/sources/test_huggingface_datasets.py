@@ -15,8 +15,7 @@ from vit.data.archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.huggingface_datasets import read_dataset, split_names
-from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.open_dataset import list_images, open_splits
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")

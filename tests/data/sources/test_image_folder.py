@@ -92,7 +92,6 @@ def test_classes_in_train_may_hold_the_same_folders(make_tree):
     root = make_tree({f"train/{name}": count for name, count in SETS.items()})
     splits = open_splits(str(root), val_share=0.2, seed=0)
     assert splits.classes == ("fold1", "fold2", "fold3")
-    assert any("which hold folders of the same names: cat, dog" in note for note in splits.notes)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.held_out_split import HeldOutSplit
-from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
+from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, read_source
 from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
 from vit.errors import BadImage, DataError
 from vit.output.prediction_results import Prediction

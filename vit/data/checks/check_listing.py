@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import os
 import re
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from vit.data.archives import is_inside, relative
 from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, RowError
 from vit.data.sources.list_files import has_caption_lists
-from vit.data.sources.open_dataset import locate_in_lists, read_source
+from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.text import join_names, plural, printable
 
 Severity = Literal["error", "warning", "note"]
@@ -277,15 +276,11 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
         end = hint if row.kind in NOT_CLASSES else ""
         listing.report(row.kind, f"{row.error}{end}", *row.images)
     listing.classes = sorted({label for one in opened.train for label in one.labels})
-    equal = {unicodedata.normalize("NFC", name): name for name in listing.classes}
-    known = {*listing.classes}
     for name, records in opened.splits.items():
+        targets = align_classes({x for one in records for x in one.labels}, listing.classes)
         for one in records:
-            labels = [
-                label if label in known else equal.get(unicodedata.normalize("NFC", label), label)
-                for label in one.labels
-            ]
-            listing.images.append(ListedImage(one.path, name or ALL, (*labels,), one.group))
+            labels = tuple(targets.get(label, label) for label in one.labels)
+            listing.images.append(ListedImage(one.path, name or ALL, labels, one.group))
     if listing.train_split not in listing.splits:
         if not {"no_train", "unclear_layout"} & {row.kind for row in errors}:
             there = join_names(listing.splits) or "nothing"

@@ -34,14 +34,7 @@ from vit.data.checks.image_stats import (
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.dataset_warnings import (
-    few_note,
-    imbalance_note,
-    lookalike_names,
-    misspelt_names,
-    similar_names,
-    undecodable_error,
-)
+from vit.data.sources.dataset_warnings import class_problems, undecodable_error
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.text import Notify, plural, printable
 
@@ -189,7 +182,14 @@ def check_dataset(
             notify(store.note)
         results = load_or_compute_stats(paths, store, workers, timeout, progress)
     stats = {path: found for path, found in results.items() if isinstance(found, ImageStats)}
-    problems = [*listing.problems, *unreadable_images(listing, results), *class_problems(listing)]
+    problems = [*listing.problems, *unreadable_images(listing, results)]
+    if error := undecodable_error(listing.classes):
+        problems.append(Problem("broken_class", error))
+    train = [one for one in listing.images if one.split == listing.train_split]
+    total = len(train) if any(len(one.labels) > 1 for one in train) else None
+    counts = {x: number for x, number in listing.counts(listing.train_split).items() if number}
+    found = class_problems(listing.classes, counts, total)
+    problems += [Problem(kind, text) for kind, text in found]
     problems += find_duplicates(
         listing.images,
         stats,
@@ -219,7 +219,6 @@ def load_or_compute_stats(
     if cache is not None:
         fingerprints = {path: file_fingerprint(path) for path in paths}
         found.update(cache.read(fingerprints))
-        cache.delete_invalid(paths)
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
@@ -264,34 +263,6 @@ def unreadable_images(
             for name, members in groups.items()
             if members and all(isinstance(results[one.path], str) for one in members)
         ]
-    return problems
-
-
-def class_problems(listing: DatasetListing) -> list[Problem]:
-    """Problems of class names and class sizes."""
-    error = undecodable_error(listing.classes)
-    problems = [Problem("broken_class", error)] if error else []
-    for form, names in lookalike_names(listing.classes).items():
-        detail = (
-            f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}; give "
-            "them one name if they are one class"
-        )
-        problems.append(Problem("class_names", detail))
-    for names in similar_names(listing.classes):
-        detail = f"classes {', '.join(map(repr, names))} differ only in case or spaces"
-        problems.append(Problem("similar_names", detail))
-    counts = {
-        name: number for name, number in listing.counts(listing.train_split).items() if number
-    }
-    for rare, frequent in misspelt_names(counts):
-        images = plural(counts[rare], "image")
-        detail = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
-        problems.append(Problem("similar_names", detail))
-    if len(counts) > 1:
-        train = [one for one in listing.images if one.split == listing.train_split]
-        total = len(train) if any(len(one.labels) > 1 for one in train) else None
-        notes = {"few_pictures": few_note(counts, total), "imbalance": imbalance_note(counts)}
-        problems += [Problem(kind, note) for kind, note in notes.items() if note]
     return problems
 
 

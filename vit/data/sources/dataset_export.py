@@ -26,6 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from vit.config import SourceConfig
+from vit.config.inference_config import accepts_settings, split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header
@@ -48,16 +50,6 @@ LABELS_FILE = "labels.jsonl"
 """List of the images and classes of a multi-label folder."""
 CAPTIONS_FILE = "metadata.jsonl"
 """List of the images and captions of a folder, as the library `datasets` names it."""
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 MIN_SHARD_BYTES = 10**6
 SHARD_SIZE = "256MB"
 
@@ -119,20 +111,17 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
             )
 
 
+@accepts_settings(SourceConfig)
 def export_data(
     data: str | os.PathLike[str] | DatasetSpec,
     out: str | os.PathLike[str],
     *,
     to: ExportFormat,
     task: str | None = None,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    allow_outside: bool = False,
     shard_size: str | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
+    **settings: Any,
 ) -> ExportReport:
     """Write the images of any source as a folder or as shards: `vit data`.
 
@@ -141,25 +130,17 @@ def export_data(
         out: Output folder; it appears complete or not at all.
         to: Output format.
         task: Task whose classes or captions are written; classes by default.
-        images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
         overwrite: Replace a folder that an earlier export wrote.
         progress: Called with the images done and their total.
+        settings: Fields of SourceConfig: how `data` is read.
 
     Raises:
         ConfigError: The settings do not fit together.
         DataError: The source cannot be read, or the folder cannot be written.
     """
-    spec = as_dataset_spec(
-        data,
-        {"all_splits": True},
-        task=task,
-        images=images,
-        image_column=image_column,
-        label_column=label_column,
-        caption_column=caption_column,
-        allow_outside=allow_outside,
-    )
+    (source,) = split_settings(settings, "vit data", SourceConfig)
+    spec = as_dataset_spec(data, {"all_splits": True}, task=task, source=source)
     out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
@@ -173,11 +154,11 @@ def export_data(
 
 def parse_shard_size(size: str) -> int:
     """Bytes of a size such as 256MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", size.strip().upper())
-    unit = (found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B") if found else ""
-    if found is None or unit not in SIZE_UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", size.strip().upper())
+    if found is None:
         raise ConfigError(f"shard_size={printable(size)}: expected a size such as 256MB or 1GB")
-    number = int(float(found[1]) * SIZE_UNITS[unit])
+    base = 1024 if found[3] else 1000
+    number = int(float(found[1]) * base ** "_KMG".index(found[2] or "_"))
     if number < MIN_SHARD_BYTES:
         raise ConfigError(f"shard_size={printable(size)}: must be at least 1MB")
     return number

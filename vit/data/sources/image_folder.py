@@ -167,7 +167,6 @@ def _check_train(layout: FolderLayout, folder: Path, beside: Sequence[str]) -> N
             f"train_; {LAYOUT}"
         )
         layout.say("no_classes", text, folder)
-    _say_nested(layout, folder, *_find_sets(folder, [x for x, _ in layout.splits["train"].classes]))
 
 
 def _wrapper(
@@ -186,91 +185,69 @@ def _wrapper(
 
 
 def _splits_in_classes(folder: Path, names: Sequence[str], *_: object) -> FolderLayout | None:
-    """Folders such as train and val in each class folder; refused if only some have them."""
-    found: dict[str, dict[str, Path]] = {}
+    """Folders such as train and val in a class folder, or several datasets."""
     for name in names:
         inner = _names_only(folder / name)
-        splits = {split: folder / name / one for one in inner if (split := split_name(one))}
-        if len(splits) == len(inner) > 1 and "train" in splits:
-            found[name] = splits
-    if not found:
-        return None
-    first, places = next(iter(found.items()))
-    inside = join_names(path.name for path in places.values())
-    if len(found) == len(names) and not all(_names(one["train"]) for one in found.values()):
-        layout = FolderLayout({})
-        for split in (name for name in SPLIT_NAMES if any(name in one for one in found.values())):
-            pairs = tuple((name, one[split]) for name, one in found.items() if split in one)
-            layout.splits[split] = SplitFolders(folder, pairs)
-        layout.say("source", f"read {inside} in each class folder as splits")
-        return layout
-    text = (
-        f"{printable(folder)}: {printable(first)} has the folders {inside}, which are splits only "
-        f"if all class folders have them; {LAYOUT}; of several datasets, give one, such as "
-        f"{printable(folder / first)}"
-    )
-    layout = FolderLayout({"": _split(folder, names)})
-    layout.say("unclear_layout", text, folder / first)
-    return layout
+        splits = [split for one in inner if (split := split_name(one))]
+        if len({*splits}) == len(inner) > 1 and "train" in splits:
+            layout = FolderLayout({"": _split(folder, names)})
+            text = (
+                f"{printable(folder)}: {printable(name)} has the folders {join_names(inner)}, "
+                f"which are splits; {LAYOUT}; of several datasets, give one, such as "
+                f"{printable(folder / name)}"
+            )
+            layout.say("unclear_layout", text, folder / name)
+            return layout
+    return None
 
 
 def _sets_of_classes(
     folder: Path, names: Sequence[str], root: Path, group: str | None
 ) -> FolderLayout | None:
     """Folds, sites or years with the same class folders: groups by `group`, or refused."""
-    sets, shared = _find_sets(folder, names)
+    shared = _shared_folders(folder, names)
     if not shared:
         return None
     layout = FolderLayout({"": _split(folder, names)})
     with contextlib.suppress(re.error):
-        starts = [f"{(folder / name).relative_to(root).as_posix()}/" for name in sets]
+        starts = [f"{(folder / name).relative_to(root).as_posix()}/" for name in names]
         found = [re.search(group, start) for start in starts] if group else []
         if len({one[one.re.groups > 0] for one in found if one}) > 1:
-            inside = [_set_folder(folder / name) for name in sets]
+            inside = [_set_folder(folder / name) for name in names]
             classes = tuple((x, one / x) for one in inside for x in _names(one))
             layout.splits = {"": SplitFolders(folder, classes)}
-            text = f"read the folders in {join_names(sets)} as classes: {join_names(shared)}"
+            text = f"read the folders in {join_names(names)} as classes: {join_names(shared)}"
             layout.say("source", text)
             return layout
-    if not _is_series(sets):
-        _say_nested(layout, folder, sets, shared)
-        return layout
+    if not _is_series(names):
+        return None
     expression = "/".join(["[^/]+"] * (len(folder.relative_to(root).parts) + 1))
     text = (
-        f"{printable(folder)}: {join_names(sets)} hold folders of the same names "
+        f"{printable(folder)}: {join_names(names)} hold folders of the same names "
         f"({join_names(shared)}); if these are the classes, add --group '^{expression}', which "
-        f"keeps the images of each in one split, or give a list (.csv); if {join_names(sets)} are "
+        f"keeps the images of each in one split, or give a list (.csv); if {join_names(names)} are "
         f"the classes, move them to {printable(folder / 'train')}"
     )
     layout.say("unclear_layout", text, folder)
     return layout
 
 
-def _find_sets(folder: Path, names: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """`names`, and the names of folders in several of them, if those are at least half."""
+def _shared_folders(folder: Path, names: Sequence[str]) -> list[str]:
+    """The names of folders in several of `names`, if those are at least half of them."""
     counts: Counter[str] = Counter()
     for name in names:
         inner = _names_only(_set_folder(folder / name))
         if not inner:  # mostly the first class folder
-            return [], []
+            return []
         counts.update(inner)
     shared = sorted(name for name, count in counts.items() if count > 1)
-    return (names, shared) if len(shared) > 1 and 2 * len(shared) >= len(counts) else ([], [])
+    return shared if len(shared) > 1 and 2 * len(shared) >= len(counts) else []
 
 
 def _set_folder(folder: Path) -> Path:
     """Where the class folders of a set are: in it, or in its only folder, as in site1/images."""
     only = _only_folder(folder)
     return only if _names_only(only) else folder
-
-
-def _say_nested(
-    layout: FolderLayout, folder: Path, sets: Sequence[str], shared: Sequence[str]
-) -> None:
-    """A warning of class folders with the same folders in each, unless these are day1, day2."""
-    if shared and (_is_series(sets) or not _is_series(shared)):
-        text = f"read {join_names(sets)} as classes, which hold folders of the same names"
-        layout.say("layout", f"{text}: {join_names(shared)}", folder)
 
 
 def _is_series(names: Collection[str]) -> bool:

@@ -17,10 +17,9 @@ from pathlib import Path
 from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec, refuse_mistaken
 from vit.data.sources.image_list import Entry, ImageList, read_list
 from vit.data.sources.image_names import Find, index_finder, suffix_notes
-from vit.data.sources.input_hints import refuse_mistaken
 from vit.data.sources.list_columns import SEPARATORS
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.input_hints import has_json_key
+from vit.data.sources.dataset_spec import DatasetSpec, has_json_key
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
