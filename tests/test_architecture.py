@@ -14,7 +14,14 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.event_log", "vit.file_lock"),
+    *(
+        "vit.config",
+        "vit.cpu_cores",
+        "vit.errors",
+        "vit.event_log",
+        "vit.file_lock",
+        "vit.json_values",
+    ),
     *(
         "vit.memory_allocator",
         "vit.paths",
@@ -50,7 +57,8 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
-    "vit.score_calibration": {"vit.errors"},
+    "vit.json_values": {"vit.errors", "vit.text"},
+    "vit.score_calibration": {"vit.errors", "vit.json_values"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),

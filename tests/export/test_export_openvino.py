@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vit.errors import ConfigError, VitError, WeightsError
+from vit.errors import VitError, WeightsError
 from vit.export import export_openvino as converting
-from vit.export.export_formats import export
 from vit.export.export_openvino import convert
 from vit.export.quantization import quantize
 from vit.exported import openvino_session as runtime
@@ -80,11 +79,6 @@ def test_weights_of_another_export_are_refused(graph, whole, noise_of, tmp_path)
         runtime.OpenVINOSession(tmp_path / "one.xml")
     with pytest.raises(WeightsError, match=r"two\.bin is missing; export both again$"):
         runtime.OpenVINOSession(tmp_path / "two.xml")
-
-
-def test_weights_beside_the_graph_are_no_choice(tmp_path):
-    with pytest.raises(ConfigError, match=r"external_data=True: .* in NAME\.bin; leave it out"):
-        export("run", tmp_path / "net.xml", to="openvino", external_data=True)
 
 
 def test_a_missing_library_is_named(graph, tmp_path, monkeypatch):

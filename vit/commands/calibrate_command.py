@@ -19,8 +19,6 @@ from vit.text import plural, printable
 ROWS = {
     "ece": "calibration error",
     "ece_debiased": "without chance",
-    "ece_adaptive": "adaptive",
-    "ece_classwise": "classwise",
     "brier": "Brier score",
     "nll": "log loss",
 }

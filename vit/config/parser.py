@@ -6,7 +6,6 @@ of vit/config/: unknown and repeated keys and values of another type raise error
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import math
 import sys
@@ -24,7 +23,8 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import printable
+from vit.text import nearest as nearest
+from vit.text import nearest_names, printable
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
@@ -93,13 +93,6 @@ def names_by_alias() -> dict[str, str]:
             if alias.startswith("--"):
                 found[alias[2:].replace("-", "_")] = setting.name
     return found
-
-
-def nearest(word: str, words: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the most similar of `words`, in any case of letters, or ""."""
-    known = {other.casefold(): other for other in words}
-    near = difflib.get_close_matches(word.casefold(), list(known), n=1)
-    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
@@ -223,7 +216,7 @@ def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
                 "vit.model.build.build_captioner(model, decoder) does"
             )
         if word not in accepted:
-            near = difflib.get_close_matches(str(word), names, n=1)
+            near = nearest_names(str(word), names)
             hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
             raise ConfigError(f"{printable(word)} is not a model setting; {hint}")
         if names[word] in chosen:

@@ -284,7 +284,7 @@ def relevance(
         if pooling is None:  # these poolings are linear, so they may pool the rows of R
             pooled = model.attn_pool(rows_of_r, context)
         else:
-            pooled = steps[-1] @ rows_of_r[:, prefix:]
+            pooled = steps[-1] @ rows_of_r[:, model.attn_pool.prefix :]
         parts: Tensor = pooled.reshape(len(pooled), -1, rows_of_r.shape[-1])[..., prefix:]
         return rearrange(parts.mean(dim=1), "batch (rows cols) -> batch rows cols", rows=rows)
 

@@ -6,7 +6,6 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 """
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from vit.inference.evaluate import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
-from vit.text import Notify, printable
+from vit.text import Notify, nearest, printable
 from vit.weights.saved_model import (
     CALIBRATION,
     CALIBRATION_ERROR,
@@ -45,10 +44,7 @@ from vit.weights.saved_model import (
     update_run,
 )
 
-CALIBRATION_SCORES = (
-    *("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased"),
-    *("ece_adaptive", "ece_classwise"),
-)
+CALIBRATION_SCORES = ("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased")
 
 
 def calibrate(
@@ -192,8 +188,7 @@ def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
         )
     for name in names:
         if name not in loaded.classes:
-            near = difflib.get_close_matches(name, loaded.classes, n=1)
-            hint = f"; did you mean {printable(near[0])}?" if near else ""
+            hint = nearest(name, loaded.classes)
             raise ConfigError(f"target_class={printable(name)}: the run has no such class{hint}")
     return {name: loaded.classes.index(name) for name in names}
 
