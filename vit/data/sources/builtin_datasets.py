@@ -247,7 +247,14 @@ def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Pat
     try:
         if not is_intact(folder):
             cache.mkdir(parents=True, exist_ok=True)
-            _write_atomically(folder, write)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+            try:
+                write(temporary)
+                (temporary / DIGEST).write_text(_digest(temporary), encoding="ascii")
+                temporary.chmod(0o755)
+                _replace(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise DataError(
             f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
@@ -262,18 +269,6 @@ def is_intact(folder: Path) -> bool:
         return (folder / DIGEST).read_text(encoding="ascii") == _digest(folder)
     except (OSError, ValueError):
         return False
-
-
-def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary folder, then rename it to `folder`."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        write(temporary)
-        (temporary / DIGEST).write_text(_digest(temporary), encoding="ascii")
-        temporary.chmod(0o755)
-        _replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -291,25 +286,19 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 
 def _write_digits(folder: Path) -> None:
-    for name, image in _cut_digits():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        image.save(folder / name)
-
-
-def _cut_digits() -> list[tuple[str, Image.Image]]:
-    """Path and image of each digit."""
     here = Path(__file__).parent
     labels: list[int] = json.loads((here / "digits.json").read_text(encoding="ascii"))
     with Image.open(here / "digits.png") as sheet:
         sheet.load()
-    cols, seen, digits = sheet.width // DIGIT_SIDE, [0] * 10, []
+    cols, seen = sheet.width // DIGIT_SIDE, [0] * 10
     for number, label in enumerate(labels):
         top, left = number // cols * DIGIT_SIDE, number % cols * DIGIT_SIDE
         seen[label] += 1
-        split = "train" if seen[label] % VAL_STRIDE else "val"
-        image = sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE))
-        digits.append((f"{split}/{label}/{number:04d}.png", image))
-    return digits
+        path = (
+            folder / ("train" if seen[label] % VAL_STRIDE else "val") / f"{label}/{number:04d}.png"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE)).save(path)
 
 
 def _digest(folder: Path) -> str:

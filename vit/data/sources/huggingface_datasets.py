@@ -227,18 +227,13 @@ def row_names(paths: Sequence[str], labels: Sequence[tuple[str, ...]]) -> list[s
     """A unique name for each row: `CLASS/FILE` as in an image folder, else the row number."""
     names = []
     for row, (path, row_labels) in enumerate(zip(paths, labels, strict=True)):
-        name = row_name(path, row)
-        folder = row_labels[0] if len(row_labels) == 1 and _is_file_name(row_labels[0]) else ""
-        names.append(f"{folder}/{name}" if folder else name)
+        file = os.path.basename(path)
+        name = file if _is_file_name(file) else f"{row:09d}"
+        is_class = len(row_labels) == 1 and _is_file_name(row_labels[0])
+        names.append(f"{row_labels[0]}/{name}" if is_class else name)
     if len(set(names)) == len(names):
         return names
     return [f"{row:09d}" for row in range(len(paths))]
-
-
-def row_name(path: str, row: int) -> str:
-    """The file name of an image, or the row number if it has none."""
-    name = os.path.basename(path)
-    return name if _is_file_name(name) else f"{row:09d}"
 
 
 def _is_file_name(name: str) -> bool:
