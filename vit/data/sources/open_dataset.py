@@ -32,6 +32,7 @@ from vit.data.sources.dataset_spec import (
     DatasetSpec,
     no_match_message,
     resolve_folder,
+    validation_split,
 )
 from vit.data.sources.dataset_warnings import (
     class_problems,
@@ -247,7 +248,7 @@ def open_splits(
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{printable(index.root)}: {problem}; add images of others")
     notes = [*index.notes]
-    own = spec.validation_split(index.splits)
+    own = validation_split(index.splits)
     held_out = own is None or fold is not None
     others = index.splits.get(own or TEST, []) if fold is None else []
     identical = None
