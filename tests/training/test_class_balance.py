@@ -22,7 +22,7 @@ from vit.tasks.losses import (
     weighted_cross_entropy,
 )
 from vit.training.train import train
-from vit.weights.model_card import best_event
+from vit.weights.convert import best_event
 
 LABELS = torch.tensor([0] * 12 + [1] * 3 + [3] * 6)
 COUNTS = torch.bincount(LABELS, minlength=4)

@@ -40,7 +40,7 @@ class Properties:
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    needs: tuple[Need, ...] = ()
+    read_by: tuple[Need, ...] = ()
     """What reads it: where one of these does not hold, only the default is accepted."""
     tasks: tuple[str, ...] = ()
     """The same for the setting `task`."""
@@ -48,7 +48,7 @@ class Properties:
     """Values that mean no more than the default where nothing reads it."""
     unused_by: tuple[str, ...] = ()
     """Values of `method` that have no use for it."""
-    goes_with: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
     """Settings that it is of no use without, with the reason: `out`, or `engine=ray`."""
     incompatible_with: Mapping[str, str] = field(default_factory=dict)
     """Settings that it does not work with, with the reason."""
@@ -120,7 +120,7 @@ def conditions_of(kind: SectionClass) -> dict[str, tuple[tuple[Any, ...], tuple[
     found = {}
     for one in fields(kind):
         known = properties_of(kind)[one.name]
-        needs = (*known.needs, {"task": known.tasks}) if known.tasks else known.needs
+        needs = (*known.read_by, {"task": known.tasks}) if known.tasks else known.read_by
         found[one.name] = (one.default, *known.off), needs
     return {name: (accepted, needs) for name, (accepted, needs) in found.items() if needs}
 

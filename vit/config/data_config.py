@@ -56,11 +56,13 @@ class DataConfig(SourceConfig):
     """The fold to train, from 1; all when left empty."""
     cache: Literal["none", "ram", "disk", "device"] = "none"
     """Keep decoded training images, as large as needed; device: on the GPU, which augments them."""
-    cache_folder: str | None = setting(None, resumable=True, needs=({"cache": ("disk", "device")},))
+    cache_folder: str | None = setting(
+        None, resumable=True, read_by=({"cache": ("disk", "device")},)
+    )
     """Folder of cache=disk (else the user's cache folder) and of cache=device (else memory)."""
-    decode: Literal["fast", "exact"] = setting("fast", needs=({"cache": ("none",)},))
+    decode: Literal["fast", "exact"] = setting("fast", read_by=({"cache": ("none",)},))
     """Training crops: by torch from JPEGs decoded at a reduced size, or by Pillow in full size."""
-    val_share: float = setting(0.2, above=0, below=1, needs=({"folds": (None,)},))
+    val_share: float = setting(0.2, above=0, below=1, read_by=({"folds": (None,)},))
     """Share of each class held out for validation if the data has no split."""
     on_bad_image: Literal["stop", "skip"] = setting("stop", resumable=True)
     """Unreadable images: stop the run, or skip and count them."""
@@ -115,10 +117,10 @@ class AugmentConfig(Section):
 
     random_crop: Literal["resized", "simple"] = "resized"
     """Random resized crop, or a crop of the whole short side at a random position."""
-    min_crop: float = setting(0.08, above=0, most=1, needs=(RESIZED,))
+    min_crop: float = setting(0.08, above=0, most=1, read_by=(RESIZED,))
     """Smallest share of the image area in a random crop; 1 switches crops off."""
     crop_ratio: float = setting(
-        4 / 3, least=1, needs=(RESIZED, {"min_crop": Other((1,)), "local_views": ON})
+        4 / 3, least=1, read_by=(RESIZED, {"min_crop": Other((1,)), "local_views": ON})
     )
     """Largest change of aspect ratio in a random crop."""
     hflip: float = setting(0.5, least=0, most=1)
@@ -135,9 +137,9 @@ class AugmentConfig(Section):
         "none", "--aa"
     )
     """Augmentation policy; three is 3-Augment of DeiT III (arXiv:2204.07118)."""
-    randaugment_layers: int = setting(2, least=1, needs=RANDAUGMENT)
+    randaugment_layers: int = setting(2, least=1, read_by=RANDAUGMENT)
     """RandAugment: operations per image."""
-    randaugment_magnitude: int = setting(9, least=0, most=30, needs=RANDAUGMENT)
+    randaugment_magnitude: int = setting(9, least=0, most=30, read_by=RANDAUGMENT)
     """RandAugment: strength of each operation, from 0 to 30."""
     erase: float = setting(0.0, "--reprob", least=0, most=1)
     """Probability of erasing a random rectangle (arXiv:1708.04896)."""
@@ -148,11 +150,11 @@ class AugmentConfig(Section):
     cutmix: float = setting(0.0, least=0, tasks=MIXED)
     """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
     mix_probability: float = setting(
-        1.0, "--mixup-prob", least=0, most=1, needs=({"mixup": ON, "cutmix": ON},)
+        1.0, "--mixup-prob", least=0, most=1, read_by=({"mixup": ON, "cutmix": ON},)
     )
     """Probability that a pair of images is mixed, if mixup or cutmix is on."""
     cutmix_share: float = setting(
-        0.5, "--mixup-switch-prob", least=0, most=1, needs=({"mixup": ON}, {"cutmix": ON})
+        0.5, "--mixup-switch-prob", least=0, most=1, read_by=({"mixup": ON}, {"cutmix": ON})
     )
     """Share of the mixed pairs that use CutMix, if mixup and cutmix are both on."""
 

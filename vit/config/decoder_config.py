@@ -35,7 +35,7 @@ class DecoderConfig(Section):
     decoder_feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
     """Feed-forward layer; moe: experts like those of the encoder, which must have some."""
     decoder_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = setting(
-        "gelu", needs=({"decoder_feedforward": ("mlp", "moe")},)
+        "gelu", read_by=({"decoder_feedforward": ("mlp", "moe")},)
     )
     """Activation of the mlp."""
     decoder_layer_scale: float = setting(0.0, least=0)

@@ -18,18 +18,18 @@ class FinetuneConfig(Section):
     weights: str | None = setting(None, "--pretrained", decided_by="plan")
     """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
     method: Literal["full", "linear", "lora", "probe"] | None = setting(
-        None, needs=PRETRAINED, tasks=LABEL_TASKS, off=("full",), decided_by="weights"
+        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=("full",), decided_by="weights"
     )
     """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
     probe_first: bool | None = setting(
-        None, needs=PRETRAINED, tasks=LABEL_TASKS, off=(False,), decided_by="weights"
+        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=(False,), decided_by="weights"
     )
     """Initialise the head with a linear probe; when left empty, if no method is chosen."""
-    lora_rank: int = setting(8, least=1, needs=LORA)
+    lora_rank: int = setting(8, least=1, read_by=LORA)
     """Rank of LoRA's update of a weight matrix."""
-    lora_alpha: float = setting(16.0, above=0, needs=LORA)
+    lora_alpha: float = setting(16.0, above=0, read_by=LORA)
     """Scale of LoRA's update, which is divided by the rank."""
-    lora_targets: str = setting("qkv,proj", needs=LORA)
+    lora_targets: str = setting("qkv,proj", read_by=LORA)
     """Matrices with a LoRA update, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
     license: str | None = setting(None, decided_by="weights")
     """License of the trained weights; that of the pretrained weights when left empty."""

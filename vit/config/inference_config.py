@@ -97,7 +97,7 @@ class PredictionConfig(Section):
     """File of results; named OUT.partial until it is complete (default: standard output)."""
     resume: bool = setting(
         False,
-        goes_with={"out": "it continues a file"},
+        needs={"out": "it continues a file"},
         incompatible_with=RAY | {"explain": "drawings are always made anew"},
     )
     """Continue an interrupted OUT.partial; start from the beginning if there is none."""
@@ -107,19 +107,19 @@ class PredictionConfig(Section):
     """Folder: copy each image into its subfolder <predicted class>, or _unsure if the class is
     below --threshold; originals are not changed."""
     sort_with: Literal["copy", "symlink", "hardlink"] | None = setting(
-        None, goes_with={"sort_into": "it places images there"}
+        None, needs={"sort_into": "it places images there"}
     )
     """How images are placed in --sort-into (default: copy)."""
     embeddings: str | None = setting(
         None,
-        goes_with={"out": "rows and vectors are resumed together"},
+        needs={"out": "rows and vectors are resumed together"},
         incompatible_with=RAY | NO_DRAWINGS,
     )
     """File of image embeddings, the input of the network's head, as .npy or .parquet (needs
     --out)."""
     explain: str | None = setting(None, incompatible_with=RAY)
     """Folder of attribution maps, per caption word or per top class, as PNG and JSON."""
-    no_deletion: bool = setting(False, goes_with={"explain": "it draws maps"})
+    no_deletion: bool = setting(False, needs={"explain": "it draws maps"})
     """Draw the maps of --explain without the deletion metric, which takes 119 passes an image."""
     engine: Literal["torch", "onnx", "openvino", "ray"] | None = None
     """Inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray distributes
@@ -138,11 +138,11 @@ class EvaluationConfig(Section):
     """A row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its score,
     predictions; with several labels an image, its true labels and those above their thresholds."""
     top_k: int | None = setting(
-        None, least=1, goes_with={"out": "it is the number of classes in a row"}
+        None, least=1, needs={"out": "it is the number of classes in a row"}
     )
     """Predicted classes in a row of --out (default: 5; of a multi-label network all above their
     thresholds)."""
-    all_scores: bool = setting(False, goes_with={"out": "they are columns of its rows"})
+    all_scores: bool = setting(False, needs={"out": "they are columns of its rows"})
     """The score of every class in a row of --out, in columns class_score_NAME."""
     csv_separator: Literal["comma", "semicolon", "tab"] | None = None
     """Separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel opens in
@@ -185,7 +185,7 @@ def check_together(config: Section) -> None:
     for name, known in properties_of(kind).items():
         if not is_chosen(name):
             continue
-        for other, why in known.goes_with.items():
+        for other, why in known.needs.items():
             if not is_chosen(other):
                 config.refuse(name, f"needs {other}: {why}")
         for other, why in known.incompatible_with.items():

@@ -25,23 +25,23 @@ class ModelConfig(Section):
     """Side of the square input image, in pixels; a multiple of patch_size."""
     patch_size: int = setting(16, least=1)
     """Side of one square patch, in pixels."""
-    patch_sizes: tuple[int, ...] = setting((), needs=(LINEAR_STEM,), unused_by=("probe",))
+    patch_sizes: tuple[int, ...] = setting((), read_by=(LINEAR_STEM,), unused_by=("probe",))
     """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
     stem: Literal["linear", "linear_norm", "conv"] = "linear"
     """Patch embedding: one linear projection, with a norm (AIMv2), or 3x3 convolutions
     (arXiv:2106.14881)."""
-    stem_depth: int = setting(3, least=1, needs=(CONV_STEM,))
+    stem_depth: int = setting(3, least=1, read_by=(CONV_STEM,))
     """Convolutional stem: number of 3x3 convolutions."""
-    stem_width: int | None = setting(None, least=1, needs=(CONV_STEM,))
+    stem_width: int | None = setting(None, least=1, read_by=(CONV_STEM,))
     """Convolutional stem: first channels, doubled by each layer up to dim; dim // 4 when empty."""
-    stem_stride: int | None = setting(None, needs=(CONV_STEM,))
+    stem_stride: int | None = setting(None, read_by=(CONV_STEM,))
     """Convolutional stem: stride of the first; when empty, 2 for patch_size >= 8, else 1."""
-    stem_norm: Literal["layernorm", "batchnorm"] = setting("batchnorm", needs=(CONV_STEM,))
+    stem_norm: Literal["layernorm", "batchnorm"] = setting("batchnorm", read_by=(CONV_STEM,))
     """Convolutional stem: normalisation after each convolution."""
     channels: int = setting(3, "--in-chans", least=1)
     """Channels of an image; `vit train` reads images as RGB and accepts only 3."""
     num_classes: int = setting(
-        1000, least=0, needs=({"task": LABEL_TASKS},), off=(0,), decided_by="data"
+        1000, least=0, read_by=({"task": LABEL_TASKS},), off=(0,), decided_by="data"
     )
     """Number of classes; training takes it from the data. 0 builds no head."""
     dim: int = setting(384, "--embed-dim", least=1)
@@ -65,18 +65,18 @@ class ModelConfig(Section):
     ] = "learned"
     """Position embedding."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = setting(
-        "auto", needs=(PLACED,)
+        "auto", read_by=(PLACED,)
     )
     """Prefix tokens with a position embedding; auto: the class token, none with registers."""
     rotary_grid: Literal["index", "index_1", "centred", "mixed"] = setting(
-        "index", needs=(ROTATED,)
+        "index", read_by=(ROTATED,)
     )
     """Rotary: coordinates are patch indices, from 0 or 1, or -1 to 1 across the image (DINOv3);
     mixed: learned frequencies of rows and columns (arXiv:2403.13298)."""
-    rotary_temperature: float = setting(100.0, above=0, needs=(ROTATED,))
+    rotary_temperature: float = setting(100.0, above=0, read_by=(ROTATED,))
     """Rotary: base of the frequencies (theta)."""
     rotary_reference: int | None = setting(
-        None, least=1, needs=(ROTATED, {"rotary_grid": ("index", "index_1")})
+        None, least=1, read_by=(ROTATED, {"rotary_grid": ("index", "index_1")})
     )
     """Rotary, index: grid side that coordinates are scaled to; no scaling when left empty."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -92,7 +92,7 @@ class ModelConfig(Section):
     """Normalise the tokens before the first block (CLIP)."""
     final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
     """Input of the last norm; auto: all tokens, or with pooling=mean the pooled vector."""
-    patch_bias: bool = setting(True, needs=(BIASED,))
+    patch_bias: bool = setting(True, read_by=(BIASED,))
     """Bias of the patch projection."""
     qkv_bias: bool = True
     """Bias of the query, key and value projections in the blocks."""
@@ -102,26 +102,26 @@ class ModelConfig(Section):
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
     feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
     """Feed-forward layer; swiglu_packed: gate and value in one matrix; moe: mixture of experts."""
-    num_experts: int = setting(8, least=1, needs=(MOE,))
+    num_experts: int = setting(8, least=1, read_by=(MOE,))
     """MoE: number of experts in a block."""
-    top_k: int = setting(2, "--experts-per-token", least=1, needs=(MOE,))
+    top_k: int = setting(2, "--experts-per-token", least=1, read_by=(MOE,))
     """MoE: number of experts per token."""
-    moe_every: int = setting(2, least=1, needs=(MOE,))
+    moe_every: int = setting(2, least=1, read_by=(MOE,))
     """MoE: experts in every n-th block, counted from 1; the others have an mlp."""
-    capacity_factor: float = setting(0.0, least=0, needs=(MOE,))
+    capacity_factor: float = setting(0.0, least=0, read_by=(MOE,))
     """MoE: capacity factor, relative to an equal share of tokens; 0 is no limit."""
-    router_weights: Literal["auto", "softmax", "renormalised"] = setting("auto", needs=(MOE,))
+    router_weights: Literal["auto", "softmax", "renormalised"] = setting("auto", read_by=(MOE,))
     """MoE: weights of the expert outputs; auto: renormalised, or softmax with top_k=1."""
-    router_jitter: float = setting(0.0, least=0, below=1, needs=(MOE,), unused_by=("probe",))
+    router_jitter: float = setting(0.0, least=0, below=1, read_by=(MOE,), unused_by=("probe",))
     """MoE: in training, router inputs are multiplied by random factors in 1 +- this."""
     router_priority: Literal["order", "score"] = setting(
-        "order", needs=(MOE, {"capacity_factor": ON})
+        "order", read_by=(MOE, {"capacity_factor": ON})
     )
     """MoE with a capacity: the tokens kept first; score: those with the largest router scores."""
-    shared_expert: bool = setting(False, needs=(MOE,))
+    shared_expert: bool = setting(False, read_by=(MOE,))
     """MoE: one more expert, applied to every token."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = setting(
-        "gelu", needs=(HAS_MLP,)
+        "gelu", read_by=(HAS_MLP,)
     )
     """Activation of the mlp, also of attention pooling."""
     layer_scale: float = setting(0.0, "--init-values", least=0)

@@ -17,10 +17,10 @@ class PretrainingConfig(Section):
     """SimCLR, LeJEPA, DINO: views of an image of full size."""
     local_views: int = setting(0, least=0, tasks=VIEWS)
     """SimCLR, LeJEPA, DINO: smaller views of an image."""
-    local_size: int | None = setting(None, least=1, needs=LOCAL, tasks=VIEWS)
+    local_size: int | None = setting(None, least=1, read_by=LOCAL, tasks=VIEWS)
     """SimCLR, LeJEPA, DINO: side of local views in pixels; empty: about half of image_size."""
     local_crop: tuple[float, float] = setting(
-        (0.05, 0.3), above=0, most=1, needs=LOCAL, tasks=VIEWS
+        (0.05, 0.3), above=0, most=1, read_by=LOCAL, tasks=VIEWS
     )
     """SimCLR, LeJEPA, DINO: smallest and largest share of the image area in a local view."""
     projector_dim: int = setting(128, least=1, tasks=VIEWS)

@@ -62,7 +62,7 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched", unused_by=PROBE)
     """Learning rate after the warm-up: cosine, or constant with a cooldown (arXiv:2404.06395)."""
     cooldown_epochs: float | None = setting(
-        None, least=0, needs=({"schedule": ("wsd",)},), decided_by="time", unused_by=PROBE
+        None, least=0, read_by=({"schedule": ("wsd",)},), decided_by="time", unused_by=PROBE
     )
     """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
     cooldown_shares: tuple[float, ...] = setting((), decided_by="time", unused_by=PROBE)
@@ -71,7 +71,7 @@ class TrainingConfig(Section):
     cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE)
     """wsd: steps of the cooldown after which lr has these fractions; its epochs when left empty."""
     fallback_lr: float | None = setting(
-        None, above=0, needs=({"optimizer": ("muon",)},), unused_by=PROBE
+        None, above=0, read_by=({"optimizer": ("muon",)},), unused_by=PROBE
     )
     """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
     min_lr: float = setting(1e-6, least=0, unused_by=PROBE)
@@ -98,16 +98,16 @@ class TrainingConfig(Section):
         "none", tasks=LABEL_TASKS, unused_by=PROBE
     )
     """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
-    balance_loss: float = setting(0.01, least=0, needs=ROUTERS, unused_by=FROZEN)
+    balance_loss: float = setting(0.01, least=0, read_by=ROUTERS, unused_by=FROZEN)
     """MoE: weight of the load balancing loss (Switch, arXiv:2101.03961)."""
-    router_z_loss: float = setting(0.001, least=0, needs=ROUTERS, unused_by=FROZEN)
+    router_z_loss: float = setting(0.001, least=0, read_by=ROUTERS, unused_by=FROZEN)
     """MoE: weight of the router z-loss (ST-MoE, arXiv:2202.08906)."""
     ema: float = setting(0.0, "--model-ema-decay", least=0, below=1, unused_by=PROBE)
     """Decay per step of the moving average of the weights; 0 keeps none (DINO: 0.95)."""
     start_image_size: int | None = setting(None, unused_by=PROBE)
     """Progressive resizing: image side in the first epochs; image_size when left empty."""
     growth_epochs: float | None = setting(
-        None, above=0, needs=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
+        None, above=0, read_by=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
     )
     """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
     seed: int = setting(0, least=0)

@@ -84,9 +84,9 @@ class Search(Section):
     """Beams are ranked by score / tokens**length_penalty, the end token included; 0 is off."""
     temperature: float = setting(0.0, least=0, most=1000)
     """Sample from softmax(logits / temperature); 0 is greedy decoding."""
-    top_k: int = setting(0, least=0, needs=SAMPLES)
+    top_k: int = setting(0, least=0, read_by=SAMPLES)
     """Sample from the k most likely tokens; 0 is all."""
-    top_p: float = setting(1.0, above=0, most=1, needs=SAMPLES)
+    top_p: float = setting(1.0, above=0, most=1, read_by=SAMPLES)
     """Nucleus sampling: sample from the fewest tokens with this probability (arXiv:1904.09751)."""
     repetition_penalty: float = setting(1.0, least=1, most=100)
     """Penalty on tokens already in the sequence; 1 is off (arXiv:1909.05858)."""
@@ -94,7 +94,7 @@ class Search(Section):
     """Minimum number of tokens before the end token."""
     max_tokens: int = setting(0, least=0)
     """Maximum number of tokens; 0: as many as the decoder has positions for."""
-    seed: int = setting(0, least=0, needs=SAMPLES)
+    seed: int = setting(0, least=0, read_by=SAMPLES)
     """Seed of sampling."""
 
     def __post_init__(self) -> None:
