@@ -101,7 +101,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Learn from a teacher",
-        "tasks/distillation training/teacher config/distillation_config",
+        "tasks/distillation training/teacher",
         *("train", CLASSES, DATA, "torch onnx openvino"),
     ),
     Capability(

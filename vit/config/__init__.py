@@ -11,12 +11,10 @@ from typing import Any
 from vit.config.config_section import Section, check_read
 from vit.config.data_config import AugmentConfig, DataConfig, SourceConfig
 from vit.config.decoder_config import DecoderConfig
-from vit.config.distillation_config import DistillationConfig
-from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
+from vit.config.finetune_config import DistillationConfig, FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
 from vit.config.pretraining_config import PretrainingConfig
-from vit.config.run_config import RunConfig
-from vit.config.training_config import TrainingConfig
+from vit.config.training_config import RunConfig, TrainingConfig
 from vit.errors import ConfigError
 
 __all__ = [

@@ -54,6 +54,8 @@ class Properties:
     """Settings that it does not work with, with the reason."""
     decided_by: str = ""
     """What decides it if nobody does: time, weights, data or plan; None leaves it to them."""
+    before_plan: bool = False
+    """The plan is made with it: it is no setting of the network or its optimisation."""
     resumable: bool = False
     """May change on resume: no result depends on it, but for the numbers that dropout draws."""
 

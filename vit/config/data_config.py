@@ -24,6 +24,8 @@ def check_intensity_range(values: tuple[float, float] | None) -> None:
 class SourceConfig(Section):
     """The dataset, and how it is read."""
 
+    shared: ClassVar[Mapping[str, Any]] = {"before_plan": True}
+
     data: str = ""
     """Image folder, list (CSV, JSON lines), tar shards, or the name of a dataset."""
     images: str | None = None

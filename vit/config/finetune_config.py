@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: pretrained weights, and which parameters are trained."""
+"""Settings of fine-tuning and distillation: weights, trained parameters, and a teacher."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,6 +8,7 @@ from vit.config.model_config import ModelConfig
 
 AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
+TAUGHT = {"teacher": ON}
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
 
 
@@ -56,3 +57,19 @@ class PartialModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         self.check_ranges()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Section):
+    """A teacher, whose answers for the training images are learned beside their labels."""
+
+    teacher: str | None = setting(None, before_plan=True)
+    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
+    distillation_type: Literal["soft", "hard"] = setting("soft", read_by=(TAUGHT,))
+    """Learn its probabilities (arXiv:1503.02531), or its best class (arXiv:2012.12877)."""
+    distillation_alpha: float = setting(0.5, above=0, most=1, read_by=(TAUGHT,))
+    """Share of the loss that compares with the teacher; the labels have the rest."""
+    distillation_tau: float = setting(
+        2.0, above=0, read_by=(TAUGHT, {"distillation_type": ("soft",)})
+    )
+    """soft: temperature of both answers; higher shows more of the classes that are not the best."""

@@ -1,9 +1,10 @@
-"""Settings of training: length, optimiser, learning rate, regularisation."""
+"""Settings of training: length, optimiser, regularisation; device, precision, checkpoints."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from vit.config.config_section import (
     CAPTION_TASKS,
@@ -43,7 +44,7 @@ def implied_task(*, multilabel: bool, captions: bool, classes: bool) -> str:
 class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
-    task: Annotated[str, TASKS] = "classify"
+    task: Annotated[str, TASKS] = setting("classify", before_plan=True)
     """Task: one class per image, any number, captions, classes and captions; or no labels."""
     model: str = "vit_tiny_patch16_224"
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
@@ -53,7 +54,7 @@ class TrainingConfig(Section):
     """Optimiser steps per epoch; one pass over the training images when left empty."""
     steps: int | None = setting(None, least=1, decided_by="time", unused_by=PROBE)
     """Optimiser steps of the training, instead of epochs; the last epoch may be shorter."""
-    time: str | None = setting(None, decided_by="plan", unused_by=PROBE)
+    time: str | None = setting(None, decided_by="plan", unused_by=PROBE, before_plan=True)
     """Duration of the training, such as 90s, 30m or 2h; the number of steps is chosen to fit."""
     lr: float = setting(1e-3, above=0, unused_by=PROBE)
     """Peak learning rate, for the whole batch."""
@@ -95,7 +96,7 @@ class TrainingConfig(Section):
     )
     """Label smoothing: share of a label that is spread over all classes."""
     balance: Literal["none", "loss", "sampler", "logit-adjust"] = setting(
-        "none", tasks=LABEL_TASKS, unused_by=PROBE
+        "none", tasks=LABEL_TASKS, unused_by=PROBE, before_plan=True
     )
     """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
     balance_loss: float = setting(0.01, least=0, read_by=ROUTERS, unused_by=FROZEN)
@@ -110,7 +111,7 @@ class TrainingConfig(Section):
         None, above=0, read_by=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
     )
     """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
-    seed: int = setting(0, least=0)
+    seed: int = setting(0, least=0, before_plan=True)
     """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
     patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE)
     """Early stopping: epochs without an improvement; off when left empty."""
@@ -179,3 +180,34 @@ class TrainingConfig(Section):
     def warmup(self) -> float:
         """Epochs of linear warm-up."""
         return min(self.epochs / 10, 5) if self.warmup_epochs is None else self.warmup_epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """Device, precision, checkpoints and tracking."""
+
+    shared: ClassVar[Mapping[str, Any]] = {"before_plan": True}
+
+    device: str = setting("auto", resumable=True)
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "auto"
+    """Arithmetic of the network; auto: bf16 if the hardware supports it, else fp32 (not tf32)."""
+    deterministic: bool = False
+    """Deterministic algorithms on GPUs, which are slower; CPUs are always deterministic."""
+    compile: bool = setting(False, "--torchcompile", resumable=True)
+    """Compile by torch.compile: half a minute, or seconds for each size of images that grow."""
+    checkpoint_activations: bool = setting(False, "--grad-checkpointing", resumable=True)
+    """Recompute activations of encoder blocks in the backward pass: less memory, more work."""
+    checkpoint_minutes: float = setting(10.0, above=0, resumable=True)
+    """Maximum time between two checkpoints, a minute to the first; each epoch also saves one."""
+    checkpoint_steps: int | None = setting(None, least=1, resumable=True)
+    """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
+    keep_best: int = setting(1, least=1)
+    """Number of best epochs whose weights are kept; the best is model.safetensors."""
+    track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
+        None, resumable=True
+    )
+    """Experiment tracker that losses and scores are sent to."""
+
+    report: Literal["full", "fast"] = "full"
+    """Report of the run: fast opens no image again, so it has no thumbnails and fewer slices."""

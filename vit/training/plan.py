@@ -21,9 +21,9 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
 from vit.config.parser import (
     Settings,
-    all_settings,
     known_origins,
     make_config,
+    settings_with,
     with_settings,
 )
 from vit.config.stored_config import stored_config
@@ -103,8 +103,6 @@ WEIGHTS_PROBE = PHOTO_NETWORKS[6]._replace(passes=0)
 # of them, and one is timed unless it is out of reach even where it is so many times as fast as the
 # last. On a GPU all are timed that may be in reach.
 MEASURED, FASTER = 3, 2.0
-# Settings of the training that decide what is planned with, beside those of data and device.
-BEFORE = ("task", "time", "seed", "balance", "teacher")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
@@ -161,11 +159,8 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     pretrained = chooses_weights(values)
     if pretrained:
         check_chosen_weights(values)
-    before = {
-        name: value
-        for name, value in values.items()
-        if all_settings()[name].section in ("data", "run") or name in BEFORE
-    }
+    early = settings_with(before_plan=True)
+    before = {name: value for name, value in values.items() if name in early}
     if before.get("accumulate") is None:  # of a batch that is still to be chosen
         before.pop("accumulate", None)
     if before.get("folds") is not None:
