@@ -161,13 +161,14 @@ class Trainer:
         run, training = self.run, self.run.config.training
         self.settled = (time.monotonic(), run.step)
         room = math.inf if self.budget is None else self.budget.ends - self.settled[0]
-        self.remaining = TimeRemaining(
-            steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
-            validations=training.epochs - self.epoch,
-            validation_share=len(self.splits.val) / run.config.data.batch_size,
-            growing=training.start_image_size is not None,
-            most=room,
+        left = steps_left(
+            run.config,
+            step=run.step,
+            steps_per_epoch=self.steps,
+            val_images=len(self.splits.val),
         )
+        growing = training.start_image_size is not None
+        self.remaining = TimeRemaining(left, most=room, growing=growing)
         while self.epoch < run.config.training.epochs and not self.stopped_early():
             with self.saving_at_bad_images():
                 progress = self.run_epoch()
@@ -176,7 +177,6 @@ class Trainer:
             self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
             assert measured is not None
             self.finish_epoch(measured, progress)
-            self.remaining.validated()
             self.keep_to_time()
         self.checkpoints.wait()
         self.training.close()

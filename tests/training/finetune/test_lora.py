@@ -14,12 +14,15 @@ from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.finetune.freezing import (
+from vit.training.finetune.lora import (
+    LoRALinear,
+    add_lora,
     count_parameters,
     freeze_backbone,
+    lora_line,
+    merge_lora,
     trainable_line,
 )
-from vit.training.finetune.lora import LoRALinear, add_lora, lora_line, merge_lora
 from vit.training.optimizers import layer_of, parameter_groups
 from vit.weights.formats.state_dict_names import check_fit, meta_model
 
