@@ -36,7 +36,7 @@ from vit.training.lr_schedule import (
     total_steps,
 )
 from vit.training.setup import fingerprint, preflight
-from vit.training.time_budget import TimeBudget, settle_steps, settling_step
+from vit.training.time_budget import TimeBudget, settle_steps
 from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
 from vit.training.training_state import Step, TrainingState
@@ -219,16 +219,16 @@ class Trainer:
             expected += budget.costs.start
         if step % self.steps:  # in the last epoch, whose validation has not been
             expected -= budget.costs.validation + budget.costs.saving
-        self.settle(budget, (now - began) / expected)
+        self.settle(budget, rate, (now - began) / expected)
 
-    def settle(self, budget: TimeBudget, pace: float) -> None:
+    def settle(self, budget: TimeBudget, rate: WarmupStableDecay, pace: float) -> None:
         """Settle the number of steps at a `pace`, as a share of what was expected.
 
         Steps made so far do not depend on that number, so the new settings reproduce the run.
         """
         run, training, before = self.run, self.run.config.training, self.total_steps
         pace = max_over_processes(run.accelerator, pace)
-        config = settle_steps(run.config, budget, self.steps, run.step, pace, run.accelerator)
+        config = settle_steps(run.config, rate, budget, self.steps, run.step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)
         run.config = config
@@ -249,7 +249,9 @@ class Trainer:
 
         def after_step(seen: Step) -> None:
             self.after_step(seen)
-            if run.step < end() and run.step == settling_step(run.config, self.steps):
+            rate, at = run.lr_at, run.config.training.cooldown_steps
+            settles = at and isinstance(rate, WarmupStableDecay) and run.step == rate.start + at[-1]
+            if settles and run.step < end():
                 self.keep_to_time()
                 progress.resize(progress.done + (end() - run.step) * run.config.data.batch_size)
 
