@@ -32,7 +32,7 @@ from vit.tasks.task import calibrated_activation
 from vit.training.train import train
 from vit.training.tune import tune
 from vit.weights import saved_model
-from vit.weights.model_card import best_event, describe_score
+from vit.weights.convert import best_event, describe_score
 from vit.weights.saved_model import load_run
 
 TINY = {

@@ -37,7 +37,6 @@ from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.confident_learning import (
-    SuspectRow,
     find_suspect_rows,
     read_labeled_rows,
     weak_predictions,
@@ -47,10 +46,10 @@ from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import evaluate_held_out
 from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
-from vit.output.prediction_results import csv_row, to_json
+from vit.output.prediction_results import to_json, write_review_list
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
-from vit.text import Notify, csv_mark, csv_text, plural, printable, quoted
+from vit.text import Notify, plural, printable, quoted
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
 from vit.weights.saved_model import (
     WEIGHTS_FILE,
@@ -226,8 +225,7 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
     With several labels an image the rows have the score of every class: predictions end at the
     thresholds, which differ between folds.
     """
-    config = stored_config(run)
-    several = config.training.multilabel
+    several = stored_config(run).training.multilabel
     return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 
 
@@ -244,7 +242,7 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
     with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):
             rows = folder / f"fold-{fold}" / ROWS_FILE
-            if not rows.is_file():  # of an earlier version
+            if not rows.is_file():  # it was killed between its training and its rows
                 evaluate_fold(rows.parent)
             with open(rows, encoding="utf-8") as file:
                 for line in file:
@@ -257,7 +255,14 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         return lines
     found = read_labeled_rows(path)
     suspects = find_suspect_rows(found)
-    write_label_errors(errors, suspects)
+    listed_errors = [
+        (
+            *(one.row.image, one.row.label, repr(one.row.label_score)),
+            *(one.likely, repr(one.likely_score), repr(one.margin)),
+        )
+        for one in suspects
+    ]
+    write_review_list(str(errors), COLUMNS, listed_errors)
     listed = "" if labels is None else f" --labels {quoted(labels)}"
     weak = weak_predictions(found)
     return [
@@ -267,14 +272,3 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         f"{listed} --rows {quoted(path)} --html FILE",
         *([] if weak is None else [f"note: {weak}"]),
     ]
-
-
-def write_label_errors(path: Path, suspects: Sequence[SuspectRow]) -> None:
-    """Write suspected labels as CSV, with a byte order mark where Excel needs it."""
-    names = (text for one in suspects for text in (one.row.image, one.row.label, one.likely))
-    with open_atomic(path, "w", encoding="utf-8", newline="") as out:
-        out.write(csv_mark(names) + csv_row(COLUMNS))
-        for one in suspects:
-            texts = [csv_text(one.row.image), csv_text(one.row.label)]
-            likely = [csv_text(one.likely), repr(one.likely_score), repr(one.margin)]
-            out.write(csv_row([*texts, repr(one.row.label_score), *likely]))

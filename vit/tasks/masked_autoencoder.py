@@ -118,7 +118,6 @@ class MaskedAutoencoding(Pretraining):
         return build_masked_autoencoder(config.model, config.pretraining)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         seed, size = run.config.training.seed, run.config.data.batch_size
         noise = patch_noise(run.config, images, size, seed, "mask", run.step)
         return self.losses(run, images, noise[batch.positions]).sum().view(1)

@@ -110,9 +110,6 @@ class EvaluatedModel(Protocol):
 class Evaluation(ABC):
     """Accumulates the metrics of `vit evaluate`.
 
-    Args:
-        samples: The images to predict, in this order.
-
     Attributes:
         right: Whether the answer for each image that was added is right, None where there is no
             answer or no label; None of a task whose answers are not right or wrong.
@@ -369,12 +366,7 @@ def settings_to_plan(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ScaledLogits(nn.Module):
-    """Logits by `vit.evaluation.temperature_scaling.scale_logits`.
-
-    Args:
-        temperature: Divisor of the gaps between logits, above 0.
-        exponent: Power of the gaps, above 0.
-    """
+    """Logits by `vit.evaluation.temperature_scaling.scale_logits`."""
 
     def __init__(self, temperature: float, exponent: float) -> None:
         super().__init__()
@@ -410,7 +402,6 @@ def mixed(
     Args:
         images: Its images, (batch, channels, height, width).
         targets: Class distributions, (batch, classes).
-        epoch: The epoch, from 0.
     """
     plan = sample_mix_plan(
         run.config.augment,

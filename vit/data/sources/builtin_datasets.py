@@ -268,25 +268,19 @@ def is_intact(folder: Path) -> bool:
 
 
 def _write_digits(folder: Path) -> None:
-    for name, image in _cut_digits():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        image.save(folder / name)
-
-
-def _cut_digits() -> list[tuple[str, Image.Image]]:
-    """Path and image of each digit."""
     here = Path(__file__).parent
     labels: list[int] = json.loads((here / "digits.json").read_text(encoding="ascii"))
     with Image.open(here / "digits.png") as sheet:
         sheet.load()
-    cols, seen, digits = sheet.width // DIGIT_SIDE, [0] * 10, []
+    cols, seen = sheet.width // DIGIT_SIDE, [0] * 10
     for number, label in enumerate(labels):
         top, left = number // cols * DIGIT_SIDE, number % cols * DIGIT_SIDE
         seen[label] += 1
-        split = "train" if seen[label] % VAL_STRIDE else "val"
-        image = sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE))
-        digits.append((f"{split}/{label}/{number:04d}.png", image))
-    return digits
+        path = (
+            folder / ("train" if seen[label] % VAL_STRIDE else "val") / f"{label}/{number:04d}.png"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE)).save(path)
 
 
 def _digest(folder: Path) -> str:

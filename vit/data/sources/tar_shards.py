@@ -111,7 +111,8 @@ def _shards_in_folder(folder: str) -> list[str]:
     names = walk.class_folders(folder)
     if not names:
         tars = _tars(folder)
-        if tars and _count_images(folder) > len(tars):
+        suffixes = (os.path.splitext(name)[1].lower() for name in os.listdir(folder))
+        if tars and sum(suffix in IMAGE_SUFFIXES for suffix in suffixes) > len(tars):
             return []
         return _check_uncompressed(folder, tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
@@ -130,11 +131,6 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
             "images are compressed already"
         )
     return sorted(paths)
-
-
-def _count_images(folder: str) -> int:
-    """Files of `folder` with the suffix of an image."""
-    return sum(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in os.listdir(folder))
 
 
 def _tars(folder: str) -> list[str]:
