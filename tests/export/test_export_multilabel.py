@@ -19,7 +19,8 @@ from vit.exported.load_exported import load_exported
 from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.compare import compare as compare_networks
-from vit.inference.evaluate import evaluate, load_samples
+from vit.inference.evaluate import evaluate
+from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import COVERAGES, ScoreCalibration, decision_confidence
 from vit.tasks.task import get_task

@@ -23,10 +23,8 @@ from vit.evaluation import multilabel_metrics
 from vit.evaluation.intervals import number_groups, share_interval
 from vit.inference.calibrate import calibrate
 from vit.inference.compare import compare
-from vit.inference.evaluate import (
-    evaluate,
-    with_training_settings,
-)
+from vit.inference.evaluate import evaluate
+from vit.inference.evaluation_data import with_training_settings
 from vit.inference.predictor import Predictor
 from vit.tasks import classification, multilabel
 from vit.weights.saved_model import load_run
@@ -364,7 +362,7 @@ def test_slices_are_those_counted_from_predictions(tiny_run, photo_list, monkeyp
         read.append(spec.columns)
         return read_source(spec)
 
-    monkeypatch.setattr("vit.inference.evaluate.read_source", counted)
+    monkeypatch.setattr("vit.inference.evaluation_data.read_source", counted)
     notes: list[str] = []
     words = {"slice": ["camera", "hour"], "notify": notes.append}
     rows = evaluate(tiny_run, str(listed), **words, **FP32)["slices"]

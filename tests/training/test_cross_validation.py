@@ -20,7 +20,7 @@ from vit.config.parser import make_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.evaluation.temperature_scaling import fit_temperature
-from vit.inference.fold_soup import save_fold_soup
+from vit.inference.fold_results import save_fold_soup
 from vit.score_calibration import ScoreCalibration
 from vit.training import cross_validation
 from vit.training.cross_validation import interval, t_quantile, train_folds
@@ -245,7 +245,7 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
         f"{mean['loss']:.4f}",
     ]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    (tmp_path / "fold-1/rows.jsonl").unlink()  # as after an earlier version
+    (tmp_path / "fold-1/rows.jsonl").unlink()  # a kill after its training
     assert main(["train", "--resume", "--out", out]) == 0
     again = capsys.readouterr()
     assert again.out == printed
@@ -351,7 +351,7 @@ def test_a_network_of_all_folds_that_is_worse_than_they_are_is_not_kept(
     fold_runs, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        "vit.inference.fold_soup.average_weights",
+        "vit.inference.fold_results.average_weights",
         lambda states: {name: -each[0] for name, each in together(states).items()},
     )
     line = save_again(tmp_path / "folds")

@@ -70,17 +70,18 @@ def all_settings() -> dict[str, Setting]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The sentence under each field of a dataclass, read from its source."""
-    # of the module: inspect takes three times as long to find a class
-    module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    classes = (node for node in module.body if isinstance(node, ast.ClassDef))
-    (body,) = (node for node in classes if node.name == kind.__name__)
+    """The sentence under each field of a dataclass, also of those it extends, from its source."""
     docs = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            assert isinstance(following.value, ast.Constant)
-            docs[statement.target.id] = str(following.value.value)
+    for base in [one for one in kind.__mro__[::-1] if dataclasses.is_dataclass(one)]:
+        # of the module: inspect takes three times as long to find a class
+        module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+        classes = (node for node in module.body if isinstance(node, ast.ClassDef))
+        (body,) = (node for node in classes if node.name == base.__name__)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                assert isinstance(following.value, ast.Constant)
+                docs[statement.target.id] = str(following.value.value)
     return docs
 
 
@@ -249,7 +250,12 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if value in (None, "none", "auto", ["none"]):
             return None
-        return convert(typing.get_args(kind)[0], value, name)
+        first, *others = typing.get_args(kind)
+        return (
+            value
+            if any(value in choices_of(one) for one in others)
+            else convert(first, value, name)
+        )
     if typing.get_origin(kind) in (Literal, Annotated):
         choices = choices_of(kind)
         if value not in choices:

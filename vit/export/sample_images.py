@@ -23,7 +23,7 @@ from vit.data.sources.open_dataset import list_images, open_eval_split, read_sou
 from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.export.export_options import ExportJob
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.tasks.task import get_task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig, accepts_settings, split_settings
 from vit.data.dataset import MultiHot
 from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -31,7 +33,7 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
-from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
@@ -47,15 +49,14 @@ from vit.weights.saved_model import (
 CALIBRATION_SCORES = ("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased")
 
 
+@accepts_settings(SourceConfig, InferenceConfig)
 def calibrate(
     run: PathLike,
     data: str | DatasetSpec,
     *,
     split: str = "val",
-    images: str | None = None,
     target_precision: float = TARGET_PRECISION,
     target_class: str | Sequence[str] = (),
-    group: str | None = None,
     notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
@@ -67,15 +68,13 @@ def calibrate(
 
     Args:
         run: The run folder, which is changed.
-        data, split, images: As for `vit.evaluate`; images that were not trained on.
+        data, split: As for `vit.evaluate`; images that were not trained on.
         target_precision: Share of the answers of `--reject` that has to be right.
         target_class: Classes whose answers have to be so often right each on its own.
-        group: Column of a list, or a regular expression over paths, that names the group of an
-            image, such as a patient: threshold and sets then hold for images of a new group. That
-            of the training if omitted.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
-        settings: As for Predictor.
+        settings: Fields of SourceConfig and of InferenceConfig. With `group`, which names the group
+            of an image, such as a patient, threshold and sets hold for images of a new group.
 
     Returns:
         `calibration` and `calibration_error`, as config.json has them; scores of held-out images
@@ -85,6 +84,7 @@ def calibrate(
         VitError: The run or the data cannot be used, the run cannot be written, or there are
             fewer than 50 labelled images.
     """
+    source, inference = split_settings(settings, "a calibration", SourceConfig, InferenceConfig)
     if not 0 < target_precision < 1:
         raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
     if not Path(run).is_dir():
@@ -97,29 +97,24 @@ def calibrate(
             f"is {loaded.task_name}"
         )
     for name in ("merge_tokens", "patch_size"):
-        if settings.get(name) not in (None, getattr(loaded.config, name)):
-            raise ConfigError(
-                f"{name}={settings[name]}: the run keeps a calibration of its own network; leave "
-                "it out"
-            )
-    if settings.get("keep_aspect"):
-        raise ConfigError(
-            "keep_aspect=True: the run keeps a calibration of square crops; leave it out"
-        )
+        if getattr(inference, name) not in (None, getattr(loaded.config, name)):
+            inference.refuse(name, "the run keeps a calibration of its own network; leave it out")
+    if inference.keep_aspect:
+        inference.refuse("keep_aspect", "the run keeps a calibration of square crops; leave it out")
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded
     )
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
-    predictor = Predictor(plain, **settings, notify=notify)
+    predictor = Predictor(plain, **vars(inference), notify=notify)
     if loaded.distance is None and loaded.thresholds is None:
         notify(
             "note: this run has no distances from its training images; a training measures them if "
             f"it holds out {MIN_DISTANCES} images or more"
         )
     predictor.return_distances()
-    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
+    spec = as_dataset_spec(data, {"split": split}, source=source)
     samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
-    full_spec = evaluated_spec(predictor.task, Path(run), spec, predictor.classes)
+    full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     group_names = image_groups(full_spec, [sample.path for sample in samples])
     rows, targets, failed = [], [], []
     distances: list[float] = []

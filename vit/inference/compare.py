@@ -25,7 +25,7 @@ from vit.evaluation.paired_comparison import (
     RunsComparison,
     compare_all_pairs,
 )
-from vit.inference.evaluate import evaluated_spec, load_samples, source_of
+from vit.inference.evaluation_data import evaluated_spec, load_samples, source_of
 from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
 from vit.inference.predictor import PathLike, Predictor
 from vit.text import Notify, join_names, plural, printable

@@ -45,7 +45,7 @@ def read_column(word: str) -> list[str] | None:
 
     Names in a list of URLs that are none are relative to its folder, as in all local lists.
     """
-    from vit.inference.remote_files import LISTS, is_url, read_list
+    from vit.inference.ray_inference import LISTS, is_url, read_list
 
     if not word.lower().endswith(LISTS):
         return None

@@ -7,8 +7,10 @@ CPU whatever device computes. A single process needs neither torch nor accelerat
 import atexit
 import datetime
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vit.errors import ConfigError, RunError, VitError
@@ -25,26 +27,8 @@ class ProcessFailed(VitError):
         self.exit_code = code
 
 
-class SingleProcess:
-    """A single process, with the interface of a ProcessGroup."""
-
-    rank, processes = 0, 1
-
-    def device(self, requested: str | None) -> str | None:
-        return requested
-
-    def run_on_main(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def run_on_all(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-
 class ProcessGroup:
-    """The processes started by a launcher, seen from one of them.
+    """The processes started by a launcher, seen from one of them; or this one.
 
     Attributes:
         rank: Index of this process.
@@ -52,13 +36,15 @@ class ProcessGroup:
     """
 
     def __init__(self) -> None:
+        self.rank, self.processes = 0, 1
+        if (started := world_size()) == 1:
+            return
         from accelerate import PartialState
 
         with warnings.catch_warnings():  # accelerate warns about its choice of OMP_NUM_THREADS
             warnings.simplefilter("ignore")
             state = PartialState(cpu=True, timeout=TIMEOUT)
         self.rank, self.processes = int(state.process_index), int(state.num_processes)
-        started = int(os.environ["WORLD_SIZE"])
         if self.processes != started:
             raise RunError(
                 f"{started} processes were started, and {self.processes} can work together"
@@ -67,6 +53,8 @@ class ProcessGroup:
 
     def device(self, requested: str | None) -> str | None:
         """Device of this process: one GPU each, where there are GPUs and no other is requested."""
+        if self.processes == 1:
+            return requested
         if requested is not None and ":" in requested:
             raise ConfigError(
                 f"device={requested!r}: {self.processes} processes take a device each; "
@@ -83,16 +71,14 @@ class ProcessGroup:
 
     def run_on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in process 0 and return its result, or raise its error, in all."""
-        from accelerate.utils import broadcast_object_list
-
-        result = self.run_on_all(function if self.rank == 0 else lambda: None)
-        box: list[Any] = [result]
-        broadcast_object_list(box)
-        broadcast: T = box[0]
-        return broadcast
+        result: Any = self.run_on_all(function if self.rank == 0 else lambda: None)
+        first: T = self.all_gather(result)[0]
+        return first
 
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Call `function` in every process and return its local result once all have finished."""
+        if self.processes == 1:
+            return function()
         try:
             result = function()
         except VitError as error:
@@ -106,6 +92,8 @@ class ProcessGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """`value` of every process, by rank."""
+        if self.processes == 1:
+            return [value]
         from accelerate.utils import gather_object
 
         try:
@@ -135,6 +123,41 @@ def world_size() -> int:
     return int(word) if word.isdecimal() else 1
 
 
-def current_process_group() -> SingleProcess | ProcessGroup:
-    """The processes of this launch, or this one alone."""
-    return SingleProcess() if world_size() == 1 else ProcessGroup()
+def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
+    """Number of processes requested from accelerate's launcher, if it started a single one.
+
+    Args:
+        environment: Environment of this process; the launcher marks CPU runs, and sets the address
+            of the main process for several processes only.
+
+    Returns:
+        The number, or 1 if this process is one of several already, or none were requested.
+    """
+    marked = environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment
+    if not marked or "WORLD_SIZE" in environment or "accelerate" not in " ".join(parent):
+        return 1
+    for word, following in zip(parent, [*parent[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = value or following
+            return int(number) if number.isdecimal() else 1
+    return 1
+
+
+def launch_if_requested() -> None:
+    """Replace this process by torch's launcher if accelerate's should start several on CPUs."""
+    if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    import psutil  # accelerate brings it
+
+    parent = psutil.Process().parent()
+    count = requested_processes(os.environ, parent.cmdline() if parent else [])
+    if count == 1:
+        return
+    print(f"starting {count} processes with torch.distributed.run", file=sys.stderr, flush=True)
+    script = Path(sys.argv[0])
+    # by its path: `-m` would let modules in the current folder stand in for installed ones
+    program = ["-m", "vit"] if script.name == "__main__.py" else [str(script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(count), *program, *sys.argv[1:]]
+    os.execv(sys.executable, launcher)

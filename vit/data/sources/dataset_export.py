@@ -16,9 +16,7 @@ import itertools
 import json
 import os
 import re
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,9 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from vit.atomic_files import atomic_folder
+from vit.config import SourceConfig
+from vit.config.inference_config import accepts_settings, split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header
@@ -109,20 +110,17 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
             )
 
 
+@accepts_settings(SourceConfig)
 def export_data(
     data: str | os.PathLike[str] | DatasetSpec,
     out: str | os.PathLike[str],
     *,
     to: ExportFormat,
     task: str | None = None,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    allow_outside: bool = False,
     shard_size: str | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
+    **settings: Any,
 ) -> ExportReport:
     """Write the images of any source as a folder or as shards: `vit data`.
 
@@ -131,25 +129,17 @@ def export_data(
         out: Output folder; it appears complete or not at all.
         to: Output format.
         task: Task whose classes or captions are written; classes by default.
-        images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
         overwrite: Replace a folder that an earlier export wrote.
         progress: Called with the images done and their total.
+        settings: Fields of SourceConfig: how `data` is read.
 
     Raises:
         ConfigError: The settings do not fit together.
         DataError: The source cannot be read, or the folder cannot be written.
     """
-    spec = as_dataset_spec(
-        data,
-        {"all_splits": True},
-        task=task,
-        images=images,
-        image_column=image_column,
-        label_column=label_column,
-        caption_column=caption_column,
-        allow_outside=allow_outside,
-    )
+    (source,) = split_settings(settings, "vit data", SourceConfig)
+    spec = as_dataset_spec(data, {"all_splits": True}, task=task, source=source)
     out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
@@ -407,32 +397,3 @@ def _webdataset_members(
     key = names.add(folder + slash + last.replace(".", "_"))
     text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
     return [(key + suffix, image.content), (f"{key}.json", text.encode())]
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
-    made: Path | None = None
-    before: Path | None = None
-    kept = ""
-    try:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            yield made
-            made.chmod(0o755)
-            if folder.exists():
-                before = folder.rename(f"{made}-before")
-            made.rename(folder)
-        finally:
-            if made is not None:
-                shutil.rmtree(made, ignore_errors=True)
-            if before is not None and folder.exists():
-                shutil.rmtree(before, ignore_errors=True)
-            elif before is not None:
-                kept = f"; what was there is now {printable(before)}"
-                before.rename(folder)
-                kept = ""
-    except OSError as error:
-        text = f"{printable(folder)}: cannot be written ({error.strerror}){kept}"
-        raise DataError(text) from None

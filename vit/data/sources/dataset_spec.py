@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.config import DataConfig, TrainingConfig
+from vit.config import DataConfig, SourceConfig, TrainingConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
@@ -266,14 +266,19 @@ def as_dataset_spec(
     settings: Mapping[str, Any] | None = None,
     *,
     task: str | None = None,
+    source: SourceConfig | None = None,
     **given: Any,
 ) -> DatasetSpec:
     """The DatasetSpec of the arguments of a Python call, or `data` if it is one.
 
     Args:
-        given: Fields that the caller may choose; None or False where they did not.
+        source: How the caller wants `data` to be read.
+        given: More fields that the caller may choose; None or False where they did not.
     """
-    chosen = {name: value for name, value in given.items() if value not in (None, False)}
+    given |= {} if source is None else vars(source)
+    chosen = {name: value for name, value in given.items() if value not in (None, False, "")}
+    if "labels" in chosen:
+        chosen["label_list"] = chosen.pop("labels")
     if isinstance(data, DatasetSpec):
         if extra := [*chosen, *(["task"] if task else [])]:
             raise ConfigError(f"{', '.join(extra)}: a DatasetSpec has its own; set it there")
