@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.parser import all_settings, as_typed, flatten, make_config
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
-from vit.weights.safetensors_io import write_text
 
 REPORT_FILE = "report.html"
 NOT_LISTED = {"data", "model", "num_classes", "workers"}

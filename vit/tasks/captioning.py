@@ -42,12 +42,12 @@ from vit.tasks.classification import (
     format_accuracy,
     loss_and_correct,
 )
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,

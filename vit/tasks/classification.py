@@ -31,12 +31,12 @@ from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.tasks.distillation import Distillation, classifier_loss
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import ClassBalance, smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,

@@ -35,8 +35,9 @@ from vit.model.pixel_decoder import (
     pixel_targets,
     reconstruction_losses,
 )
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
-from vit.tasks.task import FinishedRun, TrainingRun
+from vit.tasks.task import TrainingRun
 from vit.text import printable
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import PRETRAINING_FILE, LoadedRun

@@ -39,12 +39,12 @@ from vit.evaluation.multilabel_metrics import (
 )
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,

@@ -38,11 +38,11 @@ from vit.evaluation.feature_quality import effective_rank, feature_spread, knn_a
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
 from vit.precision import at_least_float32
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     Task,
     TrainingRun,
     forward,
