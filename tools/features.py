@@ -32,7 +32,7 @@ def tasks_with(attribute: str) -> Callable[[], str]:
     """Names of the tasks of which an attribute is true."""
 
     def names() -> str:
-        from vit.config.pretraining_config import PRETRAINING_TASKS
+        from vit.config.config_section import PRETRAINING_TASKS
         from vit.config.training_config import TASKS as KNOWN
         from vit.tasks.task import get_task
 
