@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vit.atomic_files import explain_write_errors
 from vit.config.inference_config import (
     InferenceConfig,
     PredictionConfig,
@@ -36,15 +37,12 @@ from vit.inference.image_arguments import find_images, input_paths, input_rows, 
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
-    SingleProcess,
-    current_process_group,
     world_size,
 )
 from vit.output.output_file import (
     check_distinct,
     check_folder,
     check_output,
-    explain_write_errors,
     is_device,
     open_output,
 )
@@ -127,7 +125,7 @@ def predict(
     engine = select_engine(config.model, config.engine)
     config = replace(config, engine=engine, format=config.format or default_format(config, engine))
     check_prediction(config, inference)
-    group = current_process_group()
+    group = ProcessGroup()
     output = None
     if engine != "ray" and file_of(config) is not None and config.explain is None:
         output = ResumableOutput(str(config.out), config.embeddings, processes=group.processes)
@@ -258,7 +256,7 @@ def run_on_ray(
 def open_predictor_on_all(
     config: PredictionConfig,
     inference: InferenceConfig,
-    group: SingleProcess | ProcessGroup,
+    group: ProcessGroup,
     images: list[str],
     output: ResumableOutput | None,
 ) -> ImagePredictor:
@@ -299,7 +297,7 @@ class PredictionJob:
     inference: InferenceConfig
     images: list[str]
     predictor: ImagePredictor
-    group: SingleProcess | ProcessGroup
+    group: ProcessGroup
     notify: Notify
     progress: Callable[[int, int], object]
     totals: Counter[str] = field(default_factory=Counter)

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -21,25 +21,23 @@ from statistics import fmean
 import torch
 from accelerate import Accelerator
 
+from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.config.parser import with_settings
-from vit.data.dataloader import EvaluationLoader, TrainingLoader
+from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
-from vit.training.autotune.dry_run import LONG, dry_run
-from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
+from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
-from vit.training.finetune.linear_probe_init import probe_samples
+from vit.training.finetune.linear_probe import probe_samples
 from vit.training.lr_schedule import (
     COOLDOWN,
     GROWN,
     WarmupStableDecay,
     image_side,
-    learning_rate,
-    total_steps,
 )
 from vit.training.training_loaders import (
     evaluation_loader,
@@ -47,7 +45,7 @@ from vit.training.training_loaders import (
     micro_batch_size,
     training_loader,
 )
-from vit.training.training_loop import patch_size_at, train_one_step
+from vit.training.training_loop import train_one_step
 from vit.training.training_state import TrainingState
 from vit.training.validation import validate
 
@@ -67,8 +65,6 @@ LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # In the last epoch the number of steps is corrected until half of those that remain are fewer.
 FEWEST_STEPS = 4
-# With more sizes of images than these, only the first and the last are compiled ahead.
-MOST_COMPILED = 8
 # A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
 USEFUL_STEPS = 20
 # Settings in epochs: whoever gives one thinks of passes over the images.
@@ -137,21 +133,6 @@ class TimeBudget:
     """By `time.monotonic`; the margin is not part of it."""
     costs: Costs
 
-    def steps_from(
-        self, config: Config, epoch_steps: int, step: int, *, pace: float, room: float
-    ) -> int:
-        """Steps of the whole run, of which `step` are made, that end when the time does.
-
-        Args:
-            pace: Seconds that the run took so far, as a share of what was expected of it.
-        """
-        room -= self.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
-
-        def needed(more: int) -> float:
-            return pace * self.costs.between(config, epoch_steps, step, step + more)
-
-        return step + max(count_that_fit(room, needed), 1)
-
 
 def fit_time(
     config: Config,
@@ -189,7 +170,12 @@ def fit_time(
 
     steps = count_that_fit((1 - MARGIN) * seconds, end)
     if not steps:
-        raise ConfigError(too_short(config, costs, end(1)))
+        raise ConfigError(
+            f"time={config.training.time}: start, one step, its validation and the report take "
+            f"about {format_duration(end(1))} (a step {costs.full_step:.2g} s, a validation "
+            f"{costs.validation:.2g} s): use --time {math.ceil(1.1 * end(1) / (1 - MARGIN))}s or "
+            "more, a smaller --model or --image-size, or fewer images"
+        )
     epochs = math.ceil(steps / epoch_steps)
     notify(
         f"note: time={config.training.time}: {plural(steps, 'step')} ({costs.full_step:.2g} s a "
@@ -208,11 +194,9 @@ def fit_time(
         raise ConfigError(
             f"time={config.training.time} has room for {plural(epochs, 'epoch')}: {error}"
         ) from None
-    return (
-        (fitted, None)
-        if fitted.training.schedule == "cosine"
-        else (before_cooldown(fitted, epoch_steps, steps), budget)
-    )
+    if fitted.training.schedule == "cosine":
+        return fitted, None
+    return before_cooldown(fitted, epoch_steps, steps), budget
 
 
 def long_enough(
@@ -278,25 +262,38 @@ def with_growth(config: Config, epochs: float) -> Config:
 
 def settle_steps(
     config: Config,
+    rate: WarmupStableDecay,
     budget: TimeBudget,
     epoch_steps: int,
     step: int,
     pace: float,
     accelerator: Accelerator,
 ) -> Config:
-    """`config` with as many steps as fit the rest of the time, in the cooldown.
+    """`config` with as many steps as fit the rest of the time, in the cooldown of `rate`.
 
     The share that the learning rate has at the next step at which they may be settled again is
     settled with it: whatever follows then, the settings give all steps before the rates they had.
+
+    Args:
+        step: Steps made.
+        pace: Seconds that the run took so far, as a share of what was expected of it.
     """
-    rate = cooldown_of(config, epoch_steps)
-    late = max_over_processes(accelerator, time.monotonic() - budget.ends)
-    steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
+
+    def needed(more: int) -> float:
+        return pace * budget.costs.between(config, epoch_steps, step, step + more)
+
+    room = -max_over_processes(accelerator, time.monotonic() - budget.ends)
+    room -= budget.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
+    steps = step + max(count_that_fit(room, needed), 1)
     if step % epoch_steps:
         steps = min(steps, (step // epoch_steps + 1) * epoch_steps)
-    again = next_settling(step, steps, epoch_steps)
+    # after the next epoch, or in the last one when half of what remains is made
+    half = (steps - step) // 2
+    again = (step // epoch_steps + 1) * epoch_steps
+    if again >= steps:
+        again = step + half if half >= FEWEST_STEPS else steps
     shares, at = config.training.cooldown_shares, config.training.cooldown_steps
-    if again is not None:
+    if again < steps:
         share = rate.share(step) * (1 - (again - step) / (steps - step))
         shares, at = (*shares, share), (*at, again - rate.start)
     return with_settings(
@@ -307,29 +304,6 @@ def settle_steps(
         cooldown_shares=shares,
         cooldown_steps=at,
     )
-
-
-def next_settling(step: int, steps: int, epoch_steps: int) -> int | None:
-    """After `step` of `steps`, the end of an epoch, or in the last one half of what remains."""
-    end = (step // epoch_steps + 1) * epoch_steps
-    if end < steps:
-        return end
-    half = (steps - step) // 2
-    return step + half if half >= FEWEST_STEPS else None
-
-
-def settling_step(config: Config, epoch_steps: int) -> int | None:
-    """The step before which the number of steps is settled, after `settle_steps`."""
-    at = config.training.cooldown_steps
-    return cooldown_of(config, epoch_steps).start + at[-1] if at else None
-
-
-def cooldown_of(config: Config, epoch_steps: int) -> WarmupStableDecay:
-    """The learning rate of a run whose steps may be settled."""
-    total = total_steps(config, epoch_steps)
-    rate = learning_rate(config.training, epoch_steps=epoch_steps, total=total)
-    assert isinstance(rate, WarmupStableDecay), "only with schedule=wsd"
-    return rate
 
 
 def endless(config: Config) -> Config:
@@ -350,32 +324,18 @@ def endless(config: Config) -> Config:
 
 def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
     """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
-    watch = Stopwatch(accelerator)
+    watch = Stopwatch(
+        wait=lambda: torch.zeros(1, device=accelerator.device).item(),
+        agree=partial(max_over_processes, accelerator),
+    )
     act = partial(measure, splits=splits, watch=watch, most=most)
     return dry_run(endless(config), accelerator, act, splits)
-
-
-class Stopwatch:
-    """Seconds between its laps, the same on all processes: those of the slowest."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last one."""
-        torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return max_over_processes(self.accelerator, took)
 
 
 def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
     """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
-    if compiles_blocks(run.config):
-        compile_sizes(run, splits, watch)
     starts, small = time_steps(run, splits.train, watch, most)
     full = small
     if training.start_image_size not in (None, run.config.model.image_size):
@@ -406,35 +366,6 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
         saving=written,
         ending=ending,
     )
-
-
-def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
-    """Compile ahead for up to nine image sizes, or all patch sizes: the run uses the graphs."""
-    whole = run.config
-    full, patch = whole.model.image_size, whole.model.patch_size
-    if (start := whole.training.start_image_size) is not None:
-        between = range(start + patch, full, patch)  # many are not reached: an epoch has one size
-        for side in (start, *(between if len(between) < MOST_COMPILED else ()), full):
-            run.config = with_settings(whole, start_image_size=side)
-            make_steps(run, splits.train, [run.step])
-    else:
-        draws = range(50 * len(whole.model.training_patch_sizes))
-        make_steps(run, splits.train, {patch_size_at(whole, n): n for n in draws}.values())
-    time_validation(run, splits.val, watch, 1.0)
-    run.config = whole  # which those changed
-    watch.lap()
-
-
-def make_steps(run: TrainingState, samples: Sequence[Sample], numbers: Iterable[int]) -> None:
-    """Make the steps of these numbers, with images of the first epoch."""
-    loader = training_loader(run, samples)
-    batches = all_batches(loader)
-    try:
-        for run.step in numbers:
-            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
-            train_one_step(run, micro_batches, epoch=0)
-    finally:
-        loader.close()
 
 
 def time_steps(
@@ -475,7 +406,7 @@ def time_validation(
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.
     """
-    batch = micro_batch_size(run) * run.processes
+    batch = micro_batch_size(run.config, run.processes) * run.processes
     whole = max(round(images / batch), 1) * batch
     count = min(whole + len(samples) % batch, len(samples))
     part = [samples[number * len(samples) // count] for number in range(count)]
@@ -485,17 +416,13 @@ def time_validation(
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
-        first, second = (_timed_validation(run, loader, count, watch) for _ in range(2))
+        validate(run, loader, count)
+        first = watch.lap()
+        validate(run, loader, count)
+        second = watch.lap()
     finally:
         loader.close()
     return max(first - second, 0.0), second * len(samples) / count
-
-
-def _timed_validation(
-    run: TrainingState, loader: EvaluationLoader, images: int, watch: Stopwatch
-) -> float:
-    validate(run, loader, images)
-    return watch.lap()
 
 
 def saving(run: TrainingState, steps_per_epoch: int) -> float:
@@ -517,14 +444,3 @@ def count_that_fit(room: float, end: Callable[[int], float]) -> int:
     while end(most) <= room:
         most *= 2
     return bisect_right(range(1, most + 1), room, key=end)
-
-
-def too_short(config: Config, costs: Costs, needed: float) -> str:
-    """Why not one step fits, and what would."""
-    enough = math.ceil(1.1 * needed / (1 - MARGIN))
-    return (
-        f"time={config.training.time}: start, one step, its validation and the report take about "
-        f"{format_duration(needed)} (a step {costs.full_step:.2g} s, a validation "
-        f"{costs.validation:.2g} s): use --time {enough}s or more, a "
-        "smaller --model or --image-size, or fewer images"
-    )

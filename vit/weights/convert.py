@@ -22,11 +22,11 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.atomic_files import atomic_folder, write_text
 from vit.config import ModelConfig
 from vit.config.stored_config import run_folder_of
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
-from vit.data.sources.dataset_export import atomic_folder
 from vit.errors import ConfigError, RunError, WeightsError, error_text
 from vit.event_log import METRICS_FILE, Event, ranking_metric, read_event_log, saved_event
 from vit.text import Notify, print_to_stderr, printable
@@ -50,7 +50,7 @@ from vit.weights.load_model import (
     open_pretrained,
     preprocessing_or_default,
 )
-from vit.weights.safetensors_io import DIGEST, write_tensors, write_text
+from vit.weights.safetensors_io import DIGEST, write_tensors
 
 Library = Literal["timm", "huggingface"]
 

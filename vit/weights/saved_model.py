@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.config.pretraining_config import PRETRAINING_TASKS
@@ -32,7 +33,7 @@ from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
 from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
-from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
+from vit.weights.safetensors_io import read_tensors, write_tensors
 from vit.weights.state_dict_readers import MAX_JSON_BYTES, read_bytes
 
 CONFIG_FILE = "config.json"

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors, write_text
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
 from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
 from vit.event_log import METRICS_FILE, read_event_log
-from vit.tasks.task import Task
-from vit.text import plural, printable, quoted
+from vit.text import printable, quoted
 from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
 from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
 from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation
-from vit.weights.safetensors_io import explain_write_errors, write_text
 
 MAX_WAIT_SHARE = 0.15
 """Share of an epoch spent waiting for data above which a note is logged."""
@@ -74,7 +73,7 @@ class MetricsLogger:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process
-        self.noted_ignored_images = self.noted_waiting = False
+        self.noted: set[str] = set()  # each kind of note is logged once
         self.metrics: MetricsFile | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
@@ -110,7 +109,15 @@ class MetricsLogger:
 
     def step(self, epoch: int, step: Step) -> None:
         """Write the event of an optimiser step in `epoch`, from 0."""
-        event = step_event(self.run.step, epoch + 1, step)
+        event = {
+            "event": "step",
+            "step": self.run.step,
+            "epoch": epoch + 1,
+            "loss": step.loss,
+            "lr": step.lr,
+            # a step whose gradient is not finite is left out, and JSON has no infinity
+            "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
+        }
         if self.run.config.model.feedforward == "moe":
             event |= dict(zip(("balance_loss", "router_z_loss"), step.routers, strict=True))
         self._write(event)
@@ -147,14 +154,14 @@ class MetricsLogger:
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
             f"{self.run.task.format_scores(event)}{' *' if best else '  '}{speed}{lost}".rstrip()
         )
-        note = self.run.task.warning(event, self.run.config)
-        if note is not None and not self.noted_ignored_images:
-            self.notify(note)
-            self.noted_ignored_images = True
-        note = data_wait_note(event, self.run.config.data)
-        if note is not None and not self.noted_waiting:
-            self.notify(note)
-            self.noted_waiting = True
+        notes = {
+            "ignored images": self.run.task.warning(event, self.run.config),
+            "waiting": data_wait_note(event, self.run.config.data),
+        }
+        for kind, note in notes.items():
+            if note is not None and kind not in self.noted:
+                self.notify(note)
+                self.noted.add(kind)
 
     def soup(self, event: dict[str, Any]) -> None:
         """Write and log the event of an average of epochs."""
@@ -170,7 +177,7 @@ class MetricsLogger:
         scores = {name.replace("val_", "test_", 1): x for name, x in kept.items()}
         event = {"event": "test", "step": self.run.step, "test_images": measured.count, **scores}
         self._write(event)
-        self.notify(test_result(self.run.task, event))
+        self.notify(self.run.task.format_test(event))
 
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
@@ -203,26 +210,8 @@ class MetricsLogger:
     def _write(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(event)
-
-
-def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
-    """The event of optimiser step `number` in `epoch`, both from 1."""
-    return {
-        "event": "step",
-        "step": number,
-        "epoch": epoch,
-        "loss": step.loss,
-        "lr": step.lr,
-        # a step whose gradient is not finite is left out, and JSON has no infinity
-        "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
-    }
-
-
-def test_result(task: Task, event: Mapping[str, Any]) -> str:
-    """The scores of an event of test images in words."""
-    scores = {name.replace("test_", "val_", 1): score for name, score in event.items()}
-    result = task.format_result(scores).replace("validation", "test", 1)
-    return f"{result} of {plural(event['test_images'], 'image')}, measured once, at the end"
+        if self.tracking is not None:
+            self.tracking.send(event)
 
 
 def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:
