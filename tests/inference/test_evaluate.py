@@ -61,14 +61,6 @@ def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precis
     assert counts == answers
 
 
-def test_scores_with_keep_aspect_equal_those_counted_from_predictions(tiny_run, tiny_data):
-    scores = evaluate(tiny_run, str(tiny_data), precision="fp32", keep_aspect=True)
-    files = sorted((tiny_data / "val").rglob("*.*"))
-    found = Predictor(tiny_run, precision="fp32", keep_aspect=True)(files)
-    right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
-    assert scores["top1"] == right / 27
-
-
 def test_classes_are_matched_by_name(tiny_run, data):
     whole = evaluate(tiny_run, str(data), precision="fp32")
     shutil.rmtree(data / "val" / "apple")
