@@ -18,7 +18,6 @@ Source: Wortsman et al., "Model soups", arXiv:2203.05482.
 
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vit.atomic_files import atomic_folder, open_atomic, write_text
 from vit.config.merge_settings import LABEL_ERRORS_FILE, ROWS_FILE, SOUP_FOLDER
 from vit.config.parser import write_settings
 from vit.config.stored_config import stored_config, write_paths
@@ -46,13 +46,11 @@ from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import evaluate_held_out
 from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
-from vit.output.output_file import atomic_file
 from vit.output.prediction_results import to_json, write_review_list
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
 from vit.text import Notify, plural, printable, quoted
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import (
     WEIGHTS_FILE,
     LoadedRun,
@@ -166,11 +164,11 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
     record = json.loads((run / SPLIT_FILE).read_text("utf-8"))
     record |= {"fold": None, "val": [], "val_digests": []}
-    beside = out.with_name(f".{out.name}.tmp")
-    with explain_write_errors(out.parent):
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
+    delete_fold_soup(out.parent)
+    with atomic_folder(out) as beside:
+        if out.exists():  # with files of somebody else, such as an exported one
+            shutil.copytree(out, beside, dirs_exist_ok=True)
+        write_settings(beside / "config.yaml", whole, header)
         write_paths(beside, whole)
         write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
         serialize_model(
@@ -182,13 +180,6 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
         ).write(beside)
         if scaling is not None:
             store_calibration(beside, scaling)
-        delete_fold_soup(out.parent)
-        if out.exists():  # with files of somebody else, such as an exported one
-            for path in beside.iterdir():
-                os.replace(path, out / path.name)
-            beside.rmdir()
-        else:
-            beside.rename(out)
 
 
 def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
@@ -248,7 +239,7 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         Lines for the user.
     """
     single = True
-    with atomic_file(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
+    with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):
             rows = folder / f"fold-{fold}" / ROWS_FILE
             if not rows.is_file():  # it was killed between its training and its rows

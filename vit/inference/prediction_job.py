@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vit.atomic_files import explain_write_errors
 from vit.config.inference_config import (
     InferenceConfig,
     PredictionConfig,
@@ -42,7 +43,6 @@ from vit.output.output_file import (
     check_distinct,
     check_folder,
     check_output,
-    explain_write_errors,
     is_device,
     open_output,
 )
