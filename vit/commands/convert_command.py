@@ -25,8 +25,8 @@ class Options(Section):
     """Make a new repository of --push private."""
 
     def __post_init__(self) -> None:
-        if self.merge_tokens is not None:
-            self.check_at_least(0, "merge_tokens")
+        if self.merge_tokens is not None and self.merge_tokens < 0:
+            self.refuse("merge_tokens", "must be at least 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
