@@ -489,15 +489,6 @@ def test_held_out_images_are_known_whichever_folder_names_them(caption_config, t
             assert scores["count"] == 4, (images, asked)
 
 
-@pytest.mark.parametrize("content", ["{}", "[1, 2]", "nonsense", '{"file_name": "000.png"}', ""])
-def test_a_list_of_the_wrong_shape_is_one_line(caption_config, list_of, tmp_path, content):
-    data = list_of([["a thing"]] * 20)
-    (data / "metadata.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"metadata\.jsonl") as caught:
-        train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
-    assert "\n" not in str(caught.value)
-
-
 def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
     config = make_config({"task": "caption", "epochs": 9})
     seeing = {"epoch": 3, "val_loss": 1.0, "val_loss_shuffled": 1.5}

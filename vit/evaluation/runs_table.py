@@ -339,11 +339,8 @@ def runs(
             "--out writes it"
         )
     records.sort(key=lambda run: run.name.casefold())
-    ranked = [(key(run), run) for run in records]
-    having = [pair for pair in ranked if pair[0] is not None]
-    having.sort(key=lambda pair: pair[0], reverse=reverse)
-    lacking = [run for value, run in ranked if value is None]
-    return RunsTable(root, (*(run for _, run in having), *lacking))
+    having = sorted((run for run in records if key(run) is not None), key=key, reverse=reverse)
+    return RunsTable(root, (*having, *(run for run in records if key(run) is None)))
 
 
 def sort_key(name: str) -> Callable[[RunRecord], Any]:

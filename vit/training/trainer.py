@@ -36,7 +36,7 @@ from vit.training.lr_schedule import (
     total_steps,
 )
 from vit.training.setup import fingerprint, preflight
-from vit.training.time_budget import TimeBudget, settle_steps, settling_step
+from vit.training.time_budget import TimeBudget, settle_steps
 from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
 from vit.training.training_state import Step, TrainingState
@@ -161,13 +161,14 @@ class Trainer:
         run, training = self.run, self.run.config.training
         self.settled = (time.monotonic(), run.step)
         room = math.inf if self.budget is None else self.budget.ends - self.settled[0]
-        self.remaining = TimeRemaining(
-            steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
-            validations=training.epochs - self.epoch,
-            validation_share=len(self.splits.val) / run.config.data.batch_size,
-            growing=training.start_image_size is not None,
-            most=room,
+        left = steps_left(
+            run.config,
+            step=run.step,
+            steps_per_epoch=self.steps,
+            val_images=len(self.splits.val),
         )
+        growing = training.start_image_size is not None
+        self.remaining = TimeRemaining(left, most=room, growing=growing)
         while self.epoch < run.config.training.epochs and not self.stopped_early():
             with self.saving_at_bad_images():
                 progress = self.run_epoch()
@@ -176,7 +177,6 @@ class Trainer:
             self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
             assert measured is not None
             self.finish_epoch(measured, progress)
-            self.remaining.validated()
             self.keep_to_time()
         self.checkpoints.wait()
         self.training.close()
@@ -219,16 +219,16 @@ class Trainer:
             expected += budget.costs.start
         if step % self.steps:  # in the last epoch, whose validation has not been
             expected -= budget.costs.validation + budget.costs.saving
-        self.settle(budget, (now - began) / expected)
+        self.settle(budget, rate, (now - began) / expected)
 
-    def settle(self, budget: TimeBudget, pace: float) -> None:
+    def settle(self, budget: TimeBudget, rate: WarmupStableDecay, pace: float) -> None:
         """Settle the number of steps at a `pace`, as a share of what was expected.
 
         Steps made so far do not depend on that number, so the new settings reproduce the run.
         """
         run, training, before = self.run, self.run.config.training, self.total_steps
         pace = max_over_processes(run.accelerator, pace)
-        config = settle_steps(run.config, budget, self.steps, run.step, pace, run.accelerator)
+        config = settle_steps(run.config, rate, budget, self.steps, run.step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)
         run.config = config
@@ -249,7 +249,9 @@ class Trainer:
 
         def after_step(seen: Step) -> None:
             self.after_step(seen)
-            if run.step < end() and run.step == settling_step(run.config, self.steps):
+            rate, at = run.lr_at, run.config.training.cooldown_steps
+            settles = at and isinstance(rate, WarmupStableDecay) and run.step == rate.start + at[-1]
+            if settles and run.step < end():
                 self.keep_to_time()
                 progress.resize(progress.done + (end() - run.step) * run.config.data.batch_size)
 

@@ -225,8 +225,11 @@ class FolderWalker:
         """Whether a linked folder lies outside of the dataset and does not contain the link."""
         target = os.path.realpath(entry.path)
         parent = os.path.realpath(os.path.dirname(entry.path))
+        root = os.path.realpath(self.root)
         # A folder inside the dataset is listed in its own place, maybe as another class.
-        if _contains(target, parent) or _contains(os.path.realpath(self.root), target):
+        if target == os.path.commonpath([target, parent]) or root == os.path.commonpath(
+            [root, target]
+        ):
             self.left_out["link"].append(self.relative_name(entry.path))
             return False
         self.left_out["outside_link"].append(self.relative_name(entry.path))
@@ -295,8 +298,3 @@ class FolderWalker:
             for kind, text, names in found
             if names
         ]
-
-
-def _contains(folder: str, path: str) -> bool:
-    """Whether `path` is `folder` or below it; both are absolute."""
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -31,8 +31,13 @@ from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
 from vit.text import Notify, join_names, plural, printable, quoted
-from vit.training.finetune.freezing import freeze_backbone, trainable_line
-from vit.training.finetune.lora import add_lora, lora_line, merge_lora
+from vit.training.finetune.lora import (
+    add_lora,
+    freeze_backbone,
+    lora_line,
+    merge_lora,
+    trainable_line,
+)
 from vit.weights.adapt_weights import implied_settings
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
