@@ -11,7 +11,7 @@ from vit.config import DecoderConfig, ModelConfig
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
-from vit.weights.formats import timm_registry
+from vit.weights.formats import timm_network
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -136,14 +136,14 @@ def test_every_listed_pretrained_model_is_in_timms_registry(capsys):
     assert len(lines) > 200
     for line in lines:
         name, size, license_ = line.split(maxsplit=2)
-        entry = timm_registry.find_entry(name.removeprefix("timm/"))
+        entry = timm_network.find_entry(name.removeprefix("timm/"))
         assert f"timm/{entry.name}" == name
         assert size == "{}x{}".format(*entry.image_size)
         assert license_ == (entry.license or "not stated")
 
 
 def test_unsupported_pretrained_models_are_not_listed(monkeypatch, capsys):
-    monkeypatch.setattr(timm_registry, "is_supported", lambda name: ".dino" in name)
+    monkeypatch.setattr(timm_network, "is_supported", lambda name: ".dino" in name)
     assert main(["models", "--pretrained", "timm/vit_small"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines
@@ -151,9 +151,9 @@ def test_unsupported_pretrained_models_are_not_listed(monkeypatch, capsys):
 
 
 def test_pretrained_models_of_other_architectures_are_not_listed(capsys):
-    assert timm_registry.is_supported("vit_so400m_patch14_siglip_384.webli")
-    assert not timm_registry.is_supported("vit_base_patch16_rpn_224.sw_in1k")
-    assert main(["models", "--pretrained", "vit_base_patch16_rpn_224"]) == 2
+    assert timm_network.is_supported("vit_so400m_patch14_siglip_384.webli")
+    assert not timm_network.is_supported("vit_relpos_base_patch16_224.sw_in1k")
+    assert main(["models", "--pretrained", "vit_relpos_base_patch16_224"]) == 2
     assert "no supported timm model matches" in capsys.readouterr().err
 
 

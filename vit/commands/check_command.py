@@ -41,15 +41,11 @@ class Options(Section):
     """Replace an older file of --write-list."""
     device: str | None = setting(None, needs={"weights": "it is where a network computes"})
     """Where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)."""
-    workers: int | None = setting(None, "-j")
+    workers: int | None = setting(None, "-j", least=1)
     """Processes that read images (default: one a core, at most 16), and threads with --weights (at
     most 8)."""
     no_cache: bool = False
     """Look at every image again, and keep nothing for the next time."""
-
-    def __post_init__(self) -> None:
-        if self.workers is not None:
-            self.check_at_least(1, "workers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
