@@ -314,7 +314,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Convert to timm and Hugging Face",
-        "weights/convert weights/model_card weights/library_registration "
+        "weights/convert weights/library_registration "
         "weights/formats/huggingface_writer weights/formats/huggingface_classes "
         "weights/formats/timm_conv_stem commands/convert_command",
         *("convert", LABELS, "", "torch"),
