@@ -79,7 +79,7 @@ def fit(tiny_config):
         said: list[str] = []
         config = tiny_config(**{"warmup_epochs": None, **changes})
         accelerator = make_accelerator(config.run)
-        config, splits, _ = prepare_data(config, [], accelerator, said.append)
+        config, splits, _ = prepare_data(config, accelerator, said.append)
         fitted, act.budget = fit_time(
             config, splits, accelerator, said.append, began=began, planned=planned
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, WeightsError
@@ -123,24 +124,16 @@ class Trainer:
             notify(line)
         notify(f"run folder: {quoted(self.folder)}")
         if probed is not None:
-            self.record_probe(probed)
-        elif run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
-            self.measure_start()  # which a signal interrupted
-
-    def record_probe(self, probed: ProbeFit) -> None:
-        """Record the head that a linear probe fitted as epoch 0, which may remain the best."""
-        self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
-        if self.total_steps:
+            self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
+        if run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
             self.measure_start()
 
     def measure_start(self) -> None:
-        """Validate the network before its first step, as epoch 0."""
+        """Validate the head that a linear probe fitted, as epoch 0, which may remain the best."""
         self.save_first()
         progress = self.logger.open_progress(-1, 0)
         progress.close()
-        measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
-        self.stop_on_signal(agreed_signal(self.run.accelerator, self.run.interruption.number))
-        assert measured is not None
+        measured = self.validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
         self.epoch = -1
         self.finish_epoch(measured, progress)
 
@@ -173,9 +166,7 @@ class Trainer:
             with self.saving_at_bad_images():
                 progress = self.run_epoch()
                 self.save_first()
-                measured = validate(run, self.evaluation, len(self.splits.val), self.averaged)
-            self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-            assert measured is not None
+                measured = self.validate(run, self.evaluation, len(self.splits.val), self.averaged)
             self.finish_epoch(measured, progress)
             self.keep_to_time()
         self.checkpoints.wait()
@@ -284,6 +275,19 @@ class Trainer:
             self.save()
         self.stop_on_signal(seen.signal)
 
+    def validate(
+        self,
+        run: TrainingState,
+        loader: EvaluationLoader,
+        expected: int,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Validation:
+        """Measure the network, or stop on a signal."""
+        measured = validate(run, loader, expected, weights)
+        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
+        assert measured is not None
+        return measured
+
     def stop_on_signal(self, signal: int) -> None:
         """Save a checkpoint and raise, if `signal` is not 0."""
         if signal:
@@ -348,13 +352,13 @@ class Trainer:
         """Average the weights of the best epochs, and save the average if it is better."""
         run = self.run
 
-        def evaluate(weights: Mapping[str, Tensor]) -> Validation | None:
+        def evaluate(weights: Mapping[str, Tensor]) -> Validation:
             present = run.network.state_dict()
             shards = {n: shard_like(tensor, present[n]) for n, tensor in weights.items()}
-            return validate(run, self.evaluation, len(self.splits.val), shards)
+            return self.validate(run, self.evaluation, len(self.splits.val), shards)
 
         try:
-            made = average_best_epochs(self.best, evaluate)
+            event, weights = average_best_epochs(self.best, evaluate)
         except WeightsError as error:  # on all processes alike; the run is complete
             self.logger.notify(f"note: no soup: {error}")
             with contextlib.suppress(WeightsError):  # an earlier attempt may have saved an average
@@ -362,9 +366,6 @@ class Trainer:
                 if run.accelerator.is_main_process:
                     self.checkpoints.save_model(weights)
             return None
-        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-        assert made is not None
-        event, weights = made
         self.logger.soup({**event, "step": run.step})
         if run.accelerator.is_main_process:
             self.checkpoints.save_model(weights)
@@ -376,9 +377,7 @@ class Trainer:
         run = dataclasses.replace(self.run, network=network, model=network)
         loader = evaluation_loader(run, self.splits.test)
         with contextlib.closing(loader), self.saving_at_bad_images():
-            measured = validate(run, loader, len(self.splits.test))
-        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-        assert measured is not None
+            measured = self.validate(run, loader, len(self.splits.test))
         self.logger.test(measured)
         return {name.removeprefix("val_"): score for name, score in measured.scores.items()}
 
