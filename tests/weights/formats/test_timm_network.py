@@ -213,6 +213,11 @@ def test_the_image_size_follows_from_the_position_table():
         ({"model_args": {"depth": 10**9}}, "cannot be built: depth=1000000000"),
         ({"model_args": {"depth": "2"}}, "cannot be built"),
         ({"model_args": {"embed_dim": [1]}}, "cannot be built"),
+        ({"model_args": {**SMALL, "embed_dim": 65536}}, "parameters and 4 patches on a side, but"),
+        (
+            {"model_args": {**SMALL, "img_size": 8192, "pos_embed": "none"}},
+            "1024 patches on a side",
+        ),
         ({"model_args": {"img_size": [32, 64], "patch_size": 8}}, "images of 32 x 64 pixels"),
         ({"model_args": {**SMALL, "embed_dim": 32}}, "instead of"),
         ({"model_args": {**SMALL, "global_pool": "max"}}, "global_pool='max' is not supported"),

@@ -74,6 +74,8 @@ ADDED = re.compile(
     r"|embeds\.proj\.bias"
 )
 """Tensors that add to the tokens, except for the projection of the patches."""
+PARAMETER_ALLOWANCE, MAX_PATCHES = 16_000_000, 256
+"""Parameters beyond twice those of the file, and patches on a side, of a network that is built."""
 TOLERANCE = 2e-5
 """Largest difference of outputs, relative to the largest output; real ones are below 2e-6."""
 
@@ -121,6 +123,7 @@ def timm_facts(
         config = unproven_config(model, image_size)
         facts = TimmFacts(config, _rotary_order(model), about, None, notes)
         if cached is None or cached[:2] != facts[:2]:
+            _check_extent(model, state)
             few: dict[str, Any] = {
                 "depth": min(config.depth, PROOF_BLOCKS),
                 "num_classes": min(config.num_classes, PROOF_CLASSES),
@@ -428,6 +431,20 @@ def prove(theirs: Any, config: ModelConfig, order: RotaryOrder | None) -> None:
         raise WeightsError(
             "it computes something else than this network: with noise as weights and images, "
             f"outputs differ by {difference:.1g} of the largest"
+        )
+
+
+def _check_extent(model: Any, state: Mapping[str, Tensor]) -> None:
+    """Refuse a network on the meta device that would ask for far more memory than its file has."""
+    own, given = (
+        sum(tensor.numel() for tensor in tensors.values())
+        for tensors in (model.state_dict(), state)
+    )
+    side, pixels = _patches(model)
+    if own > 2 * given + PARAMETER_ALLOWANCE or pixels // side > MAX_PATCHES:
+        raise WeightsError(
+            f"it has {own:,} parameters and {pixels // side} patches on a side, but the weights "
+            f"have {given:,} numbers"
         )
 
 
