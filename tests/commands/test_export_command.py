@@ -12,8 +12,8 @@ from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, Traini
 from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.export import export_formats, verification
-from vit.exported.onnx_captioner import ExportedCaptioner
 from vit.exported.onnx_session import OnnxSession
+from vit.inference.predictor import Predictor
 from vit.model.build import build_captioner
 from vit.weights.saved_model import save_model
 
@@ -69,7 +69,7 @@ def test_a_captioner_becomes_two_files_that_only_overwrite_replaces(
     assert printed.err.splitlines()[-1] == "all agree"
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
     image = str(next(tiny_data.rglob("*.png")))
-    (answer,) = ExportedCaptioner(out)([image])
+    (answer,) = Predictor(out)([image])
     assert answer.caption is not None
     rows = []
     for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32

@@ -260,7 +260,7 @@ def test_a_token_is_needed_for_all_but_health_and_the_page(exported, files):
 
 
 def test_reject_of_a_multilabel_network_takes_no_other_threshold(monkeypatch):
-    monkeypatch.setattr("vit.serving.served_model.check_selection", lambda *_, **__: None)
+    monkeypatch.setattr("vit.inference.predictor.check_selection", lambda *_, **__: None)
     predictor = SimpleNamespace(classes=("a", "b"), thresholds=(0.5, 0.5), n_best=0)
     model = SimpleNamespace(predictor=predictor, explains=False)
     ServedModel.check(model, RowOptions(reject=True))

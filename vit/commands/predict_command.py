@@ -22,8 +22,7 @@ from vit.commands.command_output import Progress, notify
 from vit.commands.command_parser import CommandParser
 from vit.commands.launcher import launch_if_requested
 from vit.errors import VitError
-from vit.exported.load_exported import EXPORTED
-from vit.inference.backends import ENGINES
+from vit.exported.engine import ENGINES, EXPORTED
 from vit.output.prediction_results import TOP_K
 from vit.text import printable
 

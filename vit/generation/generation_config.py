@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vit.config.config_section import Section
 from vit.errors import WeightsError
@@ -119,6 +119,18 @@ class Search(Section):
         for name, off in (("top_k", 0), ("top_p", 1)):
             if getattr(self, name) != off and not self.temperature:
                 self.refuse(name, "only sampling uses it; set temperature, such as 1.0")
+
+    def changes(self) -> dict[str, Any]:
+        """Settings that differ from their defaults."""
+        return {
+            one.name: value
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        }
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value!r}" for name, value in self.changes().items()]
+        return ", ".join(changed) or "search"
 
     def _check_between(self, name: str, low: float, high: float, other: str = "") -> None:
         if not low <= getattr(self, name) <= high:

@@ -29,11 +29,11 @@ from einops import rearrange
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.image_objects import Array
 from vit.errors import ConfigError, RunError
-from vit.evaluation.classification_metrics import ranking
 from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
-from vit.inference.model_runner import to_probabilities
-from vit.inference.predictor import ImageOutput, Predictor
+from vit.inference.predictor import ImageOutput, Predictor, ranked_classes
+from vit.inference.torch_engine import to_probabilities
 from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
@@ -120,9 +120,9 @@ def _class_relevance(
     return classes, image, maps
 
 
-def classes_to_explain(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
+def classes_to_explain(probabilities: Array, thresholds: Sequence[float] | None) -> list[int]:
     """Indices of the classes to explain, the most probable first; at least one."""
-    order: list[int] = ranking(probabilities.unsqueeze(0))[0].tolist()
+    order: list[int] = ranked_classes(probabilities).tolist()
     if thresholds is None:
         return order[:TOP_CLASSES]
     named = [index for index in order if probabilities[index] >= thresholds[index]]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
-from vit.errors import ConfigError
+from vit.errors import ConfigError, explain_full_memory
 from vit.inference.attribution import (
     AttributionOverflow,
     WordAttribution,
@@ -33,7 +33,6 @@ from vit.inference.attribution import (
     view_lines,
     word_attributions_to_json,
 )
-from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
@@ -69,9 +68,9 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
             "keep_aspect=True: classes are explained in the square that a network usually sees; "
             "leave one of keep_aspect and explain out"
         )
-    if predictor.runner.tta is not None:
+    if predictor.tta is not None:
         raise ConfigError(
-            f"tta={predictor.runner.tta}: one view of an image is explained, and answers are the "
+            f"tta={predictor.tta}: one view of an image is explained, and answers are the "
             "mean of several; leave one of tta and explain out"
         )
     kinds = {parameter.dtype for parameter in predictor.model.parameters()}

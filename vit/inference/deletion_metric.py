@@ -15,7 +15,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from vit.inference.model_runner import Activation, to_probabilities
+from vit.inference.torch_engine import Activation, to_probabilities
 from vit.model.vision_transformer import VisionTransformer
 
 SOFTMAX: Activation = partial(torch.softmax, dim=1)

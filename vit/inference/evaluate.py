@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,15 +35,18 @@ from vit.data.sources.held_out_split import read_split
 from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups, open_eval_split, read_source
-from vit.errors import ConfigError, DataError, VitError
+from vit.errors import ConfigError, DataError, VitError, explain_full_memory
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.classification_report import check_page
 from vit.evaluation.intervals import count_groups, number_groups
 from vit.generation.generation_config import Search
-from vit.inference.batch_pipeline import explain_full_memory
-from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
-from vit.inference.predictor import ImageOutput, PathLike, Predictor
-from vit.inference.tta import Views
+from vit.inference.predictor import (
+    ImageOutput,
+    PathLike,
+    Predictor,
+    open_evaluated,
+    source_run,
+)
 from vit.output.output_file import atomic_file, open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
@@ -85,7 +88,7 @@ def evaluate(
     patch_size: int | None = None,
     keep_aspect: bool = False,
     search: Search | None = None,
-    tta: Views | None = None,
+    tta: Literal["flip", "crops"] | None = None,
     compile: bool = False,  # noqa: A002
     intensity_range: tuple[float, float] | None = None,
     out: PathLike | None = None,
@@ -229,9 +232,9 @@ def _measure_with_rows(
         )
 
 
-def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
+def robustness_score(predictor: Predictor) -> str:
     """The score that is measured on corrupted images: top-1, or mAP of several classes an image."""
-    if isinstance(predictor, ExportedPredictor):
+    if predictor.exported:
         raise ConfigError(
             "corruptions: an exported network resizes images itself, and corruptions are of "
             "resized ones; give the run it was exported from"
@@ -245,7 +248,7 @@ def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
 
 
 def measure_robustness(
-    predictor: Predictor | ExportedPredictor,
+    predictor: Predictor,
     samples: tuple[Sample, ...],
     clean: Mapping[str, Any],
     score: str,
@@ -260,7 +263,6 @@ def measure_robustness(
         `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
         severity, score and its interval of each.
     """
-    assert isinstance(predictor, Predictor), "checked by robustness_score"
     rows: list[dict[str, Any]] = []
     pairs = [*itertools.product(CORRUPTIONS, SEVERITIES)]
     try:
@@ -310,7 +312,7 @@ class EvaluationRows:
 
     def __init__(
         self,
-        predictor: Predictor | ExportedPredictor,
+        predictor: Predictor,
         samples: Sequence[Sample],
         names: Sequence[str],
         style: str,
@@ -388,11 +390,9 @@ def evaluate_held_out(
     return evaluate(run, spec, device=device, **settings)
 
 
-def source_of(
-    model: PathLike | LoadedRun, predictor: Predictor | ExportedPredictor
-) -> PathLike | LoadedRun | None:
+def source_of(model: PathLike | LoadedRun, predictor: Predictor) -> PathLike | LoadedRun | None:
     """What was trained: `model`, or the run that an exported file comes from, if it is here."""
-    return predictor.source if isinstance(predictor, ExportedPredictor) else model
+    return source_run(predictor) if predictor.exported else model
 
 
 def load_samples(
@@ -540,7 +540,7 @@ def with_training_settings(
 
 
 def measure(
-    predictor: Predictor | ExportedPredictor,
+    predictor: Predictor,
     samples: tuple[Sample, ...],
     notify: Notify,
     progress: Callable[[int, int], object],
@@ -569,7 +569,7 @@ def measure(
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
-    if isinstance(predictor, Predictor):
+    if not predictor.exported:
         predictor.read.observe = properties.add if sliced else None
     elif sliced:  # the pixels that the network sees stay in the file
         properties.add_headers(paths)
@@ -586,8 +586,7 @@ def measure(
             ]
             done += len(outputs)
             progress(done, len(paths))
-    if isinstance(predictor, Predictor):
-        predictor.read.observe = None
+    predictor.read.observe = None
     scores = evaluation.scores()
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))

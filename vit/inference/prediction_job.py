@@ -20,14 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vit.config.parser import nearest
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
-from vit.inference.backends import (
-    ImagePredictor,
-    library_version,
-    model_files,
-    open_predictor,
-    select_engine,
-)
+from vit.exported.engine import library_version, select_engine
 from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
+from vit.inference.predictor import Predictor, model_files, open_predictor
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -371,7 +366,7 @@ def open_predictor_on_all(
     images: list[str],
     engine: str,
     output: ResumableOutput | None,
-) -> ImagePredictor:
+) -> Predictor:
     """Open the predictor in every process, with one precision.
 
     With precision auto the first process chooses it, and a resumed prediction keeps the precision
@@ -382,7 +377,7 @@ def open_predictor_on_all(
         precision = group.run_on_main(lambda: output.stored_settings().get("precision", "auto"))
     settings = config.predictor_settings() | {"device": group.device(config.device)}
 
-    def open_with(precision: str) -> ImagePredictor:
+    def open_with(precision: str) -> Predictor:
         chosen = settings | {"precision": precision}
         return open_predictor(config.model, engine, chosen, images, explain=config.explain)
 
@@ -403,7 +398,7 @@ class PredictionJob:
     style: str
     engine: str
     images: list[str]
-    predictor: ImagePredictor
+    predictor: Predictor
     group: SingleProcess | ProcessGroup
     notify: Notify
     progress: Callable[[int, int], object]
@@ -472,9 +467,7 @@ class PredictionJob:
             options["threshold"] = config.threshold
         if config.explain is not None:
             from vit.inference.attribution_plot import check_explainable, draw_explanations
-            from vit.inference.predictor import Predictor
 
-            assert isinstance(self.predictor, Predictor), "exported networks have no --explain"
             deletion = not config.no_deletion
             check_explainable(self.predictor, deletion=deletion)
             options["top_k"] = self.top_k
@@ -565,7 +558,7 @@ class PredictionJob:
         return {
             "vit": __version__,
             "engine": library_version(self.engine),
-            "model": sha256_of_files(model_files(config.model, self.engine)),
+            "model": sha256_of_files(model_files(config.model)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
             "list_cells": cells.hexdigest() if self.cells else None,
@@ -604,7 +597,7 @@ class PredictionJob:
         group, config = self.group, self.config
         header, format_row = self.row_format()
         # the width of the network's embeddings
-        dim = 0 if config.embeddings is None else int(self.predictor.model.num_features)  # type: ignore[attr-defined]
+        dim = 0 if config.embeddings is None else int(self.predictor.model.num_features)
         log = group.run_on_all(lambda: output.open_log(group.rank, settings, resume=config.resume))
         rows = sum(group.all_gather(log.images))
         if resuming and group.rank == 0:
@@ -714,7 +707,7 @@ class PredictionJob:
         return failed
 
 
-def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) -> int:
+def classes_per_row(predictor: Predictor, top_k: int | None, **flags: Any) -> int:
     """Classes in a row of the predictions; 0 for a network without classes.
 
     Args:

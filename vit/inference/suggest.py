@@ -198,6 +198,7 @@ def suggest(
     order = order or ("uncertain" if known else "typical")
     predictor = Predictor(
         weights,
+        engine="torch",
         device=device,
         batch_size=batch_size,
         precision=precision,
@@ -205,7 +206,7 @@ def suggest(
         embeddings=True,
         notify=notify,
     )
-    predictor.caption_generator = None  # features need no captions
+    predictor.engine.caption_generator = None  # features need no captions
     source = _source_of_classes(predictor, order, known, str(weights))
     paths = [*dict.fromkeys(record.path for record in records)]
     table = _extract(predictor, paths, margins=source == "network", progress=progress)
@@ -327,7 +328,7 @@ def _extract(
                 features = torch.empty(len(paths), len(output.embedding))
             features[len(kept)] = output.embedding
             if margins:
-                row = output.probabilities[None]
+                row = torch.as_tensor(output.probabilities)[None]
                 likely[len(kept)] = row.argmax()
                 certain[len(kept)] = class_margins(row, predictor.thresholds)
             kept.append(output.image)

@@ -29,11 +29,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vit.config import Config
+from vit.config.inference_config import InferenceConfig
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.exported.load_exported import exported_engine, exported_files
+from vit.errors import ConfigError, DataError, RunError, WeightsError
+from vit.exported.engine import exported_engine, exported_files, open_exported
 from vit.paths import sha256_of_files
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
@@ -189,15 +190,12 @@ class ExportedTeacher(Teacher):
     """
 
     def __init__(self, name: str, engine: str, batch_size: int) -> None:
-        from vit.exported.load_exported import load_exported
-        from vit.exported.onnx_classifier import ExportedClassifier
-
-        found = load_exported(name, engine=engine, batch_size=batch_size)
-        if not isinstance(found, ExportedClassifier) or not found.shares:
+        network = open_exported(name, engine, InferenceConfig(batch_size=batch_size))
+        if network.n_best or not network.shares:
             raise no_classifier(name, "its outputs are no probabilities of classes")
-        self.name, self.classifier, self.classes = name, found, found.classes
-        self.multilabel = found.thresholds is not None
-        self.preprocessing = found.preprocessing
+        self.name, self.network, self.classes = name, network, network.classes
+        self.multilabel = network.thresholds is not None
+        self.preprocessing = network.preprocessing
         self.key = sha256_of_files(exported_files(name))
 
     def prepare(self, path: str) -> Tensor:
@@ -210,10 +208,13 @@ class ExportedTeacher(Teacher):
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:
         """Whole images -> the probabilities of the graph, (images, outputs) float64."""
         arrays = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
-        rows = [*self.classifier.probabilities(arrays)]
-        if bad := next((row for row in rows if isinstance(row, BadImage)), None):
-            raise RunError(f"teacher {printable(self.name)}: {bad.reason}")
-        return torch.stack([torch.as_tensor(row, dtype=torch.float64) for row in rows])
+        rows = torch.empty(len(arrays), len(self.classes), dtype=torch.float64)
+        for group in self.network.groups(arrays):
+            found = self.network.run([arrays[index] for index in group])["probabilities"]
+            rows[group] = torch.as_tensor(found)
+        if not rows.isfinite().all():
+            raise RunError(f"teacher {printable(self.name)}: the network overflowed")
+        return rows
 
 
 def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Teacher:

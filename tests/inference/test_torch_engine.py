@@ -10,8 +10,8 @@ from PIL import Image
 import vit
 from vit.data.image_io import read_image
 from vit.errors import ConfigError, WeightsError
-from vit.inference.model_runner import PrepackedLinear, can_prepack, prepack, to_probabilities
 from vit.inference.predictor import Predictor
+from vit.inference.torch_engine import PrepackedLinear, can_prepack, prepack, to_probabilities
 from vit.tasks.task import ScaledLogits
 from vit.weights.load_model import load_model
 from vit.weights.saved_model import LoadedRun, load_run
