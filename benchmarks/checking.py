@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 from vit.data.checks.dataset_check import check_dataset
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import downscaled, encode_thumbnail
-from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.image_io import read_image
 
 Draw = random.Random

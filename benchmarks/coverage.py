@@ -47,7 +47,7 @@ from vit.evaluation.temperature_scaling import (
     fit_temperature,
     scale_logits,
 )
-from vit.inference.evaluate import load_samples
+from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ROUNDING
 from vit.weights.saved_model import load_run

@@ -14,9 +14,8 @@ import statistics
 import torch
 from torch import Tensor
 
-from vit.data.sources.image_inputs import list_images
-from vit.inference.attribution import relevance, rollout
-from vit.inference.deletion_metric import Deletion, deletions, passes
+from vit.data.sources.open_dataset import list_images
+from vit.inference.attribution import Deletion, deletions, passes, relevance
 from vit.inference.predictor import Predictor, ranked_classes
 from vit.model.attention import record_attention
 
@@ -28,7 +27,9 @@ def rolled(predictor: Predictor, image: Tensor, grid: tuple[int, int]) -> Tensor
     model = predictor.model
     with torch.inference_mode():
         seen = record_attention(model, image[None])
-        rows = rollout(seen.maps)
+        rows = torch.eye(seen.maps[0].shape[-1])[None]
+        for weights in seen.maps:  # rollout, arXiv:2005.00928: half of a token comes by the skip
+            rows = (rows + weights.mean(dim=1) @ rows) / 2
         read: Tensor = model.attn_pool(rows, seen.context)
     parts = read.reshape(1, -1, rows.shape[-1])[..., model.num_prefix_tokens :]
     return parts.mean(dim=1).view(grid)

@@ -22,7 +22,7 @@ from vit.data.dataset_types import Sample
 from vit.data.image_cache import ImageCache, cache_side, open_cache
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.data.transforms import TrainingTransform
 
 BATCH, SIDE, AHEAD, MOST = 50, 224, 4, 4000

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import predict_with_ray
 from vit.output.prediction_results import FORMATS, Layout

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 
 PREDICTOR = """
 import io, sys, time

@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
-from vit.data.sources.image_inputs import list_images
+from vit.data.sources.open_dataset import list_images
 
 BOUNDARY = "soak-part"
 CLOSED = -1

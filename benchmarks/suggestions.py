@@ -29,15 +29,15 @@ import vit
 from vit.data.archives import relative
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import open_splits
-from vit.inference.active_learning import (
+from vit.inference.predictor import Predictor
+from vit.inference.suggest import (
     class_margins,
     neighbour_shares,
     order_by_typicality,
     order_by_uncertainty,
     unit_directions,
 )
-from vit.inference.predictor import Predictor
-from vit.output.review_list import write_review_list
+from vit.output.prediction_results import write_review_list
 
 ORDERS = ("random", "typical", "both")
 

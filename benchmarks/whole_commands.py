@@ -136,7 +136,7 @@ def prediction(options: argparse.Namespace) -> Iterator[Comparison]:
     """A folder of images from start to end, beside timm's inference.py on the same run folder."""
     if options.images is None:
         raise SystemExit("prediction: give a folder of images with --images")
-    from vit.data.sources.image_inputs import list_images
+    from vit.data.sources.open_dataset import list_images
 
     images = options.images.resolve()
     run = options.run.resolve() if options.run else untrained_run(options.folder)

@@ -14,7 +14,14 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *("vit.config", "vit.cpu_cores", "vit.errors", "vit.event_log", "vit.file_lock"),
+    *(
+        "vit.config",
+        "vit.cpu_cores",
+        "vit.errors",
+        "vit.event_log",
+        "vit.file_lock",
+        "vit.json_values",
+    ),
     *(
         "vit.memory_allocator",
         "vit.paths",
@@ -22,7 +29,7 @@ LEVEL_0 = {
         "vit.score_calibration",
         "vit.stop_signals",
     ),
-    *("vit.stop_signals", "vit.supported_versions", "vit.text", "vit.version"),
+    *("vit.text", "vit.version"),
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -49,11 +56,11 @@ ALLOWED = {
     "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
-    "vit.quick_imports": {"vit.supported_versions"},
-    "vit.score_calibration": {"vit.errors"},
+    "vit.quick_imports": {"vit.errors"},
+    "vit.json_values": {"vit.errors", "vit.text"},
+    "vit.score_calibration": {"vit.errors", "vit.json_values"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
-    "vit.supported_versions": {"vit.errors"},
     "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},
     "vit.precision": {"torch", "vit.errors"},
@@ -118,7 +125,7 @@ ALLOWED = {
         "numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.generation_config",
     },
     "vit.inference": {
-        *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "pyarrow", "ray",
+        *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "psutil", "pyarrow", "ray",
         *LEVEL_0, *LEVEL_1, *LEVEL_2,
     },
     "vit.export": {
@@ -136,7 +143,7 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
-    "fsspec": {"vit/inference/remote_files.py", "vit/data/sources/remote_shards.py"},
+    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},
@@ -146,9 +153,8 @@ ONLY = {
     "pyarrow": {
         "vit/data/archives.py",
         "vit/data/sources/huggingface_datasets.py",
-        "vit/output/embeddings_file.py",
+        "vit/output/resumable_output.py",
         "vit/inference/ray_inference.py",
-        "vit/inference/remote_files.py",
     },
     "prometheus_client": {"vit/serving/server_metrics.py"},
     "python_multipart": {"vit/serving/request_body.py"},

@@ -43,7 +43,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by p
     running = ".".join(map(str, sys.version_info[:2]))
     raise ImportError(f"vit needs Python 3.10 or newer; this is Python {running}")
 
-from vit.supported_versions import require_supported_versions
+from vit.quick_imports import require_supported_versions
 from vit.version import __version__
 from vit.weights.library_registration import register
 

@@ -1,7 +1,6 @@
 """Paths as arguments, suggestions for missing ones, names on all file systems, the user's cache
 folder, digests of files."""
 
-import difflib
 import hashlib
 import itertools
 import os
@@ -12,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from vit.errors import ConfigError, RunError
-from vit.text import printable
+from vit.text import nearest_names, printable
 
 MODEL_FILES = ("config.json", "model.safetensors")
 MAX_NAMES = 4096
@@ -20,8 +19,6 @@ MAX_NAMES = 4096
 MAX_NAME_LENGTH = 255
 DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
 """Names that mean devices on Windows, with any ending."""
-MIN_SIMILARITY = 0.6
-"""Smallest similarity (difflib) of a suggested name."""
 
 
 def path_argument(name: str, value: Any, wanted: str) -> str:
@@ -38,8 +35,7 @@ def path_argument(name: str, value: Any, wanted: str) -> str:
 def did_you_mean(path: str | os.PathLike[str]) -> str:
     """`; did you mean X?` for a path that does not exist, or "" if no name is similar.
 
-    Only its folder, or the nearest parent that exists, is searched, ignoring case. Up to three
-    equally similar names are suggested.
+    Only its folder, or the nearest parent that exists, is searched.
     """
     text = os.fspath(path)
     # as a shell, a browser, a text or Windows has it
@@ -55,21 +51,13 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
         folder, name = os.path.split(folder)
     if os.path.lexists(os.path.join(folder, name)):  # a broken link, or a path inside a file
         return ""
-    by_casefold: dict[str, str] = {}
-    for one in names_in(folder or os.curdir):
-        by_casefold.setdefault(one.casefold(), one)
-    word = name[:MAX_NAME_LENGTH].casefold()
-    near = difflib.get_close_matches(word, by_casefold, n=3, cutoff=MIN_SIMILARITY)
-    scores = [_similarity(word, one) for one in near]
-    suggestions = []
-    for one, score in zip(near, scores, strict=True):
-        found = os.path.join(folder, by_casefold[one])
-        full_path = os.path.join(found, rest)
-        if score == scores[0]:
-            suggestions.append(
-                printable(full_path if rest and os.path.exists(full_path) else found)
-            )
-    return f"; did you mean {' or '.join(sorted(suggestions))}?" if suggestions else ""
+    near = nearest_names(name[:MAX_NAME_LENGTH], names_in(folder or os.curdir))
+    paths = []
+    for one in near:
+        found = os.path.join(folder, one)
+        whole = os.path.join(found, rest)
+        paths.append(whole if rest and os.path.exists(whole) else found)
+    return f"; did you mean {' or '.join(map(printable, paths))}?" if paths else ""
 
 
 def is_saved_model(path: str) -> bool:
@@ -112,11 +100,6 @@ def user_cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "vit-toolkit"
-
-
-def _similarity(word: str, other: str) -> float:
-    # arguments in the order of difflib.get_close_matches: the measure is not symmetric
-    return difflib.SequenceMatcher(None, other, word).ratio()
 
 
 def sha256_of_files(paths: Sequence[Path]) -> str:

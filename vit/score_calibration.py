@@ -14,10 +14,11 @@ classes does not change, so the answers stay the same.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from vit.errors import ConfigError
+from vit.json_values import from_plain
 
 SCALING = ("temperature", "images", "exponent")
 """Fields that every calibration has."""
@@ -199,61 +200,36 @@ class ScoreCalibration:
     @staticmethod
     def from_dict(values: Any) -> "ScoreCalibration":
         """Parse what `to_dict` returned."""
-        names = {field.name for field in fields(ScoreCalibration)} - {*OPTIONAL}
-        known = isinstance(values, dict) and (
-            values.keys() == {*SCALING} or values.keys() - {*OPTIONAL} == names
-        )
-        if not known:
-            raise ValueError(f"calibration must have {', '.join(sorted(names))}")
-        temperature, images, exponent = (values[name] for name in SCALING)
-        if not all(_is_number(one) and 0 < one < math.inf for one in (temperature, exponent)):
-            raise ValueError("temperature and exponent of a calibration must be numbers above 0")
-        if not _is_number(images) or images < 0:
-            raise ValueError("calibration must have a number of images")
-        plain = ScoreCalibration(
-            temperature=float(temperature), images=int(images), exponent=float(exponent)
-        )
-        if len(values) == len(SCALING):
-            return plain
-        target, threshold = values["target_precision"], values["threshold"]
-        farthest = values["farthest"]
-        if farthest is not None and not _is_number(farthest):
-            raise ValueError("the farthest distance of a calibration must be a number")
-        levels = values["set_levels"]
-        shares = [target, values["answered"], *([] if threshold is None else [threshold])]
-        if not all(_is_number(share) and 0 <= share <= 1 for share in shares):
-            raise ValueError("shares and the threshold of a calibration must be from 0 to 1")
-        rows = values.get("class_set_levels", [])
-        if not isinstance(levels, list) or len(levels) != len(COVERAGES):
-            raise ValueError(f"calibration must have {len(COVERAGES)} levels of sets")
-        if not isinstance(rows, list) or len(rows) not in (0, len(COVERAGES)):
-            raise ValueError(f"calibration must have {len(COVERAGES)} rows of levels of classes")
-        for row in (levels, *(row for row in rows if row is not None)):
-            valid = isinstance(row, list) and all(
-                level is None or (_is_number(level) and level >= 0) for level in row
+        optional = {field.name for field in fields(ScoreCalibration)} - {*SCALING}
+        if isinstance(values, dict) and values.keys() > {*SCALING}:
+            optional = {*OPTIONAL}
+        found = from_plain(ScoreCalibration, values, "calibration", optional=optional)
+        found.check_ranges()
+        return found
+
+    def check_ranges(self) -> None:
+        """Refuse numbers that no calibration measures."""
+        shares = [self.target_precision, self.threshold, *self.class_thresholds.values()]
+        rows = [row for row in self.class_set_levels if row is not None]
+        levels = [level for row in (self.set_levels or (), *rows) for level in row]
+        valid = (
+            self.temperature > 0
+            and self.exponent > 0
+            and self.images >= 0
+            and (self.groups is None or self.groups >= 1)
+            and (self.target_precision is None) == (self.set_levels is None)
+            and all(share is None or 0 <= share <= 1 for share in (self.answered, *shares))
+            and all(level is None or level >= 0 for level in levels)
+            and all(
+                len(table) in (0, len(COVERAGES))
+                for table in (self.set_levels or (), self.class_set_levels)
             )
-            if not valid:
-                raise ValueError("levels of sets of a calibration must be numbers of at least 0")
-        multilabel, by_class = values.get("multilabel", False), values.get("class_thresholds", {})
-        groups = values.get("groups")
-        if groups is not None and (not _is_number(groups) or groups < 1):
-            raise ValueError("calibration must have a number of groups")
-        if not isinstance(multilabel, bool) or not isinstance(by_class, dict):
-            raise ValueError("calibration must have thresholds by class, and multilabel as bool")
-        if not all(one is None or (_is_number(one) and 0 <= one <= 1) for one in by_class.values()):
-            raise ValueError("thresholds by class of a calibration must be from 0 to 1")
-        return replace(
-            plain,
-            target_precision=float(target),
-            threshold=None if threshold is None else float(threshold),
-            answered=float(values["answered"]),
-            farthest=None if farthest is None else float(farthest),
-            set_levels=_floats(levels),
-            class_thresholds=dict(zip(by_class, _floats(by_class.values()), strict=True)),
-            class_set_levels=tuple(None if row is None else _floats(row) for row in rows),
-            multilabel=multilabel,
-            groups=None if groups is None else int(groups),
         )
+        if not valid:
+            raise ConfigError(
+                "calibration must have a temperature and an exponent above 0, shares from 0 to 1, "
+                f"and {len(COVERAGES)} levels of sets"
+            )
 
 
 def check_selection(
@@ -314,11 +290,3 @@ def rescale_thresholds(thresholds: Sequence[float], factor: float) -> tuple[floa
         value if value in (0.0, 1.0) else 1 / (1 + ((1 - value) / value) ** factor)
         for value in thresholds
     )
-
-
-def _floats(values: Iterable[float | None]) -> tuple[float | None, ...]:
-    return tuple(None if value is None else float(value) for value in values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

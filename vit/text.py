@@ -1,5 +1,6 @@
 """Text formatting: safe names, plurals, lists of names, sizes, durations, numbers, tables."""
 
+import difflib
 import os
 import re
 import shlex
@@ -40,6 +41,24 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
     names = list(names)
     rest = len(names) - limit
     return ", ".join(map(printable, names[:limit])) + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def nearest_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
+    """The names that are most like `word`, in any case of letters: one, or equally similar ones."""
+    known: dict[str, str] = {}
+    for name in names:
+        known.setdefault(name.casefold(), name)
+    near = difflib.get_close_matches(word.casefold(), known, n=limit)
+    # arguments in the order of get_close_matches: the measure is not symmetric
+    scores = [difflib.SequenceMatcher(None, name, word.casefold()).ratio() for name in near]
+    best = scores.count(scores[0]) if scores else 0
+    return sorted(known[name] for name in near[:best])
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`; did you mean X?` for the most similar of `names`, or "" if none is."""
+    near = nearest_names(word, names)
+    return f"; did you mean {' or '.join(map(printable, near))}?" if near else ""
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:

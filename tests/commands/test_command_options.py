@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 
-from vit.commands.command_options import DATA_SETTINGS, dataset_spec
+from vit.commands.command_options import dataset_spec
 from vit.commands.command_parser import CommandParser
 from vit.commands.main import main
+from vit.config import SourceConfig
+from vit.config.inference_config import settings_of
 
 POSITIONAL = {"compare": ["A", "B"], "evaluate": ["RUN"], "calibrate": ["RUN"]}
 FIXED = ["--device", "cpu", "--precision", "fp32", "-j", "1"]
@@ -21,7 +23,8 @@ def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
     module = importlib.import_module(f"vit.commands.{command}_command")
     parser = CommandParser(prog=command)
     module.add_arguments(parser)
-    names = [name for name in DATA_SETTINGS if name != "group" or command != "data"]
+    fixed = ("data", "exclude", "corrections", *(["group"] if command == "data" else []))
+    names = [name for name in settings_of(SourceConfig) if name not in fixed]
     values = [name for name in names if name != "allow_outside"]
     flags = [word for name in values for word in (f"--{name.replace('_', '-')}", name.upper())]
     words = [*POSITIONAL.get(command, ()), "DATA", *flags, "--allow-outside"]

@@ -168,9 +168,6 @@ def test_settings_without_effect_are_refused(photos, tmp_path, capsys):
     assert "a folder has no shards" in refused(
         capsys, photos, "--to", "folder", *out, "--shard-size", "1GB"
     )
-    assert "streaming: only from hf:NAME" in refused(
-        capsys, photos, "--to", "shards", *out, "--streaming"
-    )
     assert "must be at least 1MB" in refused(
         capsys, photos, "--to", "shards", *out, "--shard-size", "3"
     )

@@ -147,7 +147,7 @@ def test_all_scores_are_those_of_every_class(tiny_run, tiny_data, tmp_path, caps
         assert ranked == {name: row[f"class_score_{name}"] for name in ranked}
         assert row["label_score"] == row[f"class_score_{row['label']}"]
     assert main(["evaluate", str(tiny_run), str(tiny_data), "--all-scores"]) == 2
-    assert "give --out FILE as well" in capsys.readouterr().err
+    assert "all_scores=True: needs out" in capsys.readouterr().err
 
 
 def test_all_scores_go_below_the_thresholds_of_several_labels(

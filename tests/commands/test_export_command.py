@@ -21,7 +21,7 @@ from vit.weights.saved_model import save_model
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run folder of the smallest captioner."""
-    tokenizer = train_tokenizer(["a cat", "a cat", "a dog", "a dog"], kind="wordpiece")
+    tokenizer = train_tokenizer(["a cat", "a cat", "a dog", "a dog"])
     settings = ModelConfig(
         image_size=8, patch_size=4, dim=16, depth=1, num_heads=2, num_classes=0, pooling="none"
     )

@@ -174,7 +174,7 @@ def test_out_is_untouched_when_the_work_breaks_off(
         (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
         (["a.jpg", "--device", "gpu"], "device='gpu'"),
         (["a.jpg", "--top-k", "0"], "at least 1"),
-        (["a.jpg", "--batch-size", "many"], "at least 1"),
+        (["a.jpg", "--batch-size", "many"], "batch_size='many' is not a whole number"),
         (["a.jpg", "--precision", "bf17"], "bf17"),
         (["a.jpg", "--formt", "csv"], "--format"),
         ([], "INPUT"),

@@ -13,7 +13,7 @@ from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
 from vit.inference.predictor import Predictor
 from vit.inference.torch_engine import TorchEngine
-from vit.output.resumable_output import FileLock, ResumableOutput, merge_blocks
+from vit.output.resumable_output import ResumableOutput, merge_blocks
 
 pytestmark = pytest.mark.auto_precision
 
@@ -246,7 +246,6 @@ def test_a_finished_file_beside_an_unfinished_one(predict, input_images, tmp_pat
 
 def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_images, tmp_path):
     (tmp_path / "a.jsonl.partial").write_text('{"image": "0.png", "predictions": []}\n')
-    (tmp_path / "a.jsonl.partial.journal").write_text("{}\n")
     words = (*input_images, "--out", tmp_path / "a.jsonl")
     for more, reason in (
         ([], "is unfinished"),
@@ -262,18 +261,12 @@ def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_im
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--resume"], "--out"),
-        (["--resume", "--out", "-"], "--out"),
-        (["--resume", "--out", "/dev/null"], "--out"),
-        (["--resume", "--out", "a.csv", "--explain", "d"], "--explain"),
-        (["--embeddings", "x.npy"], "--out FILE"),
-        (["--embeddings", "x.npy", "--out", "-"], "--out FILE"),
+        (["--resume"], "resume=True: needs out"),
+        (["--resume", "--out", "-"], "resume=True: needs out"),
+        (["--resume", "--out", "/dev/null"], "resume=True: needs out"),
+        (["--embeddings", "x.npy", "--out", "-"], "embeddings='x.npy': needs out"),
         (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy or .parquet"),
         (["--embeddings", "x.npy", "--out", "x.npy", "--format", "csv"], "one file"),
-        (["--sort-with", "copy"], "--sort-into"),
-        (["--threshold", "-0.1"], "from 0 to 1"),
-        (["--threshold", "1.5"], "from 0 to 1"),
-        (["--threshold", "nan"], "from 0 to 1"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, words, reason):
@@ -432,15 +425,14 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "replace", record_replace)
     assert predict(*input_images, "--out", tmp_path / "a.csv")[0] == 0
-    temporary = f".a.csv.partial.finished.{os.getpid()}.tmp"
-    assert events == [temporary, "-> a.csv.partial.finished", "-> a.csv"]
+    assert events == [f".a.csv.{os.getpid()}.tmp", "-> a.csv"]
 
 
-@pytest.mark.parametrize("step", ["a.csv.partial.finished", "a.csv.partial", "a.csv"])
+@pytest.mark.parametrize("step", ["a.csv", "a.csv.partial"])
 def test_a_kill_while_the_file_gets_its_name_loses_nothing(
     predict, inputs, whole, tmp_path, monkeypatch, step
 ):
-    """Before the finished file is named, before the log is deleted, and before the last rename."""
+    """Before the rename, and before the log is deleted."""
     words = (*inputs, "-b", SIZE, "--out", tmp_path / "a.csv")
     replace, unlink = Path.replace, Path.unlink
 
@@ -464,56 +456,3 @@ def test_a_kill_while_the_file_gets_its_name_loses_nothing(
     assert f"resuming after {len(inputs)} of" in err[0] or "a.csv is complete" in err[0]
     assert (tmp_path / "a.csv").read_bytes() == expected
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "bad", "whole"]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.xlsx"])
-@pytest.mark.parametrize("more", [[], ["--overwrite"]])
-def test_rows_that_could_not_replace_a_file_replace_it_later(
-    predict, inputs, whole, tmp_path, monkeypatch, name, more
-):
-    """The old file was a mount point, or open in Excel."""
-    out = tmp_path / name
-    out.write_text("old\n")
-    words = (*inputs, "-b", SIZE, "--out", out)
-    replace = Path.replace
-
-    def busy(path, target):
-        if target.name == name:
-            raise OSError(16, "Device or resource busy")
-        return replace(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", busy)
-        for again in (["--overwrite"], ["--resume", *more]):
-            code, _, err = predict(*words, *again)
-            assert code == 2
-            kept = f"all rows are kept in {out}.partial.finished: continue with --resume"
-            assert err[-1].endswith(f"Device or resource busy; {kept}")
-            assert out.read_text() == "old\n"
-    code, _, err = predict(*words)
-    assert (code, len(err)) == (2, 1)
-    assert f"{name}.partial.finished has all rows" in err[0]
-    code, _, err = predict(*inputs[1:], "-b", SIZE, "--out", out, "--resume", *more)
-    assert code == 2
-    assert "start again with --overwrite" in err[-1]
-    assert predict(*words, "--resume", *more)[0] == 1
-    assert sorted(os.listdir(tmp_path)) == [name, "bad"]
-    if name == "a.jsonl":
-        assert out.read_bytes() == whole(name)
-
-
-def test_starting_again_removes_the_finished_file_first(tmp_path, monkeypatch):
-    """A kill after the logs are gone would leave it as the result."""
-    output = ResumableOutput(str(tmp_path / "a.csv"))
-    output.finished.touch()
-    output.open_log(0, {}, resume=False).close()
-    removed, unlink = [], Path.unlink
-
-    def noted(path, **options):
-        removed.append(path)
-        unlink(path, **options)
-
-    monkeypatch.setattr(Path, "unlink", noted)
-    with FileLock(output.targets) as lock:
-        output.begin(lock, {}, resume=False, overwrite=True)
-        assert removed[0] == output.finished

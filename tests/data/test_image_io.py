@@ -522,8 +522,6 @@ def test_pipes_devices_and_folders_are_refused(tmp_path):
     assert "circle" in refusal(tmp_path / "circle.jpg")
     assert "device" in refusal(tmp_path / "device.jpg")
     assert refusal(tmp_path / "missing.jpg") == "no such file"
-    (tmp_path / "\u00fc.jpg").touch()  # as on macOS, in a list made elsewhere, or the other way
-    assert "with a name in Unicode form NFC, the list has NFD" in refusal(tmp_path / "u\u0308.jpg")
     assert refusal(str(tmp_path / "nul\0.jpg"))
     assert time.monotonic() - started < 2
 

@@ -70,7 +70,7 @@ def test_preprocessing_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extra": 1}, "expected exactly"),
+        ({"extra": 1}, "must have exactly .*extra"),
         ({"image_size": 32}, "image_size=32"),
         ({"image_size": [32, 32, 32]}, "image_size"),
         ({"image_size": [32, 0]}, "image_size"),

@@ -64,9 +64,10 @@ def test_the_curve_to_compare_with_comes_first():
 def test_the_bars_of_a_reliability_chart_are_the_bins_and_their_shares():
     certain = (0.2, 0.9)
     bins = [(30, 0.11, 0.1, certain), (10, 0.2, 0.2, certain), (60, 1.0, 0.9, certain)]
-    chart = reliability_chart("Right", bins, bin_width=0.1)
+    chart = reliability_chart("Right", bins)
     width, height = Chart.right - Chart.left, Chart.bottom - Chart.top
-    assert [(x - 1 - Chart.left) / width for x, *_ in chart.bars] == pytest.approx([0.1, 0.1, 0.9])
+    places = [(x - 1 - Chart.left) / width for x, *_ in chart.bars]
+    assert places == pytest.approx([1 / 15, 2 / 15, 14 / 15], abs=1e-3)
     assert [tall / height for *_, tall in chart.bars] == pytest.approx([0.3, 0.1, 0.6], abs=1e-3)
     assert {round(y + tall, 3) for _, y, _, tall in chart.bars} == {Chart.bottom}
     assert chart.notes[0] == "score 11.0%: 10.0% of 30 (95% interval 20.0% to 90.0%)"

@@ -9,12 +9,14 @@ from scipy.stats import binomtest
 from sklearn import metrics
 
 from vit.evaluation.classification_metrics import (
+    ClassChange,
     Outcomes,
-    adaptive_calibration_error,
     calibration_error,
     chance_calibration_error,
+    compare_recall,
     debiased_error,
     ranking,
+    recall_lines,
     reliability,
     summarize,
     wilson_interval,
@@ -235,14 +237,8 @@ def test_calibration_measures_equal_their_formulas_in_numpy(images, labels, deci
     expected = ((table - own) ** 2).sum(1).mean()
     assert scores["brier"] == pytest.approx(expected, abs=1e-12)
     edges = np.linspace(0, 1, 16)
-    each = [gaps_by_bins(table[:, index], own[:, index], edges) for index in range(8)]
-    assert scores["ece_classwise"] == pytest.approx(np.mean(each), abs=1e-12)
     confidences, right = table.max(1), table.argmax(1) == truth.numpy()
     assert scores["ece"] == pytest.approx(gaps_by_bins(confidences, right, edges), abs=1e-12)
-    parts = np.sort(confidences)[np.maximum(np.arange(1, 15) * images // 15 - 1, 0)]
-    quantiles = np.array([0, *parts, 1])
-    found = gaps_by_bins(confidences, right, quantiles)
-    assert scores["ece_adaptive"] == pytest.approx(found, abs=1e-12)
 
 
 def test_two_classes_have_twice_scikit_learns_brier_score():
@@ -252,15 +248,6 @@ def test_two_classes_have_twice_scikit_learns_brier_score():
     expected = metrics.brier_score_loss(truth, pair[:, 1])
     assert scores["brier"] == pytest.approx(2 * expected, abs=1e-12)
     assert scores["nll"] == pytest.approx(metrics.log_loss(truth, pair), abs=1e-12)
-
-
-def test_equally_filled_bins_do_not_depend_on_the_order_of_images():
-    probabilities, truth = draw(100)
-    confidences = probabilities.amax(dim=1).mul(10).round().div(10)
-    right = probabilities.argmax(dim=1) == truth
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
-    found = adaptive_calibration_error(confidences[order], right[order])
-    assert found == pytest.approx(adaptive_calibration_error(confidences, right), abs=1e-12)
 
 
 def test_the_reliability_diagram_has_each_image_once():
@@ -275,3 +262,63 @@ def test_the_reliability_diagram_has_each_image_once():
         assert (low, high) == pytest.approx((interval.low, interval.high), abs=1e-9)
         assert 0 <= low <= share <= high <= 1
         assert 0 < mean <= 1
+
+
+ANIMALS = ("ant", "bee", "cat", "dog")
+
+
+def outcomes_of(labels: list[int], answers: list[int]) -> Outcomes:
+    return Outcomes.of(torch.eye(4)[answers] * 0.5 + 0.1, torch.tensor(labels))
+
+
+def test_classes_are_compared_by_name():
+    change = ClassChange.between(("dog", "eel", "ant"), ANIMALS)
+    assert (change.kept, change.added, change.lost) == (("ant", "dog"), ("bee", "cat"), ("eel",))
+    assert ClassChange.between(None, ANIMALS).added == ANIMALS
+
+
+class Unsearched(tuple):
+    """Names that are looked up elsewhere: of 100,000 classes, each search would read them all."""
+
+    __contains__ = index = None
+
+
+def test_many_classes_are_not_searched_one_by_one():
+    old, new = Unsearched(("dog", "ant")), Unsearched(ANIMALS)
+    change = ClassChange.between(old, new)
+    assert change.kept == ("ant", "dog")
+    unsearched = ClassChange(*(Unsearched(names) for names in (change.kept, change.added, ())))
+    rows = compare_recall(unsearched, outcomes_of([0, 1, 3], [0, 1, 0]), new, {"ant": 1})
+    assert [row.before for row in rows[:3]] == [0.5, None, None]
+
+
+def test_recall_is_that_of_each_class_and_of_all_of_an_age():
+    change = ClassChange.between(("ant", "dog", "cat"), ANIMALS)
+    measured = outcomes_of([0, 0, 0, 0, 1, 1, 3, 3], [0, 0, 0, 1, 1, 3, 3, 3])
+    rows = compare_recall(change, measured, ANIMALS, {"ant": 4, "dog": 1})
+    assert [(row.name, row.images, row.before, row.now) for row in rows] == [
+        ("3 old classes", 6, 5 / 6, 5 / 6),
+        ("1 new class", 2, None, 0.5),
+        ("all classes", 8, None, 0.75),
+        ("ant", 4, 1.0, 0.75),
+        ("dog", 2, 0.5, 1.0),
+        ("bee", 2, None, 0.5),
+    ]
+    assert [row.gain for row in rows[3:]] == [pytest.approx(-0.25), 0.5, None]
+
+
+def test_the_table_for_a_terminal_escapes_names_and_has_the_worst_classes():
+    names = (*(f"class{n}" for n in range(30)), "new\x1b")
+    change = ClassChange.between(names[:-1], names)
+    labels = torch.arange(31)
+    probabilities = torch.eye(31)[labels.where(labels != 7, torch.tensor(8))]
+    before = dict.fromkeys(names, 1)
+    lines = recall_lines(compare_recall(change, Outcomes.of(probabilities, labels), names, before))
+    assert lines[0].split() == ["recall", "images", "before", "now"]
+    assert lines[1].split() == ["30", "old", "classes", "30", "100.0%", "96.7%"]
+    assert lines[4].split() == ["class7", "1", "100.0%", "0.0%"]
+    assert lines[-1] == "and 11 other classes"
+    few = recall_lines(
+        compare_recall(change, Outcomes.of(probabilities[29:], labels[29:]), names, {})
+    )
+    assert few[-1].split() == ["new\\x1b", "1", "-", "100.0%"]

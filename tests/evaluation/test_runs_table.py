@@ -214,6 +214,18 @@ def test_only_shares_of_images_have_an_interval_and_a_soup_that_is_better_counts
     assert (records["bad soup"].score, records["bad soup"].best_epoch) == (0.5, 1)
 
 
+def test_what_a_training_wrote_is_not_read_again_from_its_events(add_run, found):
+    folder = add_run("one", weights=False)
+    facts = {"metric": "val_top1", "score": 0.75, "interval": [0.5, 0.875], "seconds": 2.5}
+    text = json.dumps({"epochs": 1, "best_epoch": 1, "stopped_early": True, **facts})
+    (folder / "summary.json").write_text(text)
+    run = found()["one"]
+    assert (run.state, run.epochs, run.score, run.score_text) == ("finished", 1, 0.75, "75.00%")
+    assert {name: getattr(run, name) for name in facts} == facts
+    (folder / "summary.json").write_text(text[:-9])
+    assert found()["one"].state == "broken"
+
+
 def test_the_page_and_the_json_are_two_files(add_run, tmp_path, capsys):
     add_run("one", [epoch(1)])
     out = tmp_path / "table"

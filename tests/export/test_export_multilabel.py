@@ -17,7 +17,8 @@ from vit.export.export_formats import export_model, export_onnx
 from vit.export.verification import ModelOutputs, verify
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.compare import compare as compare_networks
-from vit.inference.evaluate import evaluate, load_samples
+from vit.inference.evaluate import evaluate
+from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
 from vit.score_calibration import COVERAGES, ScoreCalibration, decision_confidence
 from vit.tasks.task import get_task

@@ -11,7 +11,7 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from tests.markers import same_initial_weights
-from vit.errors import ConfigError, DataError, VitError
+from vit.errors import DataError, VitError
 from vit.export import quantization
 from vit.export.export_options import OPSET
 from vit.export.onnx_graph import Graph
@@ -227,16 +227,9 @@ def test_attention_weights_have_the_whole_range_in_each_row(graph, static, noise
     np.testing.assert_allclose(scales, [1 / 255] * 2, rtol=1e-6)
 
 
-def test_unsuitable_graphs_and_images_are_refused(graph, static, noise_of):
-    few = list(noise_of(MIN_IMAGES - 1))
+def test_too_few_images_are_refused(graph, noise_of):
     with pytest.raises(DataError, match=f"^{MIN_IMAGES - 1} images for calibration: at least"):
-        quantize(graph, few)
-    with pytest.raises(DataError, match=r"^calibration image 3 is float32 of shape"):
-        input_images = list(noise_of(MIN_IMAGES))
-        input_images[3] = input_images[3].astype(np.float32)
-        quantize(graph, input_images)
-    with pytest.raises(ConfigError, match=r"^precision='int8'.* is made of a graph of fp32$"):
-        quantize(static, list(noise_of(MIN_IMAGES)))
+        quantize(graph, list(noise_of(MIN_IMAGES - 1)))
     with pytest.raises(DataError, match=r"^0 images for calibration: at least 16 .*; give more$"):
         quantize(graph, [], static=True)
 

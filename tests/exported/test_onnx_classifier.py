@@ -266,7 +266,7 @@ def test_an_exported_classifier_runs_without_importing_torch(file, input_images)
         ({"classes": '["a", "b", "c", "a"]'}, "damaged .*two have one name"),
         ({"classes": "[" * 100_000}, "its metadata are damaged"),
         ({"classes": '["a", "b", "c"]'}, r"probabilities of shape \['batch', 4\], and names 3"),
-        ({"preprocessing": "{}"}, r"damaged \(preprocessing has \[\]; expected"),
+        ({"preprocessing": "{}"}, r"damaged \(preprocessing must have exactly crop_share"),
         ({"preprocessing": "\x1b[31m"}, "its metadata are damaged"),
         ({"precision": None}, "its metadata are damaged"),
     ],

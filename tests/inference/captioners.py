@@ -22,7 +22,7 @@ def save_captioner(folder: Path, *, classes: Sequence[str] = (), **settings: Any
     head = {"num_classes": len(classes)} if classes else {"num_classes": 0, "pooling": "none"}
     small = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2}
     model = ModelConfig(**{**small, **head, **settings})
-    tokenizer = train_tokenizer(SAID * 2, kind="bpe", vocab_size=None)
+    tokenizer = train_tokenizer(SAID * 2, vocab_size=None)
     decoder = DecoderConfig(decoder_depth=2, vocab_size=tokenizer.size, caption_tokens=10)
     with torch.random.fork_rng():
         network = build_captioner(model, decoder).eval()

@@ -1,19 +1,24 @@
-"""Attention rollout and relevance against loops after the papers and hooks in timm; word maps."""
+"""Relevance against loops after the papers and hooks in timm; word maps."""
 
 import pytest
 import timm
 import torch
+from sklearn.metrics import auc
 from timm.utils import AttentionExtract
 from torch import Tensor, nn
 
 from tests.inference.captioners import save_captioner
 from vit.config import ModelConfig
-from vit.errors import ConfigError
 from vit.inference.attribution import (
+    RANDOM_ORDERS,
+    STEPS,
+    Curve,
     attribute_words,
+    deletions,
     merge_words,
+    passes,
     relevance,
-    rollout,
+    steps,
     token_attention,
 )
 from vit.model.attention import AttentionRecorder, record_attention
@@ -78,75 +83,6 @@ def test_maps_equal_those_that_timm_extracts():
     torch.testing.assert_close(record_attention(model, images).maps, list(extracted.values()))
 
 
-def fused(heads: list[list[list[float]]], fuse: str, discard: float) -> list[list[float]]:
-    """One image's heads as one, with each row's smallest entries left out, by plain loops."""
-    size = len(heads[0])
-    pick = {"mean": lambda values: sum(values) / len(values), "max": max, "min": min}[fuse]
-    rows = []
-    for i in range(size):
-        row = [pick([head[i][j] for head in heads]) for j in range(size)]
-        for j in sorted(range(size), key=row.__getitem__)[: int(discard * size)]:
-            row[j] = 0.0
-        rows.append([value / sum(row) for value in row])
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("residual", "fuse", "discard"),
-    [(0.5, "mean", 0.0), (0.3, "max", 0.4), (0.0, "min", 0.9), (1.0, "mean", 0.0)],
-)
-def test_rollout_equals_explicit_loops(residual, fuse, discard):
-    maps = [weights.double() for weights in network().attention_maps(input_images())]
-    rolled = rollout(maps, residual=residual, fuse=fuse, discard=discard)
-    size = maps[0].shape[-1]
-    for image in range(2):
-        expected = [[float(i == j) for j in range(size)] for i in range(size)]
-        for weights in maps:
-            rows = fused(weights[image].tolist(), fuse, discard)
-            expected = [
-                [
-                    residual * expected[i][j]
-                    + (1 - residual) * sum(rows[i][k] * expected[k][j] for k in range(size))
-                    for j in range(size)
-                ]
-                for i in range(size)
-            ]
-        torch.testing.assert_close(rolled[image].tolist(), expected)
-    torch.testing.assert_close(rolled.sum(-1), torch.ones(2, size).double())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"residual": 1.5}, "residual=1.5"),
-        ({"discard": 1.0}, "discard=1.0"),
-        ({"fuse": "median"}, "fuse='median'"),
-    ],
-)
-def test_rollout_refuses_arguments_out_of_range(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        rollout([torch.eye(3)[None, None]], **settings)
-
-
-def test_maps_of_merged_tokens_are_refused():
-    with pytest.raises(ConfigError, match="maps of 3 and 5 tokens: tokens were merged"):
-        rollout([torch.eye(5)[None, None], torch.eye(3)[None, None]])
-
-
-@pytest.mark.parametrize("block", [0, 1])
-def test_relevance_of_merged_tokens_is_refused(block):
-    model = network()
-    forward = model.blocks[block].forward
-
-    def merging(x, places):
-        x, places = forward(x, places)
-        return x[:, :-1], places
-
-    model.blocks[block].forward = merging
-    with pytest.raises(ConfigError, match="tokens were merged or dropped on the way"):
-        relevance(model, input_images())
-
-
 def by_hooks(model: nn.Module, image: Tensor, wanted: int, *, prefix: int, mean: bool) -> Tensor:
     """Chefer et al.'s rule for one image and a network of timm, by hooks and loops, in float64."""
     maps: list[Tensor] = []
@@ -191,8 +127,6 @@ def test_relevance_equals_hooks_in_timm_s_network(mean, registers):
     for image, wanted, ours in zip(images, (2, 0), found, strict=True):
         expected = by_hooks(theirs, image, wanted, prefix=1 + registers, mean=mean)
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
-    top = model(images).argmax(1)
-    assert torch.equal(relevance(model, images), relevance(model, images, top))
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
@@ -228,22 +162,11 @@ def test_attention_pooling_gathers_from_the_patches():
     torch.testing.assert_close(relevance(model, images, [1])[0], expected)
 
 
-@pytest.mark.parametrize("classes", [[3, 0], [-1, 0], [0], [0.0, 1.0], [True, False]], ids=str)
-def test_relevance_of_unknown_classes_is_refused(classes):
-    with pytest.raises(ConfigError, match="must be one number from 0 to 2 for each of 2 images"):
-        relevance(network(), input_images(), classes)
-
-
-def test_a_network_without_a_head_has_nothing_to_explain():
-    with pytest.raises(ConfigError, match="num_classes=0: there is no class to explain"):
-        relevance(network(num_classes=0), input_images())
-
-
 def test_relevance_works_with_activation_checkpointing():
     model, images = network(), input_images()
-    expected = relevance(model, images)
+    expected = relevance(model, images, [0, 1])
     recompute_blocks(model)
-    torch.testing.assert_close(relevance(model, images), expected)
+    torch.testing.assert_close(relevance(model, images, [0, 1]), expected)
 
 
 def test_relevance_finds_the_one_patch_that_decides():
@@ -380,3 +303,100 @@ def test_an_empty_caption_has_no_maps(run):
 )  # fmt: skip
 def test_tokens_are_merged_to_words(beginnings, words):
     assert merge_words(beginnings) == words
+
+
+class Weighted(nn.Module):
+    """Two classes; the first has what light is in patches, times a weight of each."""
+
+    def __init__(self, weights) -> None:
+        super().__init__()
+        self.weights, self.seen = weights, 0
+
+    def forward(self, images):
+        self.seen += len(images)
+        light = images.mean(1).unflatten(1, (4, 4)).unflatten(3, (4, 4)).mean((2, 4)).flatten(1)
+        logits = (light * self.weights).sum(1)
+        return torch.stack([logits, torch.zeros_like(logits)], dim=1)
+
+
+def by_loop(model, image, order, side, wanted):
+    """The curve of one order, image by image."""
+    cols = image.shape[2] // side
+    found = []
+    for step in range(STEPS + 1):
+        deleted = image.clone()
+        for patch in order[: round(len(order) * step / STEPS)]:
+            top, left = side * (patch // cols), side * (patch % cols)
+            deleted[:, top : top + side, left : left + side] = 0
+        with torch.no_grad():
+            found.append(float(model(deleted[None])[0].double().softmax(0)[wanted]))
+    return found
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_curves_equal_those_of_an_explicit_loop(settings):
+    model = network(**settings)
+    image = input_images(1, height=32, width=40)[0]
+    maps = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    for one, weights, wanted in zip(
+        deletions(model, image, maps, [2, 0], batch_size=7, seed=0), maps, [2, 0], strict=True
+    ):
+        order = weights.flatten().argsort(descending=True).tolist()
+        expected = by_loop(model, image, order, 8, wanted)
+        assert one.curve.probabilities == pytest.approx(expected, abs=1e-5)
+        backwards = by_loop(model, image, order[::-1], 8, wanted)
+        assert one.reverse.probabilities == pytest.approx(backwards, abs=1e-5)
+        assert one.curve.deleted == tuple(step / 10 for step in range(11))
+        assert one.curve.score == pytest.approx(auc(one.curve.deleted, expected), abs=1e-5)
+        assert len(one.random) == RANDOM_ORDERS
+
+
+def test_a_faithful_map_beats_chance_and_a_reversed_one_does_not():
+    weights = torch.rand(16, generator=torch.Generator().manual_seed(1)) - 0.3
+    model, image = Weighted(weights), torch.ones(3, 16, 16)
+    true = weights.view(4, 4)
+    found = deletions(model, image, torch.stack([true, -true]), [0, 0], batch_size=8, seed=0)
+    assert [one.better for one in found] == [True, False]
+    assert found[0].curve.score < found[0].chance < found[0].reverse.score
+    assert found[1].curve.probabilities == found[0].reverse.probabilities
+    assert found[0].random == found[1].random
+    (other,) = deletions(model, image, -true[None], [1], batch_size=8, seed=0)
+    assert other.better  # what speaks against one class speaks for the other
+
+
+def test_a_random_map_beats_chance_once_in_ten_times():
+    model = Weighted(torch.linspace(-1, 1, 16))
+    better = sum(
+        deletions(model, torch.ones(3, 16, 16), torch.zeros(1, 4, 4), [0], batch_size=128, seed=n)[
+            0
+        ].better
+        for n in range(300)
+    )
+    assert 15 <= better <= 45  # 1 in 10: 30, with a standard deviation of 5
+
+
+@pytest.mark.parametrize(("patches", "maps"), [(1, 1), (4, 2), (16, 1), (16, 2)])
+def test_the_number_of_forward_passes_is_as_stated(patches, maps):
+    model = Weighted(torch.ones(16))
+    side = int(patches**0.5)
+    weights = torch.rand(maps, side, side)
+    deletions(model, torch.ones(3, 16, 16), weights, [0] * maps, batch_size=5, seed=0)
+    assert model.seen == passes(patches, maps)
+    assert passes(100, 2) == 119
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    model, image = Weighted(torch.linspace(-1, 1, 16)), torch.ones(3, 16, 16)
+
+    def found(seed):
+        return deletions(model, image, torch.zeros(1, 4, 4), [0], batch_size=8, seed=seed)
+
+    assert found(3) == found(3)
+    assert found(3) != found(4)
+
+
+def test_deletion_steps_go_from_none_to_all():
+    assert steps(100) == list(range(0, 101, 10))
+    assert steps(3) == [0, 1, 2, 3]
+    assert steps(1) == [0, 1]
+    assert Curve((0.0, 0.5, 1.0), (1.0, 0.5, 0.0)).score == 0.5

@@ -15,9 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
-from vit.data import text_rendering
+from vit.data import contact_sheet
+from vit.data.contact_sheet import break_lines, draw_centred, escape_missing
 from vit.data.sources.file_walk import OUTPUT_MARKER
-from vit.data.text_rendering import break_lines, draw_centred, escape_missing
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
 from vit.inference.attribution import WordAttribution, attribute_caption, relevance
@@ -184,11 +184,11 @@ def test_any_text_can_be_plotted(word):
 
 def test_characters_without_a_glyph_are_escaped(monkeypatch):
     pillow = ImageFont.load_default(15)
-    monkeypatch.setattr(text_rendering, "fonts", lambda: (pillow,))
+    monkeypatch.setattr(contact_sheet, "fonts", lambda: (pillow,))
     assert [escape_missing(word) for word in ("cat", "猫", "a猫")] == ["cat", "\\u732b", "a\\u732b"]
     assert sizes("猫") == sizes("cat")
     bitmap = ImageFont.load_default_imagefont()
-    monkeypatch.setattr(text_rendering, "fonts", lambda: (bitmap,))
+    monkeypatch.setattr(contact_sheet, "fonts", lambda: (bitmap,))
     assert escape_missing("aé猫") == "a\\xe9\\u732b"
     for word in NASTY:
         sizes(word)
@@ -200,7 +200,7 @@ def test_long_words_are_broken_into_lines_without_loss():
     assert "".join(lines) == text
     assert len(lines) > 5
     for line in lines:
-        assert text_rendering.font_of(line).getlength(line) <= 200
+        assert contact_sheet.font_of(line).getlength(line) <= 200
     assert sizes(text)[1] > sizes("short")[1]
 
 

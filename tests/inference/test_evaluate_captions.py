@@ -30,7 +30,7 @@ KEYS = {
 }
 CLASS_KEYS = {
     *("top1", "top5", "top1_interval", "class_loss", "macro_f1", "balanced_accuracy", "ece"),
-    *("nll", "brier", "ece_adaptive", "ece_classwise", "ece_chance", "ece_debiased", "per_class"),
+    *("nll", "brier", "ece_chance", "ece_debiased", "per_class"),
     *("nll_interval", "brier_interval", "balanced_accuracy_interval", "macro_f1_interval"),
     *("slices", "confusion"),
 }

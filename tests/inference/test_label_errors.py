@@ -9,9 +9,8 @@ import torch
 from tests.inference.captioners import save_captioner
 from vit.config.parser import make_config
 from vit.config.stored_config import write_paths
-from vit.data.checks.check_listing import DatasetListing, ListedImage
+from vit.data.checks.check_listing import DatasetListing, ListedImage, Problem
 from vit.data.checks.dataset_check import CheckReport
-from vit.data.checks.problems import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
 from vit.evaluation.confident_learning import LabeledRow
@@ -157,9 +156,9 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
     report = CheckReport(DatasetListing(Path("/data")), {}, problems)
     path = tmp_path / name
     assert write_suspects(report, str(path)) == 2
-    entries = read_list(str(path), DatasetSpec(str(path)), []).entries
+    rows = read_list(str(path), DatasetSpec(str(path)), []).rows
     guard = "'" if name.endswith(".csv") else ""
-    assert {image: entry.labels for image, entry in entries.items()} == {
+    assert {row.name: row.labels for row in rows} == {
         f"{guard}=a/1.png": ("=a",),
         "hat/-2.png": ("hat",),
     }

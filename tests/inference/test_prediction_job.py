@@ -1,11 +1,9 @@
 """vit.predict does what `vit predict` does, in one call and under the same names."""
 
-import argparse
 import csv
 import json
 import re
 import shutil
-from dataclasses import fields
 from itertools import chain
 
 import numpy as np
@@ -14,12 +12,11 @@ import pytest
 from PIL import Image
 
 import vit
-from vit.commands.command_options import SEARCH_FIELDS
 from vit.commands.main import main
-from vit.commands.predict_command import add_arguments
-from vit.data.sources.image_inputs import list_images
+from vit.config.inference_config import InferenceConfig, PredictionConfig
+from vit.data.sources.open_dataset import list_images
 from vit.errors import ConfigError, RunError, VitError
-from vit.inference.prediction_job import PredictionConfig, run_on_ray
+from vit.inference.prediction_job import run_on_ray
 from vit.output.resumable_output import BlockLog
 
 pytestmark = pytest.mark.auto_precision
@@ -60,26 +57,6 @@ def test_one_call_writes_what_the_command_writes(tiny_run, tiny_data, bad_images
     for one, other in zip(paths["library"], paths["command"], strict=True):
         assert one.read_bytes() == other.read_bytes()
     assert np.load(vectors).shape == (total, 32)
-
-
-def test_settings_that_exclude_each_other_are_refused(tiny_run):
-    with pytest.raises(ConfigError, match="--resume continues a file"):
-        vit.predict(tiny_run, ["a.jpg"], resume=True)
-
-
-@pytest.mark.parametrize("top_k", [0, -1, 2.5])
-def test_a_number_of_classes_that_is_none_is_refused(tiny_run, input_images, tmp_path, top_k):
-    out = tmp_path / "rows.csv"
-    with pytest.raises(ConfigError, match=f"top_k={top_k}: must be at least 1, a whole number"):
-        vit.predict(tiny_run, input_images, top_k=top_k, out=str(out))
-    assert not out.exists()
-
-
-def test_settings_have_the_names_of_the_flags():
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    flags = {action.dest for action in parser._actions} - {"help", "max_pixels", *SEARCH_FIELDS}
-    assert flags == {one.name for one in fields(PredictionConfig)} - {"search"}
 
 
 def test_csv_for_a_spreadsheet_of_the_country(tiny_run, input_images, tmp_path):
@@ -142,8 +119,7 @@ def test_a_workbook_has_the_rows_of_the_json_lines(tiny_run, input_images, bad_i
         ({"out": "a.xlsx", "explain": "maps"}, "--format xlsx is a file"),
         ({"out": "a.jsonl", "csv_digits": 3}, "csv_digits=3: the format is jsonl"),
         ({"out": "a.csv", "csv_digits": 40}, "csv_digits=40: choose 0 to 17, or full"),
-        ({"out": "a.csv", "csv_separator": "|"}, "csv_separator='|': choose one of comma"),
-        ({"no_deletion": True}, "--no-deletion needs --explain DIR"),
+        ({"resume": True}, "resume=True: needs out"),
         ({"otu": "a.csv"}, "otu is not a setting of a prediction; did you mean out?"),
         ({"model": None}, "model=None (NoneType): give a run folder"),
         ({"inputs": [np.zeros(3)]}, "inputs=array([0., 0., 0.]) (ndarray): give files, folders"),
@@ -231,6 +207,7 @@ def test_workers_of_ray_have_the_cells_of_lists_without_addresses(sheet, tmp_pat
     monkeypatch.setattr(
         "vit.inference.ray_inference.predict_with_ray", lambda *_, **words: given.update(words)
     )
-    config = PredictionConfig(model="run", inputs=[str(listed), str(tmp_path / "web.csv")])
-    run_on_ray(config, [], "jsonl", print)
+    inputs = (str(listed), str(tmp_path / "web.csv"))
+    config = PredictionConfig(model="run", inputs=inputs, out="a.jsonl", format="jsonl")
+    run_on_ray(config, InferenceConfig(), [], print)
     assert [row["path"] for row in given["cells"].values()] == [name for name, *_ in rows]

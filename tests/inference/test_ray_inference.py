@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.inference.captioners import save_captioner
+from vit.config.inference_config import PredictionConfig
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.generation_config import Caption, Search
 from vit.inference import ray_inference
@@ -18,13 +19,17 @@ from vit.inference.predictor import Predictor
 from vit.inference.ray_inference import (
     AttemptCounter,
     Worker,
+    check_out,
+    fetched,
     from_text,
+    is_url,
     pieces,
     predict_with_ray,
+    read_list,
     shares,
     to_text,
+    write_rows,
 )
-from vit.inference.remote_files import check_out, fetched, is_url, read_list, write_rows
 from vit.output.prediction_results import FORMATS, Layout, Prediction, csv_settings
 
 NAMES = ["a.png", "b \u2028,\n.png", "猫.png", "\udcff.png"]
@@ -135,7 +140,8 @@ def test_text_is_written_as_by_one_process(style, tmp_path):
 
 @pytest.mark.parametrize("separator", [None, "comma", "tab"])
 def test_csv_of_a_chosen_separator_has_a_byte_order_mark(separator, tmp_path):
-    layout = Layout(2, ("cat", "dog"), ["a.png"], **csv_settings(separator, None, "csv"))
+    columns = csv_settings(PredictionConfig(csv_separator=separator), "csv")
+    layout = Layout(2, ("cat", "dog"), ["a.png"], **columns)
     write_rows(str(tmp_path / "x.csv"), "csv", layout, iter(()))
     assert (tmp_path / "x.csv").read_text().startswith("\ufeff") == (separator is not None)
 
@@ -174,7 +180,8 @@ def test_nothing_is_left_of_a_file_that_was_not_finished(out, tmp_path):
     write_rows(out.format(tmp=tmp_path), "jsonl", LAYOUT, ROWS)
 
 
-def test_a_url_is_checked_before_work_begins():
+def test_a_url_is_checked_before_work_begins(monkeypatch):
+    monkeypatch.setattr(ray_inference, "find_spec", lambda _name: True)
     pytest.importorskip("fsspec")
     check_out("memory://checked/x.jsonl", "jsonl", overwrite=False)
     write_rows("memory://checked/x.jsonl", "jsonl", LAYOUT, ROWS)
@@ -257,7 +264,7 @@ def test_without_ray_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
         predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=1, settings={}, workers=1, notify=print
+            "x", ["a"], "b", style="jsonl", top_k=1, settings={"workers": 1}, notify=print
         )
 
 
@@ -274,7 +281,7 @@ def test_a_number_of_classes_of_a_captioner_is_refused(monkeypatch):
         monkeypatch.setattr(ray_inference, name, nullcontext)
     with pytest.raises(ConfigError, match="top_k=3: this network writes captions and has no class"):
         predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=3, settings={}, workers=1, notify=print
+            "x", ["a"], "b", style="jsonl", top_k=3, settings={"workers": 1}, notify=print
         )
 
 

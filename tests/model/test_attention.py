@@ -1,5 +1,7 @@
 """Attention against PyTorch's own, and its two implementations against each other."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -180,11 +182,12 @@ def test_memory_for_backward_is_linear_with_the_fused_kernel_and_quadratic_witho
     assert largest[1] == growth * largest[0]
 
 
-def test_self_attention_refuses_heads_that_do_not_divide_the_width():
+@pytest.mark.parametrize("kind", [SelfAttention, partial(CrossAttention, memory_dim=32)])
+def test_attention_refuses_heads_that_do_not_divide_the_width(kind):
     with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
-        SelfAttention(30, 4)
+        kind(30, 4)
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
-        SelfAttention(32, 4, num_kv_heads=3)
+        kind(32, 4, num_kv_heads=3)
 
 
 def attend(attention: CrossAttention, x: Tensor, memory: Tensor, **context) -> Tensor:
@@ -251,11 +254,3 @@ def test_dropout_of_cross_attention_acts_only_in_training():
         assert not torch.equal(attend(attention, x, memory), attend(attention, x, memory))
         attention.eval()
         assert torch.equal(attend(attention, x, memory), attend(attention, x, memory))
-
-
-@pytest.mark.usefixtures("float64")
-def test_cross_attention_refuses_heads_that_do_not_divide_the_width():
-    with pytest.raises(ValueError, match="dim=30 does not split into 4 heads"):
-        CrossAttention(30, 4, memory_dim=32)
-    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
-        CrossAttention(32, 4, memory_dim=32, num_kv_heads=3)

@@ -29,6 +29,7 @@ TABLES = {
     "stem_norm": build.STEM_NORMS,
 }
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
+MOE = {"feedforward": "moe", "num_experts": 4}
 # pooling=none is for networks without a head: those of captions (test_decoder.py)
 CHOICES = [
     (field, name)
@@ -72,7 +73,10 @@ EXTRAS = [
 ]
 OPTIONS = [{field: name} for field, name in CHOICES] + EXTRAS
 # These have fewer tokens in their last block than in their first.
-SHORTER = [{"merge_tokens": 1, "position": "rotary", "pooling": "mean"}]
+SHORTER = [
+    {"merge_tokens": 1, "position": "rotary", "pooling": "mean"},
+    {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1},
+]
 
 
 @pytest.mark.parametrize("field", TABLES)
@@ -204,6 +208,44 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
             {"feedforward": "swiglu", "activation": "relu"},
             "activation='relu': feedforward=swiglu does not read it; feedforward=mlp or moe",
         ),
+        ({"patch_sizes": (4, 10)}, "10 does not divide image_size=16; give patch_sizes that do"),
+        ({"patch_sizes": (0,)}, "0 does not divide"),
+        ({"patch_sizes": (8,)}, "is patch_size alone"),
+        ({**MOE, "top_k": 5}, "top_k=5: there are num_experts=4"),
+        ({**MOE, "moe_every": 3}, "moe_every=3: no block of depth=2 has experts"),
+        ({**MOE, "moe_every": 0}, "moe_every=0: must be at least 1"),
+        ({**MOE, "top_k": 1, "router_weights": "renormalised"}, "with top_k=1 it is always 1"),
+        ({**MOE, "router_priority": "score"}, "router_priority='score': nothing is dropped"),
+        ({**MOE, "capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
+        ({**MOE, "router_jitter": 1.0}, "router_jitter=1.0: must be a share"),
+        ({"merge_tokens": -1}, "merge_tokens=-1: must be at least 0"),
+        ({"merge_tokens": 2, "norm_order": "post"}, "merge_tokens=2: .* not norm_order=post"),
+        ({"merge_tokens": 2, "parallel_blocks": True}, "merge_tokens=2: .* not parallel_blocks"),
+        ({"position": "relative", "merge_tokens": 2}, "merge_tokens.* needs the whole grid"),
+        ({"stem_depth": 2}, "stem_depth=2: stem=linear does not read it; stem=conv does"),
+        ({"stem_width": 8}, "stem_width=8: stem=linear does not read it"),
+        ({"stem_norm": "layernorm"}, "stem_norm='layernorm': stem=linear does not read it"),
+        ({"stem": "conv", "patch_bias": False}, "patch_bias=False: stem=conv does not read it"),
+        ({"stem": "conv", "patch_sizes": (4,)}, "stem=conv does not read it; stem=linear does"),
+        (
+            {"stem": "conv", "patch_size": 12, "image_size": 48},
+            "patch_size=12: stem=conv halves the image; choose a power of two, such as 8 or 16",
+        ),
+        (
+            {"stem": "conv", "patch_size": 32, "image_size": 32},
+            "patch_size=32 needs stem_depth=4 or more",
+        ),
+        ({"stem": "conv", "stem_depth": 1}, "stem_depth=1: stem=conv with patch_size=8 needs"),
+        ({"stem": "conv", "stem_stride": 3}, "stem_stride=3: the first convolution takes every"),
+        ({"stem": "conv", "patch_size": 1, "stem_stride": 2}, "stem_stride=2: patch_size=1 has no"),
+        ({"stem_stride": 1}, "stem_stride=1: stem=linear does not read it"),
+        ({"stem": "conv", "stem_depth": 0}, "stem_depth=0: must be at least 1"),
+        ({"stem": "conv", "stem_width": 0}, "stem_width=0: must be at least 1"),
+        ({"stem": "conv", "stem_width": 64}, "stem_width=64: the last convolution has dim=32"),
+        (
+            {"stem": "conv", "patch_size": 2, "stem_depth": 1, "stem_width": 8},
+            "stem_width=8: the one convolution of stem_depth=1 has dim=32",
+        ),
     ],
 )
 def test_contradicting_settings_are_refused(settings, message):
@@ -284,6 +326,11 @@ MIXTURES = [
     {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1},
     {"stem": "conv", "pooling": "mean", "class_token": False, "position": "sinusoidal_2d"},
     {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "registers": 2},
+    {"norm_order": "sub", "feedforward": "swiglu", "pooling": "attention_all"}
+    | {"position": "learned_rotary", "rotary_grid": "index_1"},
+    {"norm_order": "sub_mlp", "position": "rotary", "rotary_grid": "mixed"}
+    | {"pooling": "class_token_registers", "registers": 1},
+    {"norm_order": "res_post", "stem": "linear_norm"},
 ]
 MORE_MIXTURES = [
     {"class_token": False, "pooling": "mean", "registers": 2, "position": "sinusoidal_2d"}
@@ -320,6 +367,24 @@ def test_the_mixtures_have_every_option():
     networks = [vars(ModelConfig(**SMALL | options)) for options in MIXTURES + MORE_MIXTURES]
     for options in OPTIONS + SHORTER:
         assert any(options.items() <= network.items() for network in networks), options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": "relative", "registers": 2},
+        {**MOE, "capacity_factor": 0.8, "router_priority": "score", "shared_expert": True},
+    ],
+    ids=str,
+)
+def test_exports_with_any_batch(options):
+    model, batch = random_network(options).eval(), torch.export.Dim("batch", min=1, max=64)
+    example = (torch.randn(3, 3, 16, 16),)
+    program = torch.export.export(model, example, dynamic_shapes=({0: batch},))
+    assert not any("vit::" in str(node.target) for node in program.graph.nodes)
+    for count in (1, 5):
+        images = torch.randn(count, 3, 16, 16)
+        torch.testing.assert_close(program.module()(images), model(images))
 
 
 EACH = QUICK + [
@@ -383,6 +448,8 @@ PAIRS = pairwise({f: [name for field, name in CHOICES if field == f] for f in GR
 @pytest.mark.parametrize("options", PAIRS, ids=lambda options: "-".join(options.values()))
 def test_every_pair_of_options_can_be_trained(options):
     torch.manual_seed(0)
+    if options["feedforward"] == "moe" and options["norm_order"].startswith("sub"):
+        options = {**options, "feedforward": "mlp"}  # experts have no norm inside
     model = build_classifier(ModelConfig(**{**SMALL, **options}))
     torch.nn.init.normal_(model.head.weight, std=0.1)
     images, labels = torch.randn(8, 3, 16, 16), torch.randint(3, (8,))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.config import Config, ModelConfig
 from vit.config.pretraining_config import PretrainingConfig
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, WeightsError
+from vit.errors import WeightsError
 from vit.model import grouped_linear
 from vit.model.build import build_classifier, build_joint_embedding
 from vit.model.mlp import MLP
@@ -508,69 +508,6 @@ def test_compiles_as_one_graph_with_its_gradients(options, backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + (backend != "inductor")
     with torch.no_grad():
         torch.testing.assert_close(compiled.eval()(images), model(images))
-
-
-EXPORTS = [
-    {},
-    DROPPING,
-    {"top_k": 1, "proj_bias": False},
-]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [EXPORTS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in EXPORTS[1:])],
-    ids=str,
-)
-def test_exports_with_any_batch(options):
-    model, batch = network(**options).eval(), torch.export.Dim("batch", min=1, max=64)
-    example = (torch.randn(3, 3, 16, 16),)
-    program = torch.export.export(model, example, dynamic_shapes=({0: batch},))
-    assert not any("vit::" in str(node.target) for node in program.graph.nodes)
-    for count in (1, 5):
-        images = torch.randn(count, 3, 16, 16)
-        torch.testing.assert_close(program.module()(images), model(images))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("options", EXPORTS, ids=str)
-def test_exports_to_onnx_with_any_batch(options, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model = network(**options).eval()
-    program = torch.onnx.export(
-        model,
-        (torch.randn(3, 3, 16, 16),),
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},),
-        verbose=False,
-    )
-    program.save(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    for batch in (1, 2, 5):
-        images = torch.randn(batch, 3, 16, 16)
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-        with torch.no_grad():
-            expected = model(images)
-        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_k": 5}, "top_k=5: there are num_experts=4"),
-        ({"moe_every": 3}, "moe_every=3: no block of depth=2 has experts"),
-        ({"moe_every": 0}, "moe_every=0: must be at least 1"),
-        ({"top_k": 1, "router_weights": "renormalised"}, "with top_k=1 it is always 1"),
-        ({"router_priority": "score"}, "router_priority='score': nothing is dropped"),
-        ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be at least 0"),
-        ({"router_jitter": 1.0}, "router_jitter=1.0: must be a share"),
-    ],
-)
-def test_contradicting_moe_settings_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**{**MOE, **options})
 
 
 def test_moe_is_saved_in_a_run_folder_and_refused_by_other_formats(tmp_path):

@@ -92,19 +92,6 @@ def test_flexible_patches_compile_as_one_graph_for_each_size():
         torch.testing.assert_close(compiled(images), model(images))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((4, 10), "10 does not divide image_size=48; give patch_sizes that do, or an image_size"),
-        ((0,), "0 does not divide"),
-        ((8,), "is patch_size alone"),
-    ],
-)
-def test_patch_sizes_that_do_not_divide_the_image_are_refused(sizes, message):
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**SMALL, patch_sizes=sizes)
-
-
 def test_growing_images_are_refused_with_several_patch_sizes():
     with pytest.raises(ConfigError, match="start_image_size=24: the patches of patch_sizes must"):
         Config(
@@ -133,6 +120,8 @@ def test_patch_embedding_equals_the_convolution():
         ((1, 4, 8, 8), "images have 4 channels; this network takes 3"),
     ],
 )
-def test_patch_embedding_refuses_other_images(shape, message):
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_embeddings_refuse_other_images(shape, message, stem):
+    settings = {**SMALL, "image_size": 16, "patch_size": 4, "stem": stem}
     with pytest.raises(ValueError, match=message):
-        PatchEmbedding(3, 4, 32)(torch.zeros(shape))
+        build_classifier(ModelConfig(**settings)).patch_embed(torch.zeros(shape))

@@ -175,25 +175,3 @@ def test_relative_bias_supports_copies_checkpoints_and_the_meta_device(network):
     shapeless = copy.deepcopy(network).to("meta")
     for size in (32, 48):
         assert shapeless(torch.empty(2, 3, size, 32, device="meta")).shape == (2, 3)
-
-
-@pytest.mark.slow
-def test_compiles_as_one_graph():
-    network = build_classifier(ModelConfig(**{**SMALL, "depth": 1}, registers=1))
-    nn.init.normal_(network.head.weight)
-    images = torch.randn(2, 3, 24, 40)
-    compiled = torch.compile(network, backend="eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled(images), network(images))
-
-
-@pytest.mark.parametrize("registers", [0, 2])
-def test_exports_with_any_batch(registers):
-    model = build_classifier(ModelConfig(**SMALL, registers=registers)).eval()
-    nn.init.normal_(model.head.weight)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    example = (torch.randn(3, 3, 32, 32),)
-    program = torch.export.export(model, example, dynamic_shapes=({0: batch},)).module()
-    for count in (1, 5):
-        images = torch.randn(count, 3, 32, 32)
-        torch.testing.assert_close(program(images), model(images))

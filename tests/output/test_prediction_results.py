@@ -7,11 +7,11 @@ import os
 import openpyxl
 import pytest
 
+from vit.data.workbook import read_sheet
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Caption
 from vit.output.prediction_results import (
     FORMATS,
-    READERS,
     Layout,
     Prediction,
     byte_order_mark,
@@ -22,6 +22,7 @@ from vit.output.prediction_results import (
     json_lines,
     table_lines,
     to_json,
+    write_review_list,
     write_workbook,
     xlsx_lines,
 )
@@ -217,7 +218,7 @@ def test_captions_are_safe_in_csv_and_in_a_table():
     assert len(ends) == 1
 
 
-def test_unknown_answers_and_sets_are_in_every_format():
+def test_unknown_answers_and_sets_are_in_every_format(tmp_path):
     rows = [
         Prediction("a.png", (("cat", 0.6),), unknown="uncertain", prediction_set=("cat", "=dog")),
         Prediction("b.png", (("=dog", 0.9),), prediction_set=("=dog",)),
@@ -242,8 +243,8 @@ def test_unknown_answers_and_sets_are_in_every_format():
     assert table[1] == ["a.png", "unknown", "60.00%", "unknown:", "uncertain", "set:", "cat|=dog"]
     assert table[2] == ["b.png", "=dog", "90.00%", "set:", "=dog"]
     for name, text in lines.items():
-        read = READERS[name](iter(text[not text[0] :]), layout.images)
-        assert [*map(tuple, read)][-3:] == [(True, False), (True, False), (True, True)]
+        (tmp_path / name).write_text("".join(text), encoding="utf-8", newline="")
+        assert count_failed_rows(tmp_path / name, name, layout.images) == 1
 
 
 def test_multilabel_rows_are_unknown_as_a_whole():
@@ -349,3 +350,23 @@ def test_columns_of_an_evaluation_come_before_those_of_a_list():
     assert [*layout.list_columns.values()] == names
     row = json.loads(json_lines(layout)[1](Prediction("a.jpg", truth={"label": "cat"})))
     assert (row["label"], row["list_label"]) == ("cat", "Cat")
+
+
+def test_a_list_without_a_file_is_csv_and_a_formula_is_text(tmp_path, capsys):
+    rows = [("=a.png", ""), ("b.png", "cat")]
+    write_review_list(None, ("image", "label"), rows)
+    assert capsys.readouterr().out.splitlines() == ["image,label", "'=a.png,", "b.png,cat"]
+    write_review_list(str(tmp_path / "list.jsonl"), ("image", "label"), rows)
+    lines = (tmp_path / "list.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"image": "=a.png", "label": ""},
+        {"image": "b.png", "label": "cat"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["a\udcff.png", "a\x01.png"])
+def test_a_workbook_shows_escapes_for_what_it_cannot_hold(tmp_path, name):
+    path = str(tmp_path / "list.xlsx")
+    write_review_list(path, ("image", "label"), [(name, "cat")])
+    text = [[str(cell) for cell in row] for row in read_sheet(path)]
+    assert text == [["image", "label"], [printable(name), "cat"]]

@@ -6,9 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from vit.errors import RunError, VitError
+from vit.errors import ConfigError, RunError, WeightsError
+from vit.output import resumable_output
 from vit.output.resumable_output import (
     Block,
     BlockLog,
@@ -112,41 +114,12 @@ def test_only_a_log_of_the_same_settings_is_continued(tmp_path):
 
 
 def test_only_our_own_unfinished_files_are_taken_for_such(tmp_path):
-    ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.2-of-3.journal"]
+    ours = ["a.csv.partial", "a.csv.partial.2-of-3", "a.csv.partial.stop"]
     for name in [*ours, "a.csv", "a.csv.partial.bak", "b.csv.partial", "xa.csv.partial"]:
         (tmp_path / name).touch()
     output = ResumableOutput(str(tmp_path / "a.csv"))
     assert [path.name for path in output.leftovers()] == ours
     assert [path.name for path in output.logs()] == ours[:2]
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_a_kill_between_the_removals_of_logs_repeats_nothing(tmp_path, monkeypatch, older):
-    output = ResumableOutput(str(tmp_path / "1-of-2.jsonl"), processes=3)
-    out = output.out
-    if older:  # which --overwrite replaces
-        out.touch()
-    for rank in range(3):
-        log = output.open_log(rank, {}, resume=False)
-        log.append(Block(rank, 1, b'{"image": "%d"}\n' % rank))
-        log.close()
-    unlink = Path.unlink
-
-    def kill(path, **options):
-        if path == output.log_path(1):
-            raise KeyboardInterrupt
-        unlink(path, **options)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Path, "unlink", kill)
-        output.finish(b"", "012", 0)
-    assert output.logs() == [output.log_path(1), output.log_path(2)]
-    with pytest.raises(VitError, match="has all rows; give it its name with --resume"):
-        output.check(resume=False, overwrite=False)
-    output.check(resume=True, overwrite=False)
-    assert output.complete("012", "jsonl") == 0
-    assert len(out.read_bytes().splitlines()) == 3
-    assert os.listdir(tmp_path) == [out.name]
 
 
 def test_blocks_of_several_processes_come_in_the_order_of_the_images(tmp_path):
@@ -234,3 +207,64 @@ def test_a_lock_file_is_closed_first_where_open_ones_are_not_deleted(tmp_path, m
 
         monkeypatch.setattr(Path, "unlink", delete)
     assert os.listdir(tmp_path) == []
+
+
+SIZE, DIM = 3, 4
+
+
+@pytest.fixture
+def vectors():
+    random = np.random.default_rng(0)
+    found = [random.normal(size=DIM).astype(np.float32) for _ in range(8)]
+    found[0] = found[5] = None
+    return found
+
+
+@pytest.fixture
+def blocks(vectors):
+    errors = {0: [(0, "empty")], 3: [(2, "cut")]}
+    return [
+        Block(
+            first,
+            len(vectors[first : first + SIZE]),
+            b"",
+            resumable_output.encode_vectors(vectors[first : first + SIZE], DIM),
+            errors.get(first, []),
+        )
+        for first in range(0, len(vectors), SIZE)
+    ]
+
+
+def test_npy_is_what_numpy_writes(tmp_path, vectors, blocks):
+    resumable_output.write_embeddings(tmp_path / "x.npy", blocks, ["image"] * 8, DIM)
+    expected = np.stack([np.full(4, np.nan, np.float32) if v is None else v for v in vectors])
+    np.save(tmp_path / "expected.npy", expected)
+    assert (tmp_path / "x.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy", mmap_mode="r"), expected)
+
+
+@pytest.mark.parametrize("group", [16, 80, 1 << 20])
+def test_parquet_has_image_embedding_and_error(tmp_path, vectors, blocks, monkeypatch, group):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(resumable_output, "GROUP_BYTES", group)
+    path = tmp_path / "x.parquet"
+    images = [f"{number}.jpg" for number in range(7)] + [os.fsdecode(b"\xff.jpg")]
+    resumable_output.write_embeddings(path, blocks, images, DIM)
+    table = parquet.read_table(path)
+    assert table.column_names == ["image", "embedding", "error"]
+    assert table["image"].to_pylist() == [*images[:7], "\\udcff.jpg"]
+    assert table["error"].to_pylist() == ["empty", None, None, None, None, "cut", None, None]
+    for found, vector in zip(table["embedding"].to_pylist(), vectors, strict=True):
+        assert found == (None if vector is None else vector.tolist())
+    assert os.listdir(tmp_path) == ["x.parquet"]
+
+
+def test_a_vector_of_another_width_is_refused():
+    with pytest.raises(WeightsError, match="shape"):
+        resumable_output.encode_vectors([np.zeros(3)], DIM)
+
+
+def test_the_name_says_the_format():
+    resumable_output.check_embeddings("x.npy")
+    with pytest.raises(ConfigError, match=r"\.npy or \.parquet"):
+        resumable_output.check_embeddings("x.csv")

@@ -338,8 +338,8 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
         ({"token": " x"}, "without spaces"),
         ({"max_image_mb": 99.0}, "max_request_mb=64"),
         ({"max_queue": 0}, "more than 0"),
-        ({"max_memory_mb": math.inf}, "max_memory_mb=inf: must be finite"),
-        ({"stop_timeout": math.inf}, "stop_timeout=inf: must be finite"),
+        ({"max_memory_mb": math.inf}, "max_memory_mb=inf is not a finite number"),
+        ({"stop_timeout": math.inf}, "stop_timeout=inf is not a finite number"),
         ({"max_queue": 9}, "max_images=64: .* max_queue=9 .*; lower the first or raise the second"),
     ]:
         with pytest.raises(ConfigError, match=words):

@@ -266,7 +266,9 @@ def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
     assert "decoder initialised from the pretrained weights" in capsys.readouterr().err
     tokenizers = [(tmp_path / n / "tokenizer.json").read_bytes() for n in ("first", "more")]
     assert tokenizers[0] == tokenizers[1]
-    other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer="wordpiece")
+    words = tmp_path / "words.json"
+    words.write_text(train_tokenizer(["other words", "other words"]).to_json(), encoding="utf-8")
+    other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer=str(words))
     train_here(other, tmp_path / "other", given=["tokenizer", "epochs", "warmup_epochs", "weights"])
     assert "decoder reinitialised" in capsys.readouterr().err
     classify = caption_config(

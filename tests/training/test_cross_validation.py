@@ -20,7 +20,7 @@ from vit.config.parser import make_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.evaluation.temperature_scaling import fit_temperature
-from vit.inference.fold_soup import save_fold_soup
+from vit.inference.fold_results import save_fold_soup
 from vit.score_calibration import ScoreCalibration
 from vit.training import cross_validation
 from vit.training.cross_validation import interval, t_quantile, train_folds
@@ -351,7 +351,7 @@ def test_a_network_of_all_folds_that_is_worse_than_they_are_is_not_kept(
     fold_runs, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        "vit.inference.fold_soup.average_weights",
+        "vit.inference.fold_results.average_weights",
         lambda states: {name: -each[0] for name, each in together(states).items()},
     )
     line = save_again(tmp_path / "folds")

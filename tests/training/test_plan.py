@@ -433,7 +433,12 @@ def test_captions_get_a_decoder_and_whole_images():
     assert (grey.augment.rotate, grey.augment.min_crop) == (0.0, 0.5)  # no characters
     longer = planned(dataclasses.replace(CAPTIONED, seconds=10_000.0), task="caption")
     assert (longer.augment.min_crop, longer.augment.auto_augment) == (0.5, "none")
-    given = {"task": "caption", "min_crop": 0.9, "decoder_depth": 1, "tokenizer": "wordpiece"}
+    given = {
+        "task": "caption",
+        "min_crop": 0.9,
+        "decoder_depth": 1,
+        "tokenizer": "words/tokenizer.json",
+    }
     chosen = planned(CAPTIONED, **given)
     assert (chosen.augment.min_crop, chosen.decoder.decoder_depth) == (0.9, 1)
     assert chosen.decoder.vocab_size is None

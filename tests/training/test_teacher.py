@@ -16,9 +16,8 @@ from tests.conftest import save_untrained
 from tests.markers import same_initial_weights
 from tests.training.conftest import COLOURS, TRAIN
 from tests.training.runs import events
-from vit.data.dataset_types import NO_LABEL
+from vit.data.dataset_types import NO_LABEL, to_multilabel
 from vit.data.image_io import read_image
-from vit.data.multilabel_targets import to_multilabel
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import ConfigError, DataError, RunError
 from vit.export.export_formats import export_onnx

@@ -19,6 +19,7 @@ from tests.training.runs import events
 from vit.commands.main import main
 from vit.config.parser import flatten
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.evaluation.runs_table import runs
 from vit.stop_signals import Interrupted
 from vit.tasks import classification
 from vit.training import training_loop
@@ -94,8 +95,12 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     result = train(tiny_config(epochs=6, drop_path=0, dropout=0), tmp_path / "run")
     names = {path.name for path in result.folder.iterdir()}
     files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
-    files |= {"environment.jsonl", "paths.json"}
+    files |= {"environment.jsonl", "paths.json", "summary.json"}
     assert names - {".lock"} == files | {"checkpoints"}
+    (record,) = runs(result.folder).runs
+    (result.folder / "summary.json").unlink()  # as in runs of older versions
+    assert runs(result.folder).runs == (record,)
+    assert record.epochs == 6
     found = events(result.folder)
     assert [event["epoch"] for event in found] == [1, 2, 3, 4, 5, 6]
     assert found[0].keys() == {

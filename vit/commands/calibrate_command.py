@@ -7,20 +7,19 @@ from vit.commands.command_options import (
     add_data_options,
     add_json_option,
     add_network_options,
+    checked_settings,
     data_files,
-    dataset_spec,
-    inference_settings,
     probability,
 )
 from vit.commands.command_output import Progress, notify, print_result
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig
 from vit.output.output_file import check_outputs
 from vit.text import plural, printable
 
 ROWS = {
     "ece": "calibration error",
     "ece_debiased": "without chance",
-    "ece_adaptive": "adaptive",
-    "ece_classwise": "classwise",
     "brier": "Brier score",
     "nll": "log loss",
 }
@@ -51,21 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
-    add_network_options(parser, calibrated=False)
-    parser.set_defaults(tta=None, compile=False, no_calibration=False)
+    add_network_options(parser, without=("no_calibration", "tta", "compile"))
 
 
 def run(args: argparse.Namespace) -> int:
+    settings = checked_settings(args, SourceConfig, InferenceConfig)
     check_outputs({"--json": args.json}, data_files(args))
 
     from vit.inference.calibrate import calibrate
 
-    settings = inference_settings(args)
-    del settings["no_calibration"]
     with Progress("vit calibrate") as progress:
         found = calibrate(
             args.run,
-            dataset_spec(args),
+            args.data,
+            split=args.split,
             target_precision=args.target_precision,
             target_class=args.target_class,
             **settings,

@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             data = self._data_of(parsed)
             if data is not None and not unknown[0].startswith("-"):
-                from vit.data.sources.input_hints import extra_arguments_message
+                from vit.data.sources.dataset_spec import extra_arguments_message
 
                 extra = [word for word in unknown if word[:1] != "-"]
                 before = words[max(words.index(extra[0]) - 1, 0)]

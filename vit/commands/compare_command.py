@@ -8,11 +8,12 @@ from vit.commands.command_options import (
     add_data_options,
     add_json_option,
     add_network_options,
+    checked_settings,
     data_files,
     dataset_spec,
-    inference_settings,
 )
 from vit.commands.command_output import Progress, notify, print_result
+from vit.config.inference_config import InferenceConfig
 from vit.errors import ConfigError
 from vit.output.output_file import check_outputs, open_output
 from vit.paths import is_saved_model
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(tta=None, compile=False)
     for name, letter in (("run_a", "A"), ("run_b", "B")):
         parser.add_argument(
             name,
@@ -50,10 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a page with the images that only some of them get right, which needs no network; an "
         "older file is replaced",
     )
-    add_network_options(parser)
+    add_network_options(parser, without=("tta", "compile"))
 
 
 def run(args: argparse.Namespace) -> int:
+    settings = checked_settings(args, InferenceConfig)
     outputs = {"--json": args.json, "--html": args.html}
     check_outputs(outputs, (args.run_a, args.run_b, *args.more, *data_files(args)))
     if is_saved_model(args.data):
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         found = compare_runs(
             [args.run_a, args.run_b, *args.more],
             dataset_spec(args),
-            **inference_settings(args),
+            **settings,
             notify=lambda note: notify(f"vit compare: {note}"),
             progress=progress,
         )

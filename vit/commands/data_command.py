@@ -33,11 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace DIR, where vit data has written it"
     )
-    parser.add_argument(
-        "--streaming",
-        action="store_true",
-        help="of hf:NAME to shards: do not keep the source on this disk",
-    )
     add_task_option(parser, "what is written with the images")
     add_data_options(parser, without=("group",))
     add_max_pixels(parser)
@@ -55,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
             to=args.to,
             shard_size=args.shard_size,
             overwrite=args.overwrite,
-            streaming=args.streaming,
             progress=progress,
         )
     for note in report.notes:

@@ -5,27 +5,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vit.commands.command_options import (
-    COMPILE_HELP,
-    TTA_HELP,
-    VIEWS,
-    add_csv_options,
     add_data_options,
+    add_fields,
     add_json_option,
     add_network_options,
     add_search_options,
+    checked_settings,
     data_files,
-    dataset_spec,
-    inference_settings,
-    positive_int,
 )
 from vit.commands.command_output import Progress, notify, print_result
-from vit.errors import ConfigError
+from vit.config import SourceConfig
+from vit.config.inference_config import EvaluationConfig, InferenceConfig
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable
 
 WEAKEST = 5
-COLUMNS = {"precision": "precision", "recall": "recall", "f1": "f1"}
+COLUMNS = ("precision", "recall", "f1")
+TITLES = {"average_precision": "AP"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,59 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_data_options(parser, trained=True)
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="a row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its "
-        "score, predictions; with several labels an image, its true labels and those above their "
-        "thresholds",
-    )
+    add_fields(parser, EvaluationConfig, without=("page",))
     parser.add_argument("--overwrite", action="store_true", help="replace an older file of --out")
-    parser.add_argument(
-        "--top-k",
-        type=positive_int,
-        metavar="K",
-        help="predicted classes in a row of --out (default: 5; of a multi-label network all above "
-        "their thresholds)",
-    )
-    parser.add_argument(
-        "--all-scores",
-        action="store_true",
-        help="the score of every class in a row of --out, in columns class_score_NAME",
-    )
-    add_csv_options(parser)
     parser.add_argument(
         "--html",
         metavar="FILE",
         help="a page with all numbers, classifiers only; an older file is replaced",
     )
-    parser.add_argument(
-        "--slice",
-        metavar="COLUMN",
-        action="append",
-        default=[],
-        help="accuracy by the values of a column of a list too; may be repeated (always: by image "
-        "size, aspect, brightness, sharpness, file type, frequency of the class, folder)",
-    )
-    parser.add_argument(
-        "--corruptions",
-        action="store_true",
-        help="measure images with noise, blur, JPEG artefacts, other brightness and contrast, and "
-        "rotated ones as well, each in five severities: 30 more passes over the images",
-    )
     add_search_options(parser)
     add_network_options(parser)
-    parser.add_argument("--tta", choices=VIEWS, help=TTA_HELP)
-    parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = {"--json": args.json, "--out": args.out, "--html": args.html}
+    settings = checked_settings(args, EvaluationConfig, SourceConfig, InferenceConfig)
+    outputs = {"--json": args.json, "--out": settings.get("out"), "--html": args.html}
     check_outputs(outputs, (args.model, *data_files(args)), overwrite=args.overwrite)
-    if args.top_k is not None and args.out is None:
-        raise ConfigError("--top-k is the number of classes in a row: give --out FILE as well")
-    if args.all_scores and args.out is None:
-        raise ConfigError("--all-scores are columns of the rows: give --out FILE as well")
 
     with quick_imports():
         from vit.inference.evaluate import evaluate
@@ -103,18 +62,12 @@ def run(args: argparse.Namespace) -> int:
     with Progress("vit evaluate") as progress:
         scores = evaluate(
             args.model,
-            dataset_spec(args),
-            **inference_settings(args),
-            out=args.out,
-            top_k=args.top_k,
-            all_scores=args.all_scores,
-            csv_separator=args.csv_separator,
-            csv_digits=args.csv_digits,
-            slice=args.slice,
-            corruptions=args.corruptions,
+            args.data,
+            split=args.split,
             page=args.html is not None,
             notify=lambda note: notify(f"vit evaluate: {note}"),
             progress=progress,
+            **settings,
         )
 
     def write() -> None:
@@ -136,96 +89,88 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
+# title, key of the score, format (% also of none), and what follows it
+CAPTION_ROWS = (
+    ("loss a token", "loss", ".4f", ""),
+    ("of other images", "loss_shuffled", ".4f", "  (the same captions, shuffled)"),
+    *((f"BLEU-{order}", f"bleu{order}", "%", "") for order in range(1, 5)),
+    ("ROUGE-L", "rouge_l", "%", ""),
+    ("CIDEr-D", "cider", ".4f", "  (of at most 10)"),
+    ("chrF", "chrf", "%", ""),
+    ("exact", "exact", "%", ""),
+    ("distinct", "distinct", "%", "  (different captions)"),
+)
+CLASS_ROWS = (
+    ("top-5", "top5", "%", ""),
+    ("balanced accuracy", "balanced_accuracy", "%", ""),
+    ("macro F1", "macro_f1", "%", ""),
+    ("loss", "loss", ".4f", ""),
+    ("calibration error", "ece", "%", "  (mean gap between confidence and accuracy; {} by chance)"),
+    ("Brier score", "brier", ".4f", ""),
+)
+MULTILABEL_ROWS = (
+    ("macro F1", "macro_f1", "%", "  (each class from its threshold on)"),
+    ("micro F1", "micro_f1", "%", ""),
+    ("all classes right", "subset_accuracy", "%", ""),
+    ("wrong decisions", "hamming", "%", ""),
+    ("loss", "loss", ".4f", ""),
+    (
+        *("calibration error", "ece", "%"),
+        "  (mean gap between probability and share of yes; {} by chance)",
+    ),
+    ("Brier score", "brier", ".4f", ""),
+)
+
+
 def format_scores(scores: dict[str, Any]) -> str:
     """Text of the scores of captions, of classes, or of both."""
-    return "\n".join([_task_summary(scores), *slice_lines(scores), *robustness_lines(scores)])
-
-
-def _task_summary(scores: dict[str, Any]) -> str:
     if "map" in scores:
-        return multilabel_summary(scores)
-    if "bleu4" not in scores:
-        return class_summary(scores) if "top1" in scores else plain_summary(scores)
-    captions = caption_summary(scores)
-    if "top1" not in scores:
-        return captions
-    return captions + "\n\n" + class_summary({**scores, "loss": scores["class_loss"]})
+        lines = class_lines(scores, "mAP", "map", MULTILABEL_ROWS)
+    elif "bleu4" in scores:
+        lines = [f"{'images':<18} {scores['count']}", *score_lines(scores, CAPTION_ROWS)]
+        lines += ["", "examples"]
+        for row in scores["examples"]:
+            lines += [
+                f"  {printable(row['image'])}",
+                f"    says       {printable(row['caption'])}",
+                f"    reference  {printable(row['reference'])}",
+            ]
+        if "top1" in scores:
+            classes = {**scores, "loss": scores["class_loss"]}
+            lines += ["", *class_lines(classes, "top-1", "top1", CLASS_ROWS)]
+    elif "top1" in scores:
+        lines = class_lines(scores, "top-1", "top1", CLASS_ROWS)
+    else:  # of another task
+        numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
+        lines = [f"{name:<18} {value:.6g}" for name, value in numbers.items()]
+    return "\n".join([*lines, *slice_lines(scores), *robustness_lines(scores)])
 
 
-def plain_summary(scores: dict[str, Any]) -> str:
-    """The numbers of another task: each score that is one."""
-    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
-    return "\n".join(f"{name:<18} {value:.6g}" for name, value in numbers.items())
+def score_lines(scores: Mapping[str, Any], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A line for each of the `rows` above."""
+    lines = []
+    for title, key, form, more in rows:
+        value = percent(scores[key]) if form == "%" else f"{scores[key]:{form}}"
+        lines.append(f"{title:<18} {value}{more.format(percent(scores.get('ece_chance')))}")
+    return lines
 
 
-def caption_summary(scores: dict[str, Any]) -> str:
-    """Text of the scores of captions, with examples."""
-    bleu = "  ".join(f"{scores[f'bleu{order}']:.2%}" for order in range(1, 5))
-    lines = [
-        f"images             {scores['count']}",
-        f"loss a token       {scores['loss']:.4f}",
-        f"of other images  {scores['loss_shuffled']:.4f}  (the same captions, shuffled)",
-        f"BLEU-1 to -4       {bleu}",
-        f"ROUGE-L            {scores['rouge_l']:.2%}",
-        f"CIDEr-D            {scores['cider']:.4f}  (of at most 10)",
-        f"chrF               {scores['chrf']:.2%}",
-        f"exact              {scores['exact']:.2%}",
-        f"distinct           {scores['distinct']:.2%}  (different captions)",
-        "",
-        "examples",
-    ]
-    for row in scores["examples"]:
-        lines += [
-            f"  {printable(row['image'])}",
-            f"    says       {printable(row['caption'])}",
-            f"    reference  {printable(row['reference'])}",
-        ]
-    return "\n".join(lines)
-
-
-def multilabel_summary(scores: dict[str, Any]) -> str:
-    """Text of the scores of a multi-label network, with the classes of lowest precision last."""
-    interval = scores["map_interval"]
+def class_lines(
+    scores: Mapping[str, Any], title: str, score: str, rows: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """The score that ranks networks with its interval, the `rows`, and the weakest classes."""
     between = ""
-    if interval:
-        between = f"  (95 % interval: {interval[0]:.2%} to {interval[1]:.2%}{of_groups(scores)})"
-    lines = [
-        f"images             {scores['count']}",
-        f"mAP                {percent(scores['map'])}{between}",
-        f"macro F1           {percent(scores['macro_f1'])}  (each class from its threshold on)",
-        f"micro F1           {scores['micro_f1']:.2%}",
-        f"all classes right  {scores['subset_accuracy']:.2%}",
-        f"wrong decisions    {scores['hamming']:.2%}",
-        f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.2%}  (mean gap between probability and share of yes; "
-        f"{scores['ece_chance']:.2%} by chance)",
-        f"Brier score        {scores['brier']:.4f}",
+    if interval := scores[f"{score}_interval"]:
+        low, high = interval
+        groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
+        between = f"  (95 % interval: {low:.2%} to {high:.2%}{groups})"
+    columns = ("average_precision", *COLUMNS) if score == "map" else COLUMNS
+    return [
+        f"{'images':<18} {scores['count']}",
+        f"{title:<18} {percent(scores[score])}{between}",
+        *score_lines(scores, rows),
+        *weakest_classes(scores["per_class"], columns),
     ]
-    columns = {"AP": "average_precision", **COLUMNS}
-    return "\n".join([*lines, *weakest_classes(scores["per_class"], columns)])
-
-
-def of_groups(scores: Mapping[str, Any]) -> str:
-    """What an interval takes as independent, if that is not the images."""
-    return f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
-
-
-def class_summary(scores: dict[str, Any]) -> str:
-    """Text of the scores of a classifier, with the classes of lowest F1 last."""
-    low, high = scores["top1_interval"]
-    lines = [
-        f"images             {scores['count']}",
-        f"top-1              {scores['top1']:.2%}  (95 % interval: {low:.2%} to {high:.2%}"
-        f"{of_groups(scores)})",
-        f"top-5              {scores['top5']:.2%}",
-        f"balanced accuracy  {scores['balanced_accuracy']:.2%}",
-        f"macro F1           {scores['macro_f1']:.2%}",
-        f"loss               {scores['loss']:.4f}",
-        f"calibration error  {scores['ece']:.2%}  (mean gap between confidence and accuracy; "
-        f"{scores['ece_chance']:.2%} by chance)",
-        f"Brier score        {scores['brier']:.4f}",
-    ]
-    return "\n".join([*lines, *weakest_classes(scores["per_class"], COLUMNS, by="f1")])
 
 
 def slice_lines(scores: Mapping[str, Any]) -> list[str]:
@@ -263,17 +208,16 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def weakest_classes(
-    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, by: str = "average_precision"
-) -> list[str]:
-    """Table of the classes with the lowest score `by`; `columns` maps titles to scores."""
+def weakest_classes(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Table of the classes with the lowest average precision, else F1."""
     present = [row for row in rows if row["count"]]
+    by = columns[0] if columns[0] not in COLUMNS else "f1"
     worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
     width = max([13, *(len(printable(row["label"])) for row in worst)])
-    titles = "".join(f"{title:>11}" for title in columns)
+    titles = "".join(f"{TITLES.get(name, name):>11}" for name in columns)
     lines = ["", f"{'weakest classes':<{width + 2}}{'images':>8}{titles}"]
     for row in worst:
-        cells = "".join(f"{row[name]:>11.2%}" for name in columns.values())
+        cells = "".join(f"{row[name]:>11.2%}" for name in columns)
         lines.append(f"  {printable(row['label']):<{width}}{row['count']:>8}{cells}")
     if absent := len(rows) - len(present):
         lines.append(f"{absent} of the model's classes have no image here")

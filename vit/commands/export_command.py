@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from vit.commands.command_options import NO_CALIBRATION_HELP, add_max_pixels, positive_int
+from vit.commands.command_options import add_max_pixels, positive_int
 from vit.commands.command_output import notify, write_json
 from vit.errors import VitError
 from vit.output.output_file import check_distinct, check_output
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="write no file that loses more of top-1, or of mAP, than this (default: 0.01)",
     )
-    add("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
+    add("--no-calibration", action="store_true", help="write raw scores, not calibrated ones")
     add("--json", metavar="FILE", help="file for all measurements")
     add("--overwrite", action="store_true", help="replace files that exist")
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from vit.commands.command_parser import SETTING, CommandParser
-from vit.commands.launcher import launch_if_requested
 from vit.commands.train_command import (
     add_run_flags,
     add_settings,
@@ -22,6 +21,7 @@ from vit.config.merge_settings import collect_settings, names_of_chosen
 from vit.config.parser import default_run_folder, make_config
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.errors import ConfigError
+from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports
 

@@ -6,21 +6,19 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vit.commands.command_options import (
-    NO_CALIBRATION_HELP,
-    SEARCH_FIELDS,
+    add_fields,
     add_search_options,
-    positive_int,
-    search_from_args,
+    checked_settings,
+    settings_from_args,
 )
 from vit.commands.command_output import notify
-from vit.commands.command_parser import CommandParser
-from vit.config.parser import nearest
+from vit.commands.command_parser import SETTING, CommandParser
+from vit.config.inference_config import InferenceConfig, split_settings
 from vit.errors import ConfigError, VitError
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
@@ -28,27 +26,15 @@ from vit.text import Notify, printable
 
 EXIT_FAILED, STDERR = 1, 2
 LIBRARIES = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
-DEFAULTS = ServerConfig()
-LIMITS = {
-    "max_image_mb": ("MB", "largest image file"),
-    "max_request_mb": ("MB", "largest request"),
-    "max_images": ("N", "most images of one request"),
-    "max_pixels": ("N", "most pixels of one image that are decoded"),
-    "max_queue": ("N", "most images that wait or are computed; further requests are answered 429"),
-    "max_memory_mb": ("MB", "most bytes of all requests in memory"),
-    "max_connections": ("N", "most connections at the same time"),
-    "header_timeout": ("S", "seconds in which the header of a request must arrive"),
-    "body_timeout": ("S", "seconds in which the body of a request must arrive"),
-    "compute_timeout": ("S", "seconds after which a batch never ends: the server exits with 1"),
-    "stop_timeout": ("S", "seconds that accepted requests have after SIGTERM"),
-}
-"""Limit -> its metavar and description; fields of ServerConfig."""
 NETWORK = ("batch_size", "device", "precision", "workers", "no_calibration")
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add MODEL, and the options of the address, of access, limits and the network."""
-    parser.essential = ("models", "host", "port", "token_file", "device", "batch_size")
+    parser.essential = (
+        *("models", f"{SETTING}host", f"{SETTING}port", "token_file"),
+        *(f"{SETTING}device", f"{SETTING}batch_size"),
+    )
     parser.examples = (
         "vit serve runs/photos",
         "vit serve photos.onnx --host 0.0.0.0 --token-file token.txt",
@@ -64,82 +50,14 @@ def add_arguments(parser: CommandParser) -> None:
         help="a run folder, other weights with a head, or an .onnx or .xml of vit export; "
         "NAME=MODEL names it in requests, the first one is the default",
     )
-    _add_access(parser)
-    _add_limits(parser)
-    _add_network(parser)
-    add_search_options(parser)
-
-
-def _add_access(parser: CommandParser) -> None:
+    access = ("host", "port", "token", "allowed_hosts")
     group = parser.add_argument_group("access")
-    group.add_argument(
-        "--host",
-        default=DEFAULTS.host,
-        help=f"address to listen at (default: {DEFAULTS.host}, this machine only; 0.0.0.0: all)",
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULTS.port,
-        metavar="P",
-        help=f"port to listen at (default: {DEFAULTS.port}; 0: a free one)",
-    )
-    group.add_argument(
-        "--token",
-        metavar="TOKEN",
-        help="token that requests must have, as `Authorization: Bearer TOKEN` (default: none); "
-        "other users of this machine see it in the list of processes",
-    )
+    add_fields(group, ServerConfig, only=access, flags={"allowed_hosts": "allow_host"})
     group.add_argument("--token-file", metavar="FILE", help="file with the token, in one line")
-    group.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name by which clients address the server, such as behind a proxy; may be repeated "
-        "(default: those of this machine; any name with --host)",
-    )
-
-
-def _add_limits(parser: CommandParser) -> None:
-    group = parser.add_argument_group("limits (docs/serve.md)")
-    for name, (metavar, text) in LIMITS.items():
-        value = getattr(DEFAULTS, name)
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=positive_int if isinstance(value, int) else float,
-            default=value,
-            metavar=metavar,
-            help=f"{text} (default: {value:,})"
-            if isinstance(value, int)
-            else f"{text} (default: {value:g})",
-        )
-
-
-def _add_network(parser: CommandParser) -> None:
+    limits = parser.add_argument_group("limits (docs/serve.md)")
+    add_fields(limits, ServerConfig, without=access)
     group = parser.add_argument_group("network (how it runs)")
-    group.add_argument(
-        "-b",
-        "--batch-size",
-        type=positive_int,
-        metavar="N",
-        help="largest batch; rows equal those of vit predict --batch-size N (default: that of vit "
-        "predict; 1 for exported networks and captions)",
-    )
-    group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best)")
-    group.add_argument(
-        "--precision",
-        choices=["auto", "fp32", "bf16", "fp16"],
-        default="auto",
-        help="arithmetic of the network (default: auto, bf16 on hardware that has it)",
-    )
-    group.add_argument(
-        "-j",
-        "--workers",
-        type=positive_int,
-        metavar="N",
-        help="batches that are computed at the same time on a CPU (default: one a core, at most 8)",
-    )
+    add_fields(group, InferenceConfig, only=NETWORK)
     group.add_argument(
         "--engine",
         choices=["torch", "onnx", "openvino", "ray"],
@@ -152,28 +70,23 @@ def _add_network(parser: CommandParser) -> None:
         help="serve with N processes, each with its own models and limits, and restart one that "
         "ends (default: one process alone); a range lets --engine ray choose by the load",
     )
-    group.add_argument("--no-calibration", action="store_true", help=NO_CALIBRATION_HELP)
+    add_search_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     if sys.stderr is sys.__stderr__:
         sys.stderr = StandardError()
-    network = {name: getattr(args, name) for name in NETWORK}
-    if any(flag in args for flag in SEARCH_FIELDS):
-        network["search"] = search_from_args(args)
+    settings = checked_settings(args, ServerConfig, InferenceConfig)
+    hosts = settings_from_args(args).get("allow_host", ())
+    token = read_token(settings.pop("token", None), args.token_file)
     try:
         serve(
             args.models,
-            host=args.host,
-            port=args.port,
-            token=read_token(args.token, args.token_file),
-            allowed_hosts=tuple(args.allow_host),
             engine=args.engine,
             replicas=args.replicas,
             notify=lambda line: notify(f"vit serve: {line}"),
-            **{name: getattr(args, name) for name in LIMITS},
-            **network,
+            **{**settings, "token": token, "allowed_hosts": hosts},
         )
     except VitError as error:
         if error.exit_code != EXIT_FAILED:
@@ -229,12 +142,14 @@ def serve(
     for name in LIBRARIES:
         if find_spec(name) is None:
             raise VitError(f"{name} is not installed: pip install 'vit-toolkit[serve]'")
-    access = [one.name for one in fields(ServerConfig)]
-    known = [*access, *NETWORK, "search"]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"{name} is not a setting of a server{nearest(name, known)}")
-    config = ServerConfig(**{name: settings.pop(name) for name in access if name in settings})
+    config, inference = split_settings(settings, "a server", ServerConfig, InferenceConfig)
+    default = InferenceConfig()
+    network = {
+        name: value for name, value in vars(inference).items() if value != getattr(default, name)
+    }
+    for name in network:
+        if name not in (*NETWORK, "search"):
+            inference.refuse(name, "is not a setting of a server")
     several = [models] if isinstance(models, str | os.PathLike) else models
     words = [path_argument("models", one, "a run folder, weights, or a file") for one in several]
     from vit.serving.replicas import Replicas, serve_replicas
@@ -243,15 +158,15 @@ def serve(
     if engine == "ray":
         from vit.serving.ray_deployment import serve_with_ray
 
-        serve_with_ray(words, config, number, notify=notify, **settings)
+        serve_with_ray(words, config, number, notify=notify, **network)
     elif number.least < number.most:
         raise ConfigError(f"replicas={replicas}: a range needs engine ray; give one number")
     elif replicas is not None:
-        serve_replicas(words, config, number.most, engine=engine, notify=notify, **settings)
+        serve_replicas(words, config, number.most, engine=engine, notify=notify, **network)
     else:
         from vit.serving.http_server import serve
 
-        serve(words, config, engine=engine, notify=notify, **settings)
+        serve(words, config, engine=engine, notify=notify, **network)
 
 
 def read_token(token: str | None, path: str | None) -> str | None:

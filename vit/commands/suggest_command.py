@@ -5,14 +5,17 @@ import os
 
 from vit.commands.command_options import (
     add_data_options,
+    add_fields,
     add_json_option,
     add_max_pixels,
     add_setting,
+    checked_settings,
     count,
     positive_int,
-    settings_from_args,
 )
 from vit.commands.command_output import Progress, notify, write_json
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig
 from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
@@ -74,34 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_data_options(parser, without=("caption_column", "labels", "group"))
     add_setting(parser, all_settings()["exclude"])
     add_max_pixels(parser)
-    parser.add_argument(
-        "-b",
-        "--batch-size",
-        type=positive_int,
-        metavar="N",
-        help="images in one pass through the network (default: 4 to 64)",
-    )
-    parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: the best one here)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["auto", "fp32", "bf16", "fp16"],
-        default="auto",
-        help="arithmetic of the network (default: auto, bf16 where the hardware has it)",
-    )
-    parser.add_argument(
-        "-j",
-        "--workers",
-        type=positive_int,
-        metavar="N",
-        help="threads that read images (default: one a core, at most 8)",
-    )
+    add_fields(parser, InferenceConfig, only=("batch_size", "device", "precision", "workers"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Suggest; the exit code is 1 if images could not be read."""
-    settings = settings_from_args(args)
+    settings = checked_settings(args, SourceConfig, InferenceConfig)
     outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
     inputs = (args.data, args.weights, args.labels, settings.get("exclude"))
     check_outputs(outputs, inputs, overwrite=args.overwrite)
@@ -119,10 +100,6 @@ def run(args: argparse.Namespace) -> int:
             order=args.order,
             seed=args.seed,
             **settings,
-            device=args.device,
-            batch_size=args.batch_size,
-            precision=args.precision,
-            workers=args.workers,
             progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit suggest: {note}"),
         )

@@ -10,11 +10,11 @@ from typing import Any
 from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser
-from vit.commands.launcher import launch_if_requested
 from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings, names_of_chosen
 from vit.config.parser import all_settings, checked, default_run_folder, make_config
 from vit.errors import ConfigError
+from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
 from vit.text import printable
@@ -217,8 +217,7 @@ def cross_validate(
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
-    from vit.inference.fold_soup import save_fold_soup
-    from vit.inference.out_of_fold import evaluate_fold, join_folds
+    from vit.inference.fold_results import evaluate_fold, join_folds, save_fold_soup
     from vit.training.cross_validation import train_folds
 
     flags = {**config, **settings} if isinstance(config, Mapping) else settings

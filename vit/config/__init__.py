@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vit.config.config_section import Section
-from vit.config.data_config import AugmentConfig, DataConfig
+from vit.config.data_config import AugmentConfig, DataConfig, SourceConfig
 from vit.config.decoder_config import DecoderConfig
 from vit.config.distillation_config import DistillationConfig
 from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
@@ -32,6 +32,7 @@ __all__ = [
     "PretrainingConfig",
     "RunConfig",
     "Section",
+    "SourceConfig",
     "TrainingConfig",
 ]
 

@@ -6,9 +6,9 @@ from typing import Any
 from vit.errors import ConfigError
 
 
-def setting(default: Any, *aliases: str) -> Any:
-    """A dataclass field with alternative flags, such as `-b` or `--img-size`."""
-    return field(default=default, metadata={"aliases": aliases})
+def setting(default: Any, *aliases: str, **properties: Any) -> Any:
+    """A dataclass field with alternative flags, such as `-b` or `--img-size`, and `properties`."""
+    return field(default=default, metadata={"aliases": aliases, **properties})
 
 
 class Section:

@@ -20,8 +20,8 @@ def check_intensity_range(values: tuple[float, float] | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
-    """The dataset, its loading and batches, and the evaluation transform."""
+class SourceConfig(Section):
+    """The dataset, and how it is read."""
 
     data: str = ""
     """Image folder, list (CSV, JSON lines), tar shards, or the name of a dataset."""
@@ -43,6 +43,12 @@ class DataConfig(Section):
     """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
     """Column of a list, or regex over paths; equal values share a split, and count as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceConfig):
+    """The dataset, its loading and batches, and the evaluation transform."""
+
     folds: int | None = None
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None

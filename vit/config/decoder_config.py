@@ -6,8 +6,6 @@ from typing import Literal
 from vit.config.config_section import Section, setting
 from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
 
-TRAINED = ("bpe", "wordpiece")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Section):
@@ -46,7 +44,7 @@ class DecoderConfig(Section):
     caption_tokens: int | None = setting(None, "--max-caption-tokens")
     """Maximum length of a caption in tokens, with begin and end; by the data when left empty."""
     tokenizer: str = "bpe"
-    """bpe or wordpiece, trained on the captions; or a file tokenizer.json, or a folder with one."""
+    """bpe, trained on the captions; or a file tokenizer.json, or a folder with one."""
     vocab_size: int | None = None
     """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
 

@@ -10,13 +10,15 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vit.config.config_section import Section, setting
 from vit.config.data_config import check_intensity_range
 from vit.config.parser import Setting, convert, field_docs, nearest
 from vit.errors import ConfigError
 from vit.text import printable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,138 @@ class InferenceConfig(Section):
         check_intensity_range(self.intensity_range)
 
 
+RAY, NO_DRAWINGS = {"engine=ray": ""}, {"explain": "predict twice"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionConfig(Section):
+    """What `vit predict` writes."""
+
+    model: str = ""
+    """A run folder, other weights with a head, or an exported network (.onnx, .xml)."""
+    inputs: tuple[str, ...] = ()
+    """Images, folders, patterns, lists; `-` is a list of paths on standard input."""
+    top_k: int | None = setting(None, "-k", "--topk")
+    """Most probable classes in a row (default: 5; for a multi-label network all above their
+    thresholds)."""
+    threshold: float | None = setting(None, incompatible_with=RAY)
+    """Minimum probability of a class in a row (default: none; for a multi-label network the
+    threshold of each class, and 0 gives all classes)."""
+    reject: bool = setting(False, incompatible_with=RAY | NO_DRAWINGS)
+    """Answer `unknown` where the network is too uncertain to be right as often as its calibration
+    promises (98 % of what is answered, or --target-precision of vit calibrate)."""
+    sets: float | None = setting(None, incompatible_with=RAY | NO_DRAWINGS)
+    """Add to each row the classes that contain the true one with this probability, such as 0.9."""
+    format: Literal["table", "jsonl", "csv", "xlsx"] | None = None
+    """Format of the rows (default: by the suffix of --out, else table); xlsx is a file for Excel
+    and needs --out."""
+    csv_separator: Literal["comma", "semicolon", "tab"] | None = None
+    """Separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel opens in
+    most of Europe."""
+    csv_digits: int | Literal["full"] | None = None
+    """Decimal digits of scores in CSV, or full for all (default: 4)."""
+    out: str | None = None
+    """File of results; named OUT.partial until it is complete (default: standard output)."""
+    resume: bool = setting(
+        False,
+        needs={"out": "it continues a file"},
+        incompatible_with=RAY | {"explain": "drawings are always made anew"},
+    )
+    """Continue an interrupted OUT.partial; start from the beginning if there is none."""
+    overwrite: bool = False
+    """Replace OUT, OUT.partial, and drawings of the same names in the folder of --explain."""
+    sort_into: str | None = setting(None, incompatible_with=RAY)
+    """Folder: copy each image into its subfolder <predicted class>, or _unsure if the class is
+    below --threshold; originals are not changed."""
+    sort_with: Literal["copy", "symlink", "hardlink"] | None = setting(
+        None, needs={"sort_into": "it places images there"}
+    )
+    """How images are placed in --sort-into (default: copy)."""
+    embeddings: str | None = setting(
+        None,
+        needs={"out": "rows and vectors are resumed together"},
+        incompatible_with=RAY | NO_DRAWINGS,
+    )
+    """File of image embeddings, the input of the network's head, as .npy or .parquet (needs
+    --out)."""
+    explain: str | None = setting(None, incompatible_with=RAY)
+    """Folder of attribution maps, per caption word or per top class, as PNG and JSON."""
+    no_deletion: bool = setting(False, needs={"explain": "it draws maps"})
+    """Draw the maps of --explain without the deletion metric, which takes 119 passes an image."""
+    engine: Literal["torch", "onnx", "openvino", "ray"] | None = None
+    """Inference engine (default: torch; onnx for an .onnx, openvino for an .xml); ray distributes
+    over a cluster."""
+
+    def __post_init__(self) -> None:
+        check_row_settings(self)
+        if self.threshold is not None:
+            self.check_fraction("threshold", one=True)
+        if self.sets is not None:
+            self.check_above(0, "sets")
+            self.check_fraction("sets", one=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    """What `vit evaluate` measures beside the usual scores, and the rows that it writes."""
+
+    out: str | None = None
+    """A row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its score,
+    predictions; with several labels an image, its true labels and those above their thresholds."""
+    top_k: int | None = setting(None, needs={"out": "it is the number of classes in a row"})
+    """Predicted classes in a row of --out (default: 5; of a multi-label network all above their
+    thresholds)."""
+    all_scores: bool = setting(False, needs={"out": "they are columns of its rows"})
+    """The score of every class in a row of --out, in columns class_score_NAME."""
+    csv_separator: Literal["comma", "semicolon", "tab"] | None = None
+    """Separator of CSV (default: comma); semicolon, with a decimal comma, is what Excel opens in
+    most of Europe."""
+    csv_digits: int | Literal["full"] | None = None
+    """Decimal digits of scores in CSV, or full for all (default: 4)."""
+    slice: tuple[str, ...] = ()
+    """Column of a list: accuracy by its values too; may be repeated (always: by image size, aspect,
+    brightness, sharpness, file type, frequency of the class, folder)."""
+    corruptions: bool = False
+    """Measure images with noise, blur, JPEG artefacts, other brightness and contrast, and rotated
+    ones as well, each in five severities: 30 more passes over the images."""
+    page: bool = False
+    """Refuse a network that the page of --html does not show, before any image is read."""
+
+    def __post_init__(self) -> None:
+        check_row_settings(self)
+        check_together(self)
+
+
+def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
+    """Check the settings of rows that both have."""
+    if config.top_k is not None:
+        config.check_at_least(1, "top_k")
+    if isinstance(config.csv_digits, int) and not 0 <= config.csv_digits <= 17:
+        config.refuse("csv_digits", "choose 0 to 17, or full")
+
+
+def check_together(config: Section) -> None:
+    """Refuse settings without what they need, or with what excludes them, as beside the fields.
+
+    Either is the name of another setting, or `name=value`.
+    """
+
+    def is_chosen(words: str) -> bool:
+        name, _, wanted = words.partition("=")
+        value = getattr(config, name)
+        return value == wanted if wanted else value is not None and value is not False
+
+    for one in fields(config):  # type: ignore[arg-type]
+        if not is_chosen(one.name):
+            continue
+        for other, why in one.metadata.get("needs", {}).items():
+            if not is_chosen(other):
+                config.refuse(one.name, f"needs {other}: {why}")
+        for other, why in one.metadata.get("incompatible_with", {}).items():
+            if is_chosen(other):
+                config.refuse(one.name, f"does not work with {other}{why and ': '}{why}")
+
+
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
     """The fields of a dataclass of settings by name, with the sentence under each as its help."""
@@ -96,7 +230,9 @@ def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list
             )
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
         wanted = settings_of(kinds[index])[name].kind
-        parts[index][name] = plain if wanted is Any else convert(wanted, plain, name)
+        # text stays as it is: a file may be called none, and so may a token
+        as_is = wanted is Any or (wanted == str | None and isinstance(plain, str))
+        parts[index][name] = plain if as_is else convert(wanted, plain, name)
     return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
 
 
@@ -113,10 +249,10 @@ def inference_config(
     return found
 
 
-def accepts_settings(*kinds: type) -> Callable[[Callable[..., Any]], Any]:
+def accepts_settings(*kinds: type) -> Callable[[F], F]:
     """Show the fields of `kinds` in the signature of a function that takes `**settings`."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: F) -> F:
         signature = inspect.signature(function)
         shown = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         names = {one.name for one in shown}

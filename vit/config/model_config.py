@@ -20,7 +20,8 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
         ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d"),
     ),
     "activation": ("feedforward", ("mlp", "moe")),
-    **dict.fromkeys(("patch_sizes", "patch_bias"), ("stem", ("linear",))),
+    "patch_sizes": ("stem", ("linear",)),
+    "patch_bias": ("stem", ("linear", "linear_norm")),
     **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
     **dict.fromkeys(EXPERT_SETTINGS, ("feedforward", ("moe",))),
 }
@@ -36,8 +37,9 @@ class ModelConfig(Section):
     """Side of one square patch, in pixels."""
     patch_sizes: tuple[int, ...] = ()
     """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
-    stem: Literal["linear", "conv"] = "linear"
-    """Patch embedding: one linear projection, or 3x3 convolutions (arXiv:2106.14881)."""
+    stem: Literal["linear", "linear_norm", "conv"] = "linear"
+    """Patch embedding: one linear projection, with a norm (AIMv2), or 3x3 convolutions
+    (arXiv:2106.14881)."""
     stem_depth: int = 3
     """Convolutional stem: number of 3x3 convolutions."""
     stem_width: int | None = None
@@ -72,8 +74,9 @@ class ModelConfig(Section):
     """Position embedding."""
     prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
     """Prefix tokens with a position embedding; auto: the class token, none with registers."""
-    rotary_grid: Literal["index", "centred"] = "index"
-    """Rotary: coordinates are patch indices, or from -1 to 1 across the image (DINOv3)."""
+    rotary_grid: Literal["index", "index_1", "centred", "mixed"] = "index"
+    """Rotary: coordinates are patch indices, from 0 or 1, or -1 to 1 across the image (DINOv3);
+    mixed: learned frequencies of rows and columns (arXiv:2403.13298)."""
     rotary_temperature: float = 100.0
     """Rotary: base of the frequencies (theta)."""
     rotary_reference: int | None = None
@@ -82,8 +85,9 @@ class ModelConfig(Section):
     """Normalisation layer."""
     norm_eps: float = 1e-6
     """Epsilon of the normalisation layers."""
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """Normalise the input of each branch, the residual sum, or the branch's input and output."""
+    norm_order: Literal["pre", "post", "sandwich", "res_post", "sub", "sub_mlp"] = "pre"
+    """Normalise the input of each branch, the residual sum, the branch's input and output, or its
+    output; sub, sub_mlp: the input, and before the last layer of both or of the feed-forward."""
     parallel_blocks: bool = False
     """Attention and feed-forward in parallel, on the same tokens (ViT-22B, arXiv:2302.05442)."""
     norm_pre: bool = False
@@ -120,8 +124,17 @@ class ModelConfig(Section):
     """Activation of the mlp, also of attention pooling."""
     layer_scale: float = setting(0.0, "--init-values")
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
-    pooling: Literal["class_token", "mean", "attention", "class_token_mean", "none"] = "class_token"
-    """Input of the head: class token, mean of patches, attention pooling, or token and mean."""
+    pooling: Literal[
+        "class_token",
+        "mean",
+        "attention",
+        "attention_all",
+        "class_token_mean",
+        "class_token_registers",
+        "none",
+    ] = "class_token"
+    """Input of the head: class token, mean of patches, attention pooling (all: of the tokens before
+    the patches too), token and mean, or token and registers."""
     dropout: float = setting(0.0, "--drop")
     """Dropout after the position embedding, attention and feed-forward layers."""
     attention_dropout: float = setting(0.0, "--attn-drop")
@@ -171,6 +184,8 @@ class ModelConfig(Section):
         self._check_experts()
         if self.pooling.startswith("class_token") and not self.class_token:
             self.refuse("pooling", "there is no class token to read; use pooling=mean")
+        if self.pooling == "attention_all" and self.dim % 8:
+            self.refuse("dim", "pooling=attention_all has 8 heads, which divide it")
         if self.pooling == "none" and self.num_classes:
             self.refuse(
                 "pooling",
@@ -185,6 +200,8 @@ class ModelConfig(Section):
             self.refuse("num_kv_heads", f"does not divide num_heads={self.num_heads}")
         if self.parallel_blocks and self.norm_order != "pre":
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
+        if self.norm_order.startswith("sub") and self.feedforward == "moe":
+            self.refuse("norm_order", "experts have no norm inside; use pre")
         if self.drop_path and self.depth == 1:
             self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
         self._check_tokens()
@@ -193,7 +210,7 @@ class ModelConfig(Section):
     def _check_absent(self) -> None:
         """Check that no setting belongs to a part that this network does not have."""
         for name, (part, kinds) in BELONGS_TO.items():
-            if name == "activation" and self.pooling == "attention":
+            if name == "activation" and self.pooling.startswith("attention"):
                 continue  # the pooling has an mlp too
             default = self.__dataclass_fields__[name].default
             if getattr(self, name) != default and getattr(self, part) not in kinds:
@@ -247,7 +264,7 @@ class ModelConfig(Section):
     def _check_rotary(self) -> None:
         if self.is_rotary and self.dim // self.num_heads % 4:
             self.refuse("dim", f"position={self.position} needs a multiple of 4 in each head")
-        if self.rotary_reference is not None and self.rotary_grid != "index":
+        if self.rotary_reference is not None and not self.rotary_grid.startswith("index"):
             self.refuse("rotary_reference", "only rotary_grid=index has one")
 
     def _check_experts(self) -> None:
@@ -339,4 +356,5 @@ class ModelConfig(Section):
     @property
     def pooled_dim(self) -> int:
         """Width of the head's input."""
-        return 2 * self.dim if self.pooling == "class_token_mean" else self.dim
+        tokens = {"class_token_mean": 2, "class_token_registers": 1 + self.registers}
+        return tokens.get(self.pooling, 1) * self.dim

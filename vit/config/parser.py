@@ -6,7 +6,6 @@ of vit/config/: unknown and repeated keys and values of another type raise error
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import math
 import sys
@@ -24,7 +23,8 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import printable
+from vit.text import nearest as nearest
+from vit.text import nearest_names, printable
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
@@ -70,17 +70,18 @@ def all_settings() -> dict[str, Setting]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The sentence under each field of a dataclass, read from its source."""
-    # of the module: inspect takes three times as long to find a class
-    module = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    classes = (node for node in module.body if isinstance(node, ast.ClassDef))
-    (body,) = (node for node in classes if node.name == kind.__name__)
+    """The sentence under each field of a dataclass, also of those it extends, from its source."""
     docs = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            assert isinstance(following.value, ast.Constant)
-            docs[statement.target.id] = str(following.value.value)
+    for base in [one for one in kind.__mro__[::-1] if dataclasses.is_dataclass(one)]:
+        # of the module: inspect takes three times as long to find a class
+        module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+        classes = (node for node in module.body if isinstance(node, ast.ClassDef))
+        (body,) = (node for node in classes if node.name == base.__name__)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                assert isinstance(following.value, ast.Constant)
+                docs[statement.target.id] = str(following.value.value)
     return docs
 
 
@@ -93,13 +94,6 @@ def names_by_alias() -> dict[str, str]:
             if alias.startswith("--"):
                 found[alias[2:].replace("-", "_")] = setting.name
     return found
-
-
-def nearest(word: str, words: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the most similar of `words`, in any case of letters, or ""."""
-    known = {other.casefold(): other for other in words}
-    near = difflib.get_close_matches(word.casefold(), list(known), n=1)
-    return f"; did you mean {known[near[0]]}?" if near else ""
 
 
 def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
@@ -223,7 +217,7 @@ def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
                 "vit.model.build.build_captioner(model, decoder) does"
             )
         if word not in accepted:
-            near = difflib.get_close_matches(str(word), names, n=1)
+            near = nearest_names(str(word), names)
             hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
             raise ConfigError(f"{printable(word)} is not a model setting; {hint}")
         if names[word] in chosen:
@@ -256,7 +250,12 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if value in (None, "none", "auto", ["none"]):
             return None
-        return convert(typing.get_args(kind)[0], value, name)
+        first, *others = typing.get_args(kind)
+        return (
+            value
+            if any(value in choices_of(one) for one in others)
+            else convert(first, value, name)
+        )
     if typing.get_origin(kind) in (Literal, Annotated):
         choices = choices_of(kind)
         if value not in choices:

@@ -6,7 +6,7 @@ before.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vit.data.dataset_types import Sample
+from vit.data.dataset_types import Sample, labels_of
 from vit.data.image_io import read_image, read_pixels
-from vit.data.multilabel_targets import MultiHot, labels_of
 from vit.data.random_seed import random_seed
 from vit.data.sampler import SampleKey
 from vit.data.transforms import TrainingTransform, Transform
@@ -194,6 +193,34 @@ class ImageDataset(Dataset[Batch]):
         if transform.fast_crop:
             return transform.apply(partial(read_pixels, path, intensity_range=deep))
         return transform(read_image(path, intensity_range=deep))
+
+
+class MultiHot:
+    """Sparse multi-label targets; indexing returns dense multi-hot rows.
+
+    1,000,000 images with 3 of 1,000 classes take 20 MB as indices, and 1 GB as a table of uint8.
+    """
+
+    def __init__(self, rows: Iterable[Sequence[int]], classes: int) -> None:
+        kept = [np.asarray(row, dtype=np.int32) for row in rows]
+        self.classes = classes
+        self.flat = np.concatenate([np.empty(0, np.int32), *kept])
+        self.ends = np.cumsum([0, *map(len, kept)])
+        if len(self.flat) and not 0 <= self.flat.min() <= self.flat.max() < classes:
+            raise ValueError(f"labels must be from 0 to {classes - 1}, one of {classes} classes")
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        """Multi-hot rows of the images `indices`, (batch,) -> (batch, classes) uint8."""
+        chosen = indices.numpy()
+        counts = self.ends[chosen + 1] - self.ends[chosen]
+        parts = [self.flat[self.ends[at] : self.ends[at + 1]] for at in chosen]
+        table = np.zeros((len(chosen), self.classes), np.uint8)
+        columns = np.concatenate([np.empty(0, np.int32), *parts])
+        table[np.repeat(np.arange(len(chosen)), counts), columns] = 1
+        return torch.from_numpy(table)
 
 
 def seed_counters(key: SampleKey) -> tuple[int, ...]:

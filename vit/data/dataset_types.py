@@ -1,6 +1,7 @@
 """Dataset types: image records of a source, and samples with class indices."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,3 +121,24 @@ class Splits:
     """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""
     test: tuple[Sample, ...] = ()
     """Images of `test` where the validation images are held out: measured after the training."""
+
+
+def labels_of(sample: Sample) -> tuple[int, ...]:
+    """Class indices of an image, whether single-label or multi-label."""
+    return sample.labels if sample.label == NO_LABEL else (sample.label,)
+
+
+def has_multilabel(samples: Sequence[Sample]) -> bool:
+    """Whether the samples are multi-label."""
+    return any(sample.label == NO_LABEL for sample in samples)
+
+
+def to_multilabel(splits: Splits) -> Splits:
+    """Convert a single-label dataset to a multi-label one."""
+    if splits.multilabel:
+        return splits
+    train, val = (
+        tuple(replace(one, label=NO_LABEL, labels=labels_of(one)) for one in samples)
+        for samples in (splits.train, splits.val)
+    )
+    return replace(splits, train=train, val=val, multilabel=True)

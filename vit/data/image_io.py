@@ -28,7 +28,6 @@ import stat
 import struct
 import sys
 import threading
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -368,7 +367,7 @@ def open_regular_file(name: str) -> BinaryIO:
             return open_member(name)
         if os.path.islink(name):
             raise UnusableFile("a link to a missing file") from None
-        raise UnusableFile(f"no such file{_other_form(name)}") from None
+        raise UnusableFile("no such file") from None
     except NotADirectoryError:
         return open_member(name)
     except PermissionError:
@@ -383,19 +382,6 @@ def open_regular_file(name: str) -> BinaryIO:
         file.close()
         raise
     return file
-
-
-def _other_form(name: str) -> str:
-    """The Unicode form in which the file of a name exists, if the name has another: macOS and
-    archives made there write `ü` as two characters (NFD), most other systems as one (NFC)."""
-    for form, given in (("NFC", "NFD"), ("NFD", "NFC")):
-        other = unicodedata.normalize(form, name)  # type: ignore[arg-type]
-        if other != name and os.path.exists(other):
-            return (
-                f"; it is there with a name in Unicode form {form}, the list has {given}: "
-                f"convert the list"
-            )
-    return ""
 
 
 def _check_status(status: os.stat_result) -> None:

@@ -9,7 +9,7 @@ transform (crop modes `center` and `squash`) bit for bit.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -19,6 +19,7 @@ from PIL import Image
 from vit.config import DataConfig
 from vit.config.data_config import check_intensity_range
 from vit.errors import ConfigError
+from vit.json_values import from_plain
 
 if TYPE_CHECKING:
     import torch
@@ -200,20 +201,7 @@ class Preprocessing:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
         """The inverse of `to_dict`; exactly its keys are accepted."""
-        names = {field.name for field in fields(cls)} - {"intensity_range"}
-        if not isinstance(values, dict) or values.keys() - {"intensity_range"} != names:
-            found = sorted(values) if isinstance(values, dict) else values
-            raise ConfigError(f"preprocessing has {found!r}; expected exactly {sorted(names)}")
-        for name in ("image_size", "mean", "std", *(values.keys() & {"intensity_range"})):
-            if not isinstance(values[name], list | tuple) or not all(map(_is_number, values[name])):
-                raise ConfigError(f"preprocessing.{name}={values[name]!r}: expected numbers")
-        if not _is_number(values["crop_share"]):
-            raise ConfigError(f"preprocessing.crop_share={values['crop_share']!r}: not a number")
-        plain: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return cls(**plain)
+        return from_plain(cls, values, "preprocessing", optional=["intensity_range"])
 
 
 def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
@@ -241,7 +229,3 @@ def to_channels_last(image: Image.Image) -> "Tensor":
     import torch
 
     return rearrange(torch.from_numpy(np.array(image)), "height width rgb -> rgb height width")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -300,7 +300,8 @@ class ImageProperties:
         pixels = [self.pixels.get(path, (None, None)) for path in paths]
         sides = [None if one is None else float(min(one[:2])) for one in files]
         aspects = [None if one is None else one[0] / one[1] for one in files]
-        formats = [None if one is None else _format_name(one[2]) for one in files]
+        kinds = [None if one is None else one[2] or None for one in files]
+        formats = ["JPEG" if kind in JPEG_FORMATS else kind for kind in kinds]
         found = [
             Feature(key="size", title="the short side", values=sides, unit=" px"),
             Feature(key="aspect", title="width / height", values=aspects, edges=ASPECTS),
@@ -368,7 +369,3 @@ def column_values(cells: Sequence[str]) -> list[Value]:
         return [cell or EMPTY for cell in cells]
     finite = all(one is None or abs(one) < float("inf") for one in numbers)
     return [*numbers] if finite else [cell or EMPTY for cell in cells]
-
-
-def _format_name(name: str) -> str | None:
-    return "JPEG" if name in JPEG_FORMATS else name or None

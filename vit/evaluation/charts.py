@@ -8,6 +8,10 @@ from typing import Any, ClassVar
 SCORES = {"top1": "top-1", "map": "mAP"}
 """Key of the score of a classifier -> its name."""
 
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Marks of an axis of shares."""
+BINS = 15
+"""Bins of `vit.evaluation.classification_metrics.reliability`."""
 STYLES = ("val", "train")
 """Classes in the page's style: of the last curve, and of one to compare it with."""
 
@@ -99,8 +103,6 @@ def scatter_chart(
 def reliability_chart(
     title: str,
     bins: Sequence[tuple[int, float, float, tuple[float, float]]],
-    *,
-    bin_width: float = 1 / 15,
 ) -> Chart:
     """Accuracy against confidence with intervals; scores that can be trusted lie on the diagonal.
 
@@ -110,51 +112,32 @@ def reliability_chart(
         bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.
     """
     to_x = _scale(0, 1, Chart.left, Chart.right)
-    to_y = _scale(0, 1, Chart.bottom, Chart.top)
-    shares = [0.0, 0.25, 0.5, 0.75, 1.0]
     described = ", ".join(f"{mean:.0%}: {hits:.0%} of {count}" for count, mean, hits, _ in bins)
     total = sum(count for count, *_ in bins)
     bars = []
     for count, mean, *_ in bins:
-        left = max(math.ceil(mean / bin_width - 1e-9) - 1, 0) * bin_width
-        x, y = to_x(left), to_y(count / total)
-        bars.append((x + 1, y, round(to_x(left + bin_width) - x - 2, 1), Chart.bottom - y))
+        place = max(math.ceil(mean * BINS - 1e-9) - 1, 0)
+        x, y = to_x(place / BINS), share_to_y(count / total)
+        bars.append((x + 1, y, round(to_x((place + 1) / BINS) - x - 2, 1), Chart.bottom - y))
     return Chart(
         title=title,
         description=f"{title}, by score: {described}",
-        ticks=[(to_y(share), f"{share:.0%}") for share in shares],
-        marks=[(to_x(share), f"{share:.0%}") for share in shares],
+        ticks=[(share_to_y(share), f"{share:.0%}") for share in SHARES],
+        marks=[(to_x(share), f"{share:.0%}") for share in SHARES],
         axis="score",
-        points=[(to_x(mean), to_y(hits), "val") for _, mean, hits, _ in bins],
+        points=[(to_x(mean), share_to_y(hits), "val") for _, mean, hits, _ in bins],
         notes=[
             f"score {mean:.1%}: {hits:.1%} of {count:,} (95% interval {low:.1%} to {high:.1%})"
             for count, mean, hits, (low, high) in bins
         ],
         bars=bars,
         lines=[
-            (to_x(0), to_y(0), to_x(1), to_y(1), "train"),
-            *((to_x(m), to_y(low), to_x(m), to_y(high), "val") for _, m, _, (low, high) in bins),
+            (to_x(0), share_to_y(0), to_x(1), share_to_y(1), "train"),
+            *(
+                (to_x(mean), share_to_y(low), to_x(mean), share_to_y(high), "val")
+                for _, mean, _, (low, high) in bins
+            ),
         ],
-    )
-
-
-def severity_chart(title: str, label: str, values: Sequence[float]) -> Chart:
-    """A chart of a share by the severity of a corruption.
-
-    Args:
-        values: At severities 0 (no corruption), 1, 2...
-    """
-    to_x = _scale(0, len(values) - 1, Chart.left, Chart.right)
-    to_y = _scale(0, 1, Chart.bottom, Chart.top)
-    shares = [0.0, 0.25, 0.5, 0.75, 1.0]
-    described = ", ".join(f"{place}: {value:.1%}" for place, value in enumerate(values))
-    return Chart(
-        title=title,
-        description=f"{title}, by severity: {described}",
-        ticks=[(to_y(share), f"{share:.0%}") for share in shares],
-        marks=[(to_x(place), place) for place in range(len(values))],
-        axis="severity",
-        curves=[(label, "val", [(to_x(place), to_y(value)) for place, value in enumerate(values)])],
     )
 
 
@@ -165,10 +148,22 @@ def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
     score, curves = robustness["score"], dict[str, list[float]]()
     for row in robustness["corruptions"]:
         curves.setdefault(row["corruption"], [robustness["clean"]]).append(row[score])
-    return [
-        severity_chart(name.replace("_", " "), SCORES[score], values)
-        for name, values in curves.items()
-    ]
+    charts = []
+    for name, values in curves.items():
+        title = name.replace("_", " ")
+        to_x = _scale(0, len(values) - 1, Chart.left, Chart.right)
+        described = ", ".join(f"{place}: {value:.1%}" for place, value in enumerate(values))
+        points = [(to_x(place), share_to_y(value)) for place, value in enumerate(values)]
+        chart = Chart(
+            title=title,
+            description=f"{title}, by severity: {described}",
+            ticks=[(share_to_y(share), f"{share:.0%}") for share in SHARES],
+            marks=[(to_x(place), place) for place in range(len(values))],
+            axis="severity",
+            curves=[(SCORES[score], "val", points)],
+        )
+        charts.append(chart)
+    return charts
 
 
 def _vertical_axis(
@@ -188,6 +183,11 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
         return round(start + share * (end - start), 1)
 
     return place
+
+
+def share_to_y(share: float) -> float:
+    """The y of a share in [0, 1]."""
+    return _scale(0, 1, Chart.bottom, Chart.top)(share)
 
 
 def _label(value: float, unit: str) -> str:

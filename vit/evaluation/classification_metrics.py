@@ -1,24 +1,24 @@
 """Classification metrics: accuracy with intervals, calibration, and scores of each class.
 
-Everything is computed in float64 from six numbers an image and sums over bins (`Outcomes`): a large
-dataset needs no table of images x classes.
+Everything is computed in float64 from six numbers an image (`Outcomes`): a large dataset needs no
+table of images x classes.
 
-Source: classwise calibration error: Kull et al., section 2, arXiv:1910.12656; adaptive: Nguyen and
-O'Connor, section 3, arXiv:1508.05154; the error of calibrated scores by chance: Vaicenavicius et
-al., arXiv:1902.06977, and Roelofs et al., arXiv:2012.08668, which measure it by simulation; Brier,
-"Verification of Forecasts Expressed in Terms of Probability", Monthly Weather Review 78, 1950.
+Source: the error of calibrated scores by chance: Vaicenavicius et al., arXiv:1902.06977, and
+Roelofs et al., arXiv:2012.08668, which measure it by simulation; Brier, "Verification of Forecasts
+Expressed in Terms of Probability", Monthly Weather Review 78, 1950.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit.evaluation.statistical_tests import wilson_interval
+from vit.text import align_columns, plural, printable
 
 BINS = 15
 LEAST = torch.finfo(torch.float64).tiny
@@ -26,13 +26,7 @@ LEAST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What all scores are computed from; tensors of shape (images,) but the last.
-
-    Args:
-        ranks: Rank of the true class by probability, from 0.
-        class_gaps: Sums over images of (has the class) - (its probability), by bins of that
-            probability, (bins, classes).
-    """
+    """What all scores are computed from, (images,) each; `ranks` of the true class, from 0."""
 
     labels: Tensor
     answers: Tensor
@@ -40,7 +34,6 @@ class Outcomes:
     ranks: Tensor
     likelihoods: Tensor
     squares: Tensor
-    class_gaps: Tensor
 
     @staticmethod
     def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
@@ -67,7 +60,6 @@ class Outcomes:
             ranks=places.gather(1, own).squeeze(1),
             likelihoods=probabilities.gather(1, own).squeeze(1),
             squares=probabilities.square().sum(dim=1),
-            class_gaps=class_gaps(probabilities, labels),
         )
 
     def confusion(self, classes: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -81,9 +73,8 @@ class Outcomes:
     @staticmethod
     def cat(parts: Sequence["Outcomes"]) -> "Outcomes":
         """All images of `parts`, in order; `parts` is not empty."""
-        *names, sums = [field.name for field in fields(Outcomes)]
+        names = [field.name for field in fields(Outcomes)]
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        columns[sums] = torch.stack([getattr(part, sums) for part in parts]).sum(dim=0)
         return Outcomes(**columns)
 
     def __len__(self) -> int:
@@ -118,16 +109,16 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     count = len(outcomes)
     if count == 0:
         raise ValueError("no image to score")
-    right = int((outcomes.ranks == 0).sum())
+    hit = outcomes.ranks == 0
+    right = int(hit.sum())
     hits, labelled, answered = (
         part.bincount(minlength=len(classes)).tolist()
-        for part in (outcomes.labels[outcomes.ranks == 0], outcomes.labels, outcomes.answers)
+        for part in (outcomes.labels[hit], outcomes.labels, outcomes.answers)
     )
     per_class = [*map(class_scores, classes, hits, labelled, answered)]
     seen = [row for row, times in zip(per_class, answered, strict=True) if row["count"] or times]
     recalls = [row["recall"] for row in per_class if row["count"]]
     loss = float(-outcomes.likelihoods.clamp(min=LEAST).log().mean())
-    hit = outcomes.ranks == 0
     error = calibration_error(outcomes.confidences, hit)
     by_chance = chance_calibration_error(outcomes.confidences)
     return {
@@ -143,8 +134,6 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "ece": error,
         "ece_chance": by_chance,
         "ece_debiased": debiased_error(error, by_chance),
-        "ece_adaptive": adaptive_calibration_error(outcomes.confidences, hit),
-        "ece_classwise": float(outcomes.class_gaps.abs().sum()) / (count * len(classes)),
         "per_class": per_class,
     }
 
@@ -171,7 +160,9 @@ def calibration_error(confidences: Tensor, right: Tensor) -> float:
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
-    return _mean_gap(confidences, right, bin_of(confidences))
+    gaps = right.double() - confidences.double()
+    sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, bin_of(confidences), gaps)
+    return float(sums.abs().sum()) / len(confidences)
 
 
 def chance_calibration_error(probabilities: Tensor) -> float:
@@ -197,18 +188,6 @@ def debiased_error(error: float, by_chance: float) -> float:
     return math.sqrt(max(0.0, error**2 - by_chance**2))
 
 
-def adaptive_calibration_error(confidences: Tensor, right: Tensor) -> float:
-    """The same over bins of equally many images, whose edges are quantiles of confidence.
-
-    Equal confidences share a bin, so few different ones make fewer bins.
-    """
-    confidences = confidences.double().contiguous()
-    ordered = confidences.sort().values
-    ends = torch.arange(1, BINS) * len(ordered) // BINS - 1
-    edges = ordered[ends.clamp(min=0)]
-    return _mean_gap(confidences, right, torch.bucketize(confidences, edges))
-
-
 def reliability(
     confidences: Tensor, right: Tensor
 ) -> list[tuple[int, float, float, tuple[float, float]]]:
@@ -232,20 +211,91 @@ def bin_of(probabilities: Tensor) -> Tensor:
     return torch.bucketize(probabilities.double().contiguous(), edges[1:-1])
 
 
-def class_gaps(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Sums of label minus probability for each bin and class, (BINS, classes) float64.
+MAX_TABLE = 20
+"""Classes that a table of recall names, those that lost most first."""
+
+
+@dataclass(frozen=True)
+class ClassChange:
+    """The classes of a network and of the data that it is trained on further (class increment).
+
+    Source: van de Ven et al., "Three types of incremental learning", Nature Machine Intelligence
+    4, 2022, https://doi.org/10.1038/s42256-022-00568-3.
 
     Args:
-        probabilities: (images, classes), float64.
-        labels: (images,).
+        kept: Classes of both, in the order of the data.
     """
-    gaps = -probabilities
-    gaps[torch.arange(len(labels)), labels] += 1
-    sums = torch.zeros(BINS, probabilities.shape[1], dtype=torch.float64)
-    return sums.scatter_add(0, bin_of(probabilities), gaps)
+
+    kept: tuple[str, ...]
+    added: tuple[str, ...]
+    lost: tuple[str, ...]
+
+    @staticmethod
+    def between(network: Sequence[str] | None, data: Sequence[str]) -> "ClassChange":
+        """Compare names; a network without known names has no class of the data."""
+        known, present = set(network or ()), set(data)
+        return ClassChange(
+            kept=tuple(name for name in data if name in known),
+            added=tuple(name for name in data if name not in known),
+            lost=tuple(name for name in network or () if name not in present),
+        )
 
 
-def _mean_gap(confidences: Tensor, right: Tensor, place: Tensor) -> float:
-    gaps = right.double() - confidences.double()
-    sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, gaps)
-    return float(sums.abs().sum()) / len(confidences)
+class RecallRow(NamedTuple):
+    """Recall of one class or of some classes.
+
+    `before` is that of the network whose weights the training began with, which has fewer classes
+    to choose from: some loss is expected where old and new classes look alike.
+    """
+
+    name: str
+    images: int
+    before: float | None
+    """In [0, 1]; None for new classes."""
+    now: float
+    summary: bool
+
+    @property
+    def gain(self) -> float | None:
+        """Recall now less that before, None for new classes."""
+        return None if self.before is None else self.now - self.before
+
+
+def compare_recall(
+    change: ClassChange, outcomes: Outcomes, classes: Sequence[str], before: Mapping[str, int]
+) -> list[RecallRow]:
+    """Recall of the old, the new and all classes, then of each class with images."""
+    images = Counter(classes[label] for label in outcomes.labels.tolist())
+    right = Counter(classes[label] for label in outcomes.labels[outcomes.ranks == 0].tolist())
+    kept = set(change.kept)
+
+    def row(names: Sequence[str], title: str, *, summary: bool = False) -> RecallRow:
+        count = sum(images[name] for name in names)
+        old = None
+        if kept.issuperset(names):
+            old = sum(before.get(name, 0) for name in names) / count
+        return RecallRow(title, count, old, sum(right[name] for name in names) / count, summary)
+
+    each = [row([name], name) for name in classes if images[name]]
+    each.sort(key=lambda one: (one.gain is None, one.gain or 0.0))
+    groups = [
+        (change.kept, plural(len(change.kept), "old class", "old classes")),
+        (change.added, plural(len(change.added), "new class", "new classes")),
+        (classes, "all classes"),
+    ]
+    present = [(names, title) for names, title in groups if any(images[name] for name in names)]
+    return [*(row(*group, summary=True) for group in present), *each]
+
+
+def recall_lines(rows: Sequence[RecallRow]) -> list[str]:
+    """`rows` as a table for a terminal."""
+    each = [row for row in rows if not row.summary]
+    shown = [row for row in rows if row.summary] + each[:MAX_TABLE]
+    table = [["recall", "images", "before", "now"]]
+    for row in shown:
+        before = "-" if row.before is None else f"{row.before:.1%}"
+        name = ("" if row.summary else "  ") + printable(row.name)
+        table.append([name, f"{row.images:,}", before, f"{row.now:.1%}"])
+    hidden = len(rows) - len(shown)
+    more = [f"and {plural(hidden, 'other class', 'other classes')}"] if hidden else []
+    return [*align_columns(table, left={0}), *more]

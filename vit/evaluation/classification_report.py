@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vit.errors import ConfigError
 from vit.evaluation.charts import SCORES, reliability_chart, robustness_charts
-from vit.evaluation.class_increment import RecallRow
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
     Outcomes,
+    RecallRow,
     reliability,
     summarize,
 )
@@ -260,15 +260,6 @@ def check_page(score: str, *, captions: bool) -> None:
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
 
 
-def score_rows(scores: Mapping[str, Any]) -> list[tuple[str, float, Any]]:
-    """Key, value and 95 % interval of each score that is a fraction; None without an interval."""
-    return [
-        (key, value, scores.get(f"{key}_interval"))
-        for key, value in scores.items()
-        if isinstance(value, float)
-    ]
-
-
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
@@ -284,7 +275,11 @@ def evaluation_page(
         scores=scores,
         key=key,
         interval=scores[f"{key}_interval"],
-        numbers=score_rows(scores),
+        numbers=[
+            (name, value, scores.get(f"{name}_interval"))
+            for name, value in scores.items()
+            if isinstance(value, float)
+        ],
         classes=class_table(scores["per_class"], CLASS_SCORES[key]),
         confusions=counted_findings(counts, names) if counts else None,
         slices=scores.get("slices", ()),

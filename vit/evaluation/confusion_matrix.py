@@ -178,20 +178,16 @@ def similar_order(similarity: NDArray[np.float64]) -> list[int]:
     sizes = np.ones(count)
     while count and linkage.max() > 0:
         first, second = map(int, np.unravel_index(linkage.argmax(), linkage.shape))
-        branches[first] = _join(branches[first], branches.pop(second), similarity)
+        left, right = branches[first], branches.pop(second)
+        turned = [(a, b) for a in (left, left[::-1]) for b in (right, right[::-1])]
+        ends = max(turned, key=lambda pair: similarity[pair[0][-1], pair[1][0]])
+        branches[first] = [*ends[0], *ends[1]]
         weights = sizes[[first, second]]
         sizes[first] = weights.sum()
         linkage[first] = weights @ linkage[[first, second]] / sizes[first]
         linkage[:, first] = linkage[first]
         linkage[first, first] = linkage[second] = linkage[:, second] = 0.0
     return [index for branch in branches.values() for index in branch]
-
-
-def _join(left: list[int], right: list[int], similarity: NDArray[np.float64]) -> list[int]:
-    """Both, each turned so that the two most similar of their ends touch."""
-    turned = [(a, b) for a in (left, left[::-1]) for b in (right, right[::-1])]
-    first, second = max(turned, key=lambda ends: similarity[ends[0][-1], ends[1][0]])
-    return [*first, *second]
 
 
 def cell_images(

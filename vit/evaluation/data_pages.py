@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_listing import DatasetListing
+from vit.data.checks.check_listing import KINDS, Problem, display_name
 from vit.data.checks.dataset_check import CheckReport, summarize_stats
-from vit.data.checks.problems import KINDS, Problem, display_name
 from vit.data.sources.list_files import is_list
 from vit.evaluation.html_page import read_thumbnail, render_page
 
@@ -22,13 +21,16 @@ WITHOUT_IMAGE = {"foreign_format", "ignored_file", "hidden", "empty_folder", "no
 def check_page(report: CheckReport) -> str:
     """The problems of a dataset, with thumbnails."""
     listing = report.listing
+    heading = listing.root.resolve().name or str(listing.root)
+    if listing.spec is not None and is_list(listing.spec.data):
+        heading = Path(listing.spec.data).name
     problems = {
         kind: [problem for problem in report.problems if problem.kind == kind]
         for kind in report.kinds()
     }
     return render_page(
         "check_report.html.j2",
-        heading=_name_of(listing),
+        heading=heading,
         report=report,
         severities=report.severities(),
         kinds=[
@@ -46,13 +48,6 @@ def check_page(report: CheckReport) -> str:
         counts={split: listing.counts(split) for split in listing.splits},
         statistics=summarize_stats([*report.stats.values()]),
     )
-
-
-def _name_of(listing: DatasetListing) -> str:
-    """The list, or the folder of the dataset."""
-    if listing.spec is not None and is_list(listing.spec.data):
-        return Path(listing.spec.data).name
-    return listing.root.resolve().name or str(listing.root)
 
 
 def _problem(report: CheckReport, problem: Problem) -> dict[str, Any]:

@@ -10,8 +10,8 @@ distance.
 
 Source: Garrido et al., "RankMe", section 3.2, arXiv:2210.02885; k-NN as in Wu et al., "Unsupervised
 Feature Learning via Non-Parametric Instance Discrimination", section 3.4, arXiv:1805.01978;
-k-means: Lloyd, "Least squares quantization in PCM", 1982; Arthur and Vassilvitskii, "k-means++:
-The Advantages of Careful Seeding", SODA 2007, section 5 for the greedy choice.
+k-means: Lloyd, "Least squares quantization in PCM", 1982; Arthur and Vassilvitskii, "k-means++: The
+Advantages of Careful Seeding", SODA 2007, section 5 for the greedy choice.
 """
 
 import math

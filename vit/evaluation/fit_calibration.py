@@ -110,7 +110,10 @@ def fit_calibration(
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
     error = calibration_error(confidences, answers == targets)
-    farthest = None if distances is None else _largest_distance(distances, groups)
+    farthest = None
+    if distances is not None:  # of a new group, if there are enough of them
+        levels = [set_levels(distances, [1 - FALSE_ALARMS], which)[0] for which in (groups, None)]
+        farthest = levels[1] if levels[0] is None else levels[0]
     if distances is not None and farthest is not None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
     named = target_classes or {}
@@ -152,15 +155,6 @@ def fit_calibration(
     if not calibration.rejects:
         provable = highest_provable(confidences, answers == targets, target_precision, groups)
     return FittedCalibration(calibration, fitted, error, fewest, provable)
-
-
-def _largest_distance(distances: Tensor, groups: Tensor | None) -> float | None:
-    """The distance that FALSE_ALARMS of the images exceed: of a new group, if groups are enough."""
-    for which in (groups, None):
-        (level,) = set_levels(distances, [1 - FALSE_ALARMS], which)
-        if level is not None:
-            return level
-    return None
 
 
 def _fit_multilabel(
@@ -321,7 +315,12 @@ def class_set_levels(
         for one in of_class
         if chosen
     ]
-    rows = iter(zip(*([*map(_round_up, column)] for column in columns), strict=True))
+    scale = 10**LEVEL_DIGITS
+    rounded = [
+        [None if level is None else math.ceil(level * scale) / scale for level in column]
+        for column in columns
+    ]
+    rows = iter(zip(*rounded, strict=True))
     found = [next(rows) if one else None for one in enough]
     return found if chosen else []
 
@@ -331,8 +330,3 @@ def count_rarest(labels: Tensor, classes: int, groups: Tensor | None = None) -> 
     if groups is None:
         return int(labels.bincount(minlength=classes).min())
     return min(count_present(groups[labels == index]) for index in range(classes))
-
-
-def _round_up(level: float | None) -> float | None:
-    scale = 10**LEVEL_DIGITS
-    return None if level is None else math.ceil(level * scale) / scale

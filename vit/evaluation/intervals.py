@@ -173,23 +173,34 @@ def bootstrap(
     *,
     groups: Tensor | None = None,
     resamples: int = RESAMPLES,
+    few: bool = False,
 ) -> dict[str, Interval]:
     """95 % intervals of metrics; the same for the same images. None where a draw has no value.
 
     Args:
-        groups: The group of each image (vit/evaluation/intervals.py); None of independent ones.
+        groups: The group of each image; None of independent ones.
         resamples: Draws at most.
+        few: Whether there are too few images for any interval, as with too few groups.
     """
-    resamples = max(FEWEST_RESAMPLES, min(resamples, MAX_DRAWN // images))
-    found = _collect(statistics, draw_weights(images, resamples, groups=groups))
-    left_out = _collect(statistics, jackknife_weights(images, groups))
     whole = statistics(torch.ones(1, images, dtype=torch.float64))
-    return {name: _bca(found[name], whole[name], left_out[name]) for name in found}
-
-
-def _collect(statistics: Statistics, parts: Iterator[Tensor]) -> dict[str, Tensor]:
-    each = [statistics(weights) for weights in parts]
-    return {name: torch.cat([part[name] for part in each]) for name in each[0]}
+    if few or few_groups(groups):
+        return dict.fromkeys(whole)
+    resamples = max(FEWEST_RESAMPLES, min(resamples, MAX_DRAWN // images))
+    draws, left_out = (
+        [statistics(weights) for weights in parts]
+        for parts in (
+            draw_weights(images, resamples, groups=groups),
+            jackknife_weights(images, groups),
+        )
+    )
+    return {
+        name: _bca(
+            torch.cat([part[name] for part in draws]),
+            value,
+            torch.cat([part[name] for part in left_out]),
+        )
+        for name, value in whole.items()
+    }
 
 
 def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
@@ -240,9 +251,8 @@ def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[st
             "macro_f1": (2 * hits / (labelled + answered)).nanmean(dim=1),
         }
 
-    few = images - int(right.sum()) < MIN_ANSWERS or few_groups(groups)
-    names = statistics(torch.ones(1, images, dtype=torch.float64))
-    found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
+    few = images - int(right.sum()) < MIN_ANSWERS
+    found = bootstrap(images, statistics, groups=groups, few=few)
     if groups is not None:
         found["top1"] = share_interval(right.bool(), groups)
     if int(right.sum()) < MIN_ANSWERS or images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
@@ -270,7 +280,6 @@ def multilabel_intervals(
     wrong = (decisions.bool() != targets.bool()).double().mean(dim=1)
     right = (decisions.bool() & targets.bool()).double().sum(dim=1)
     named = decisions.double().sum(dim=1) + truth.sum(dim=1)
-    images = len(probabilities)
 
     def statistics(weights: Tensor) -> dict[str, Tensor]:
         return {
@@ -280,9 +289,8 @@ def multilabel_intervals(
             "micro_f1": 2 * (weights @ right) / (weights @ named).clamp(min=1),
         }
 
-    few = int((wrong > 0).sum()) < MIN_ANSWERS or few_groups(groups)
-    names = statistics(torch.ones(1, images, dtype=torch.float64))
-    found = dict.fromkeys(names) if few else bootstrap(images, statistics, groups=groups)
+    few = int((wrong > 0).sum()) < MIN_ANSWERS
+    found = bootstrap(len(probabilities), statistics, groups=groups, few=few)
     if int((right > 0).sum()) < MIN_ANSWERS:
         found["micro_f1"] = None
     found["subset_accuracy"] = share_interval(wrong == 0, groups)

@@ -282,7 +282,10 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
     """Count what the network of `config` costs, without building it in memory."""
     _check_countable(config, batch_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        network = _assemble_by_shape(config)
+        network = assemble_model(config)
+        for module in network.modules():
+            if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
+                setattr(module, "forward", by_shape)  # noqa: B010
         with (
             torch.no_grad(),
             MemoryMeter(network) as meter,
@@ -321,15 +324,6 @@ def forward_flops(network: VisionTransformer, config: ModelConfig) -> int:
     with torch.no_grad(), FlopCounter() as counter:
         network.forward_head(*network.encode(blank))
     return int(counter.total)
-
-
-def _assemble_by_shape(config: ModelConfig) -> VisionTransformer:
-    """A network that computes shapes, to be called inside a FakeTensorMode."""
-    network = assemble_model(config)
-    for module in network.modules():
-        if (by_shape := getattr(module, "forward_by_shape", None)) is not None:
-            setattr(module, "forward", by_shape)  # noqa: B010
-    return network
 
 
 def _check_countable(config: ModelConfig, batch_size: int) -> None:

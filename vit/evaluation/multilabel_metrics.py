@@ -7,7 +7,6 @@ prediction) are NaN in tensors, null in JSON, and left out of means.
 
 import math
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import (
     LEAST,
-    adaptive_calibration_error,
     calibration_error,
     chance_calibration_error,
     class_scores,
@@ -225,10 +223,9 @@ def summarize_multilabel(
     decisions together; `subset_accuracy` is the share of images with every class right, `hamming`
     the share of wrong decisions, `loss` (also `nll`) the mean of binary cross-entropy over images
     and classes, `brier` that of the squared error, `ece` the distance between probability and share
-    of yes over all decisions (`ece_chance` and `ece_debiased` as in `classification_metrics`),
-    `ece_classwise` its mean over classes. In `per_class`, undefined precision, recall and F1 are 0,
-    and an undefined average precision is None. `map_interval` takes `groups` of images as
-    independent, if given.
+    of yes over all decisions (`ece_chance` and `ece_debiased` as in `classification_metrics`).
+    In `per_class`, undefined precision, recall and F1 are 0, and an undefined average precision is
+    None. `map_interval` takes `groups` of images as independent, if given.
     """
     shape = (len(probabilities), len(classes))
     if probabilities.shape != shape or targets.shape != shape or not shape[0]:
@@ -273,7 +270,6 @@ def calibration_scores(probabilities: Tensor, targets: Tensor) -> dict[str, floa
     """Log loss, Brier score and calibration errors over all decisions, (images, classes) each."""
     probabilities, truth = probabilities.double(), targets.double()
     loss = F.binary_cross_entropy(probabilities.clamp(LEAST, 1 - 2**-53), truth)
-    pairs = zip(probabilities.unbind(1), truth.unbind(1), strict=True)
     error = calibration_error(probabilities.flatten(), truth.flatten())
     by_chance = chance_calibration_error(probabilities.flatten())
     return {
@@ -282,6 +278,4 @@ def calibration_scores(probabilities: Tensor, targets: Tensor) -> dict[str, floa
         "ece": error,
         "ece_chance": by_chance,
         "ece_debiased": debiased_error(error, by_chance),
-        "ece_adaptive": adaptive_calibration_error(probabilities.flatten(), truth.flatten()),
-        "ece_classwise": math.fsum(starmap(calibration_error, pairs)) / truth.shape[1],
     }

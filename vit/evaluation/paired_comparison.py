@@ -457,7 +457,7 @@ class RunsComparison:
         readable = readable_thumbnails(range(len(ordered)), [image.path for image in ordered])
         return render_page(
             "comparison_page.html.j2",
-            heading=f"{len(self.names)} runs",
+            heading=" and ".join(self.names) if len(self.names) == 2 else f"{len(self.names)} runs",
             runs=[*zip(ascii_uppercase, self.names, self.sides, strict=False)],
             score=self.first.score,
             groups=self.first.groups,

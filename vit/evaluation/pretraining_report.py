@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vit.data.image_objects import to_rgb_image
 from vit.evaluation.feature_quality import nearest_images
-from vit.evaluation.html_page import Thumbnail, encode_thumbnail, read_thumbnail
+from vit.evaluation.html_page import encode_thumbnail, read_thumbnail
 from vit.evaluation.run_report import (
     Event,
     RunFacts,
@@ -61,7 +61,13 @@ def write_pretraining_report(
         compared=len(features),
         method=TITLES[method],
         neighbours=neighbour_rows(features, classes, paths),
-        reconstructions=[[as_thumbnail(one) for one in row] for row in reconstructions],
+        reconstructions=[
+            [
+                encode_thumbnail(to_rgb_image((image * 255).round().byte(), "a reconstruction"))
+                for image in row
+            ]
+            for row in reconstructions
+        ],
         score_name="Effective rank",
         score_key="val_rankme",
     )
@@ -82,9 +88,3 @@ def neighbour_rows(
         ]
         for query in [*queries][:QUERIES]
     ]
-
-
-def as_thumbnail(image: Tensor) -> Thumbnail:
-    """A thumbnail of an image, (3, height, width) in [0, 1]."""
-    pixels = (image * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
-    return encode_thumbnail(to_rgb_image(pixels, "a reconstruction"))

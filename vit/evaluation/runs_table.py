@@ -3,7 +3,7 @@
     FOLDER -> run folders below it -> RunRecord each -> RunsTable -> lines, JSON, page
 
     config.yaml          settings, of which those that differ between the runs are shown
-    metrics.jsonl        epochs, best score with its interval, time
+    summary.json         epochs, best score with its interval, time; from metrics.jsonl without it
     config.json          calibration error
     model.safetensors    shapes in its header: number of parameters
     .lock                whether a process trains there
@@ -45,6 +45,7 @@ from vit.text import align_columns, format_duration, format_parameters, percent,
 
 SETTINGS = "config.yaml"
 WEIGHTS = "model.safetensors"
+SUMMARY_FILE = "summary.json"
 OWN_FOLDERS = {"checkpoints", "best", "tracking"}
 """Folders inside a run folder, which are no runs."""
 FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
@@ -69,9 +70,15 @@ COMMON_FOLDERS = {"train", "training", "images", "data"}
 MAX_HEADER_BYTES = 100_000_000
 
 
+def rank_of(run: "RunRecord") -> tuple[str, float]:
+    """Sort key of scores: those of one metric stand together, the best one first."""
+    metric, score = run.metric or "", run.score or 0.0
+    return score_name(metric), score if metric == "val_loss" else -score
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One training, as its run folder describes it.
+    """One training, as its run folder describes it; `epochs` to `seconds` are of summary.json.
 
     Args:
         changed: Time of the last change of its metrics, in seconds since 1970.
@@ -92,7 +99,7 @@ class RunRecord:
     best_epoch: int | None = None
     metric: str | None = None
     score: float | None = None
-    interval: tuple[float, float] | None = None
+    interval: Sequence[float] | None = None
     calibration_error: float | None = None
     seconds: float | None = None
     has_report: bool = False
@@ -121,9 +128,21 @@ class RunRecord:
         return f"{depth} x {dim}, patch {patch}, {image} px"
 
     @property
-    def score_name(self) -> str | None:
-        """The metric in words."""
-        return None if self.metric is None else score_name(self.metric)
+    def score_text(self) -> str:
+        """The score; its name stands beside all but top-1."""
+        metric, score = self.metric or "", self.score or 0.0
+        value = percent(score) if metric in SHARES else f"{score:.4g}"
+        return value if metric == "val_top1" else f"{score_name(metric)} {value}"
+
+    @property
+    def lower_limit(self) -> float | None:
+        """The lower end of the interval of the score."""
+        return None if self.interval is None else self.interval[0]
+
+    @property
+    def progress(self) -> str:
+        """Epochs that are over, of those that are planned."""
+        return f"{self.epochs}/{self.setting('epochs')}" if self.settings else ""
 
     def to_dict(self, settings: Sequence[str]) -> dict[str, Any]:
         """Its entry in the JSON of `vit runs`, with these settings."""
@@ -141,7 +160,7 @@ class RunRecord:
             "best_epoch": self.best_epoch,
             "metric": None if self.metric is None else self.metric.removeprefix("val_"),
             "score": self.score,
-            "interval": None if self.interval is None else list(self.interval),
+            "interval": self.interval,
             "calibration_error": self.calibration_error,
             "seconds": self.seconds,
             "report": str(self.folder / "report.html") if self.has_report else None,
@@ -153,58 +172,60 @@ class Column(NamedTuple):
     """A column of the table."""
 
     title: str
-    text: Callable[[RunRecord], str]
-    """What it shows of a run; "" if it has none."""
-    key: Callable[[RunRecord], Any]
-    """What rows are sorted by, the best or newest first; None last."""
-    number: Callable[[RunRecord], float | None] | None = None
-    """The number that the page sorts by; None for columns of text."""
+    attribute: str
+    """The value of a run."""
+    text: Callable[[RunRecord], str] | None = None
+    """What is shown of a run that has the value; the value itself by default."""
+    number: bool = False
+    key: Callable[[RunRecord], Any] | None = None
+    """What rows are sorted by, the best or newest first; the value by default."""
+
+    def value(self, run: RunRecord) -> Any:
+        """The value of a run; None if it has none."""
+        return getattr(run, self.attribute)
+
+    def show(self, run: RunRecord) -> str:
+        """The text of a run; "" if it has no value."""
+        if self.value(run) is None:
+            return ""
+        return str(self.value(run)) if self.text is None else self.text(run)
+
+    def sort_key(self, run: RunRecord) -> Any:
+        """What the row of a run is sorted by; None last."""
+        return self.value(run) if self.key is None or self.value(run) is None else self.key(run)
 
 
 COLUMNS = {
-    "name": Column("run", lambda run: run.name, lambda run: run.name.casefold()),
-    "state": Column("state", lambda run: run.state, lambda run: run.state),
+    "name": Column("run", "name", key=lambda run: run.name.casefold()),
+    "state": Column("state", "state"),
     "date": Column(
         "date",
+        "changed",
         lambda run: f"{local_time(run.changed):%Y-%m-%d %H:%M}",
-        lambda run: -run.changed,
-        lambda run: run.changed,
+        number=True,
+        key=lambda run: -run.changed,
     ),
-    "data": Column("data", lambda run: short_path(run.data), lambda run: run.data),
-    "network": Column("network", lambda run: run.network or "", lambda run: run.network),
+    "data": Column("data", "data", lambda run: short_path(run.data)),
+    "network": Column("network", "network"),
     "parameters": Column(
-        "parameters",
-        lambda run: "" if run.parameters is None else format_parameters(run.parameters),
-        lambda run: run.parameters,
-        lambda run: run.parameters,
+        "parameters", "parameters", lambda run: format_parameters(run.parameters or 0), number=True
     ),
-    "epochs": Column(
-        "epochs",
-        lambda run: f"{run.epochs}/{run.setting('epochs')}" if run.settings else "",
-        lambda run: run.epochs,
-        lambda run: run.epochs,
-    ),
-    "score": Column(
-        "score", lambda run: score_text(run), lambda run: rank_of(run), lambda run: run.score
-    ),
+    "epochs": Column("epochs", "epochs", lambda run: run.progress, number=True),
+    "score": Column("score", "score", lambda run: run.score_text, number=True, key=rank_of),
     "interval": Column(
         "95 % interval",
-        lambda run: "" if run.interval is None else " to ".join(map(percent, run.interval)),
-        lambda run: None if run.interval is None else -run.interval[0],
-        lambda run: None if run.interval is None else run.interval[0],
+        "lower_limit",
+        lambda run: " to ".join(map(percent, run.interval or ())),
+        number=True,
+        key=lambda run: -(run.lower_limit or 0.0),
     ),
     "calibration_error": Column(
         "calibration error",
-        lambda run: "" if run.calibration_error is None else f"{run.calibration_error:.4f}",
-        lambda run: run.calibration_error,
-        lambda run: run.calibration_error,
+        "calibration_error",
+        lambda run: f"{run.calibration_error:.4f}",
+        number=True,
     ),
-    "time": Column(
-        "time",
-        lambda run: "" if run.seconds is None else format_duration(run.seconds),
-        lambda run: run.seconds,
-        lambda run: run.seconds,
-    ),
+    "time": Column("time", "seconds", lambda run: format_duration(run.seconds or 0.0), number=True),
 }
 """By the name that `--sort` takes."""
 
@@ -235,7 +256,7 @@ class RunsTable:
     @property
     def columns(self) -> list[Column]:
         """The columns in which a run has something."""
-        return [one for one in COLUMNS.values() if any(map(one.text, self.runs))]
+        return [one for one in COLUMNS.values() if any(map(one.show, self.runs))]
 
     def deviations(self, run: RunRecord) -> dict[str, str]:
         """Settings of `run` that differ from those of most runs."""
@@ -256,7 +277,7 @@ class RunsTable:
         notes = [" ".join(f"{name}={value}" for name, value in each.items()) for each in changes]
         rows = [[*(one.title for one in columns), "differs from most in" if any(notes) else ""]]
         for run, note in zip(self.runs, notes, strict=True):
-            rows.append([printable(text) for text in (*(one.text(run) for one in columns), note)])
+            rows.append([printable(text) for text in (*(one.show(run) for one in columns), note)])
         left = {index for index, column in enumerate(columns) if not column.number}
         lines = align_columns(rows, left={*left, len(columns)})
         broken = [run for run in self.runs if run.reason]
@@ -270,7 +291,7 @@ class RunsTable:
         names, columns = list(self.differing), self.columns
         rows = []
         for run in self.runs:
-            cells = [(one.text(run), one.number and one.number(run)) for one in columns]
+            cells = [(one.show(run), one.value(run) if one.number else None) for one in columns]
             values = [setting_text(run.setting(name)) for name in names] if run.settings else []
             marks = [
                 value != self.differing[name] for name, value in zip(names, values, strict=False)
@@ -329,7 +350,7 @@ def sort_key(name: str) -> Callable[[RunRecord], Any]:
     """The sort key of a column, or of a setting: numbers before words, None last."""
     word = name.replace("-", "_")
     if word in COLUMNS:
-        return COLUMNS[word].key
+        return COLUMNS[word].sort_key
     if word not in all_settings():
         hint = nearest(word, [*COLUMNS, *all_settings()])
         raise ConfigError(
@@ -377,34 +398,41 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         settings = read_stored_settings(folder / SETTINGS)
     except ConfigError as problem:
         reasons.append(str(problem).replace(f"{printable(folder)}{os.sep}", ""))
-    log = read_event_log(folder / METRICS_FILE, "epoch", "soup")
-    epochs = [one for one in log.events if one["event"] == "epoch"]
     soup_of_folds = settings.get("folds") is not None and settings.get("fold") is None
-    if log.damage and (has_report or not log.cut):  # a cut line of a killed run is trained again
-        reasons.append(log.damage)
-    elif not epochs and (has_report or has_weights) and not soup_of_folds:
-        reasons.append(f"{METRICS_FILE} has no epoch")
     try:
-        chosen = saved_event(log.events)
-        grouped = settings.get("group") is not None
-        facts = {} if chosen is None else score_facts(chosen, epochs, grouped=grouped)
+        facts, damage = read_summary(folder, settings, ended=has_report)
+        if damage:
+            reasons.append(damage)
+        elif not facts and (has_report or has_weights) and not soup_of_folds:
+            reasons.append(f"{METRICS_FILE} has no epoch")
     except (ValueError, KeyError, TypeError):
-        reasons.append(f"{METRICS_FILE} has scores that are no numbers")
+        reasons.append(f"{SUMMARY_FILE} or {METRICS_FILE} is damaged")
+    stopped_early = facts.pop("stopped_early", False)
     if has_weights:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)
-            error = read_calibration_error(folder / "config.json")
+            own = json.loads((folder / "config.json").read_bytes())["vit"]
+            if own.get("calibration") is not None:
+                ScoreCalibration.from_dict(own["calibration"])
+            error = own.get("calibration_error")
+            error = None if error is None else float(error)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
             reasons.append(f"{WEIGHTS} or config.json is damaged: {printable(problem)}")
     elif facts and (folder / "config.json").exists():  # a search drops both of its trials
         reasons.append(f"{WEIGHTS} is missing")
+    over = stopped_early or facts.get("epochs", 0) >= float(settings.get("epochs", math.inf))
+    state = BROKEN if reasons else FINISHED if over or has_report else UNFINISHED
+    changed = 0.0
+    for path in (folder, folder / SETTINGS, folder / METRICS_FILE):
+        with contextlib.suppress(OSError):
+            changed = path.stat().st_mtime
     relative = os.path.relpath(folder, root)
     return RunRecord(
         name=folder.resolve().name if relative == "." else relative,
         folder=folder,
-        state=state_of(folder, settings, epochs, bool(reasons), has_report),
+        state=RUNNING if is_locked(folder / ".lock") else state,
         reason="; ".join(reasons),
-        changed=last_change(folder),
+        changed=changed,
         settings=settings,
         parameters=parameters,
         calibration_error=error,
@@ -413,25 +441,43 @@ def read_run(folder: Path, root: Path) -> RunRecord:
     )
 
 
-def state_of(
-    folder: Path, settings: Mapping[str, Any], epochs: Sequence[Event], broken: bool, report: bool
-) -> str:
-    """Whether a run is finished: all epochs are over, it stopped early, or it has its report."""
-    if is_locked(folder / ".lock"):
-        return RUNNING
-    if broken:
-        return BROKEN
-    over = bool(epochs) and (
-        epochs[-1]["epoch"] >= float(settings.get("epochs", math.inf))
-        or stopped_early(settings, epochs)
-    )
-    return FINISHED if over or report else UNFINISHED
+def read_summary(
+    folder: Path, settings: Mapping[str, Any], *, ended: bool
+) -> tuple[dict[str, Any], str]:
+    """summary.json, and what is damaged; of an older run that of its metrics.jsonl."""
+    with contextlib.suppress(OSError):
+        facts: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_bytes())
+        return facts, ""
+    log = read_event_log(folder / METRICS_FILE, "epoch", "soup")
+    killed = log.cut and not ended  # the epoch of a cut line is trained again
+    return summarize_run(log.events, settings), "" if killed else log.damage
 
 
-def stopped_early(settings: Mapping[str, Any], epochs: Sequence[Event]) -> bool:
-    """Whether the last `patience` epochs brought no improvement."""
-    patience, best = settings.get("patience"), best_epoch(epochs)
-    return bool(patience) and best is not None and epochs[-1]["epoch"] - best["epoch"] >= patience
+def summarize_run(events: Sequence[Event], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of summary.json: what a run has reached so far; {} before its first epoch.
+
+    `interval` is there where the score is a share of independent images (Wilson's), and
+    `best_epoch` where the weights are those of an epoch, not an average of several.
+    """
+    epochs = [event for event in events if event["event"] == "epoch"]
+    chosen, best = saved_event(events), best_epoch(epochs)
+    if chosen is None or best is None:
+        return {}
+    last, patience = epochs[-1], settings.get("patience")
+    metric, images = ranking_metric(last), last.get("val_images")
+    score = float(chosen[metric])
+    interval = None
+    if metric == "val_top1" and settings.get("group") is None and images:
+        interval = [*wilson_interval(round(score * images), images)]
+    return {
+        "epochs": int(last["epoch"]),
+        "best_epoch": chosen.get("epoch"),
+        "metric": metric,
+        "score": score,
+        "interval": interval,
+        "seconds": float(sum(event["seconds"] for event in epochs)),
+        "stopped_early": bool(patience) and last["epoch"] - best["epoch"] >= patience,
+    }
 
 
 def is_locked(path: Path) -> bool:
@@ -441,23 +487,6 @@ def is_locked(path: Path) -> bool:
             return not lock_file(file, shared=True, inherited=False)
     except OSError:  # no lock file, or a file system without locks
         return False
-
-
-def score_facts(chosen: Event, epochs: Sequence[Event], *, grouped: bool) -> dict[str, Any]:
-    """Fields of a RunRecord from its epochs."""
-    metric, images = ranking_metric(epochs[-1]), epochs[-1].get("val_images")
-    score = float(chosen[metric])
-    interval = None
-    if metric == "val_top1" and not grouped and isinstance(images, int) and images > 0:
-        interval = wilson_interval(round(score * images), images)
-    return {
-        "epochs": int(epochs[-1]["epoch"]),
-        "best_epoch": chosen.get("epoch"),
-        "metric": metric,
-        "score": score,
-        "interval": interval,
-        "seconds": float(sum(event["seconds"] for event in epochs)),
-    }
 
 
 def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
@@ -481,23 +510,6 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
     )
 
 
-def read_calibration_error(path: Path) -> float | None:
-    """The calibration error in a config.json, if it was measured."""
-    own = json.loads(path.read_bytes())["vit"]
-    if own.get("calibration") is not None:
-        ScoreCalibration.from_dict(own["calibration"])
-    error = own.get("calibration_error")
-    return None if error is None else float(error)
-
-
-def last_change(folder: Path) -> float:
-    """When the metrics of a run, else its settings, else the folder were changed, seconds."""
-    for path in (folder / METRICS_FILE, folder / SETTINGS, folder):
-        with contextlib.suppress(OSError):
-            return path.stat().st_mtime
-    return 0.0
-
-
 def local_time(seconds: float) -> datetime:
     """A time since 1970 in the time zone of this machine."""
     return datetime.fromtimestamp(seconds).astimezone()
@@ -506,21 +518,6 @@ def local_time(seconds: float) -> datetime:
 def score_name(metric: str) -> str:
     """A metric in words."""
     return SCORE_NAMES.get(metric, metric.removeprefix("val_").replace("_", " "))
-
-
-def score_text(run: RunRecord) -> str:
-    """The score of a run; its name stands beside all but top-1."""
-    if run.score is None or run.metric is None:
-        return ""
-    value = percent(run.score) if run.metric in SHARES else f"{run.score:.4g}"
-    return value if run.metric == "val_top1" else f"{run.score_name} {value}"
-
-
-def rank_of(run: RunRecord) -> tuple[str, float] | None:
-    """Sort key of scores: those of one metric stand together, the best one first."""
-    if run.score is None or run.metric is None:
-        return None
-    return score_name(run.metric), run.score if run.metric == "val_loss" else -run.score
 
 
 def short_path(path: str | None) -> str:

@@ -96,10 +96,6 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
     """Encoder and decoder of a captioner."""
     model = run.model
     assert isinstance(model, Captioner), "a run with a tokenizer has a captioner"
-    if run.config.channels != 3:
-        raise ConfigError(
-            f"channels={run.config.channels}: an exported network takes RGB images, channels=3"
-        )
     if model.decoder.max_length < MIN_TOKENS:
         raise ConfigError(
             f"caption_tokens={model.decoder.max_length}: the exporter needs at least "

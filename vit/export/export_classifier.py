@@ -97,14 +97,9 @@ class ClassifierWithTokens(Classifier):
 
 def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     """The module that torch exports of a classifier."""
-    config = run.config
-    if config.channels != 3:
+    if tokens and run.config.merge_tokens:
         raise ConfigError(
-            f"channels={config.channels}: an exported network takes RGB images, channels=3"
-        )
-    if tokens and config.merge_tokens:
-        raise ConfigError(
-            f"merge_tokens={config.merge_tokens}: tokens differ from block to block and from "
+            f"merge_tokens={run.config.merge_tokens}: tokens differ from block to block and from "
             "image to image; export without tokens"
         )
     batch = {0: "batch"}
@@ -141,16 +136,15 @@ def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
 
 def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> dict[str, str]:
     """Metadata of the file; quantization sets `calibration`."""
+    known = {} if run.license is None else {"license": run.license}
+    if run.thresholds is not None:
+        known["thresholds"] = json.dumps(run.thresholds)
+    if run.calibration is not None:
+        known[SCORE_CALIBRATION] = json.dumps(run.calibration.to_dict())
     return {
+        **known,
         "graph": "classifier",
         "activation": get_task(run.task_name).activation_name,
-        **({} if run.thresholds is None else {"thresholds": json.dumps(run.thresholds)}),
-        **({} if run.license is None else {"license": run.license}),
-        **(
-            {}
-            if run.calibration is None
-            else {SCORE_CALIBRATION: json.dumps(run.calibration.to_dict())}
-        ),
         "classes": json.dumps(list(run.classes), ensure_ascii=False),
         "preprocessing": json.dumps(run.preprocessing.to_dict()),
         "vit_version": __version__,

@@ -152,6 +152,10 @@ def export(
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
+    if loaded.config.channels != 3:
+        raise ConfigError(
+            f"channels={loaded.config.channels}: an exported network takes RGB images, channels=3"
+        )
     if settings.no_calibration:
         loaded = loaded.without_calibration()
     silent = notify or (lambda _line: None)

@@ -58,8 +58,7 @@ def classifier_file(job: ExportJob) -> Iterator[tuple[Path, Exported]]:
     """A checked ONNX file under a temporary name beside `job.path`, and what was measured."""
     run, options, path = job.run, job.options, job.path
     part = export_classifier.part_of(run, tokens=options.tokens)
-    size = sum(parameter.nbytes for parameter in run.model.parameters())
-    external = options.external_data or size > MAX_GRAPH_BYTES
+    external = sum(part.nbytes for part in run.model.parameters()) > MAX_GRAPH_BYTES
     if external and data_beside(path).exists() and not job.overwrite:
         name = printable(data_beside(path))
         raise RunError(f"{name} exists; choose another name, or add --overwrite")

@@ -26,7 +26,6 @@ class ExportOptions(Section):
 
     Args:
         max_drop: Largest loss of top-1 (of mAP if multi-label) there; 0.01 by default.
-        external_data: Store the weights in NAME.onnx.data, as always from 2 GB on.
     """
 
     precision: str = "fp32"
@@ -38,7 +37,6 @@ class ExportOptions(Section):
     static: bool = False
     validation: str | None = None
     max_drop: float | None = None
-    external_data: bool = False
     no_calibration: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +79,6 @@ class ExportOptions(Section):
             ),
             ("calibration", self.calibration is not None and not calibrated, alone),
             ("samples", self.samples is not None and not calibrated, alone),
-            ("external_data", self.external_data and int8, "int8 files are small; leave it out"),
             (
                 "max_drop",
                 self.max_drop is not None and self.measured_on is None,

@@ -169,16 +169,11 @@ def branch(outer: Nodes, prefix: str, preprocessing: Preprocessing, *, columns_f
     tall, wide = axes_of(images, preprocessing)
     kind = preprocessing.interpolation
     transposed = [0, 2, 1, 3]
-    if columns_first:
-        x = resize_axis(images.reshape(0, tall.size, -1), tall, kind)
-        x = x.reshape(0, tall.target, -1, 3).op("Transpose", perm=transposed)
-        x = resize_axis(x.reshape(0, wide.size, -1), wide, kind)
-        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=transposed)
-    else:
-        x = images.op("Transpose", perm=transposed)
-        x = resize_axis(x.reshape(0, wide.size, -1), wide, kind)
-        x = x.reshape(0, wide.target, -1, 3).op("Transpose", perm=transposed)
-        x = resize_axis(x.reshape(0, tall.size, -1), tall, kind)
+    x = images if columns_first else images.op("Transpose", perm=transposed)
+    for axis in (tall, wide) if columns_first else (wide, tall):
+        x = resize_axis(x.reshape(0, axis.size, -1), axis, kind)
+        if columns_first or axis is wide:
+            x = x.reshape(0, axis.target, -1, 3).op("Transpose", perm=transposed)
     x = x.reshape(0, tall.target, wide.target, 3)
     return nodes.as_graph(x, ["batch", tall.target, wide.target, 3])
 

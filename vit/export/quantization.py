@@ -34,11 +34,11 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.errors import ConfigError, DataError
+from vit.errors import DataError
 from vit.export.onnx_graph import MOVES, Graph, attribute, libraries, node
 from vit.exported.onnx_session import Array, OnnxSession
 
@@ -77,17 +77,14 @@ def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -
     """
     graph = Graph(content)
     metadata = {value.key: value.value for value in graph.proto.metadata_props}
-    precision = metadata.get("precision", "fp32")
+    if (static or images) and len(images) < MIN_IMAGES:
+        remedy = "give more" if static else "give more, or none (--dynamic)"
+        raise DataError(
+            f"{len(images)} images for calibration: at least {MIN_IMAGES} are needed; {remedy}"
+        )
     if static:
         split_qkv(graph)
     activations = _product_inputs(graph)
-    if precision != "fp32" or not activations:
-        raise ConfigError(
-            f"precision={precision!r}, activations that weights of float32 multiply: "
-            f"{len(activations)}; int8 is made of a graph of fp32"
-        )
-    if static or images:
-        _check_images(images, "give more" if static else "give more, or none (--dynamic)")
     if static:
         _quantize_static(graph, activations, images)
     else:
@@ -217,10 +214,6 @@ class Activation:
     low: Array = field(default_factory=lambda: np.zeros(1, np.float32))
     high: Array = field(default_factory=lambda: np.zeros(1, np.float32))
 
-    def widen(self, low: Array, high: Array) -> None:
-        """Extend the range, which always contains 0, to that of another image."""
-        self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
-
     def scale_and_zero(self) -> tuple[Array, Array]:
         """Scale and zero point of the range."""
         low, high = float(self.low.min()), float(self.high.max())
@@ -298,19 +291,6 @@ def _feeds_softmax(graph: Graph, product: Any) -> bool:
     return consumer is not None and consumer.op_type == "Softmax"
 
 
-def _check_images(images: Sequence[Array], remedy: str) -> None:
-    if len(images) < MIN_IMAGES:
-        raise DataError(
-            f"{len(images)} images for calibration: at least {MIN_IMAGES} are needed; {remedy}"
-        )
-    for number, image in enumerate(images):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise DataError(
-                f"calibration image {number} is {image.dtype} of shape {image.shape}; it "
-                "must be uint8 of (height, width, 3)"
-            )
-
-
 def _activation_rows(
     graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
 ) -> Iterator[list[Array]]:
@@ -330,46 +310,37 @@ def _activation_rows(
 
 
 def _calibrate(graph: Graph, activations: Sequence[Activation], images: Sequence[Array]) -> None:
-    """Measure the ranges of the activations."""
+    """Measure the ranges of the activations, which always contain 0."""
     for rows_of_image in _activation_rows(graph, activations, images):
         for one, rows in zip(activations, rows_of_image, strict=True):
-            one.widen(rows.min(axis=0), rows.max(axis=0))
+            one.low = np.minimum(one.low, rows.min(axis=0))
+            one.high = np.maximum(one.high, rows.max(axis=0))
 
 
-@dataclass
-class Moments:
-    """XᵀX of the inputs X of a product.
-
-    Args:
-        matrix: (channels, channels)
-    """
+class Moments(NamedTuple):
+    """Of the inputs X of a product."""
 
     matrix: Array
-    tokens: int = 0
-
-    def add(self, rows: Array) -> None:
-        """Count the `rows`, (tokens, channels)."""
-        self.matrix += rows.T @ rows
-        self.tokens += len(rows)
-
-    def root_mean_squares(self) -> Array:
-        """Of each channel, (channels,)."""
-        values: Array = np.sqrt(np.diag(self.matrix) / max(self.tokens, 1))
-        return values
+    """XᵀX, (channels, channels)."""
+    sizes: Array
+    """Root mean square of each channel, (channels,)."""
 
 
 def _measure_moments(
     graph: Graph, activations: Sequence[Activation], images: Sequence[Array]
 ) -> dict[str, Moments]:
     """Moments of the activations over calibration images, by their names."""
-    moments = {
-        one.name: Moments(np.zeros((one.channels, one.channels), np.float32)) for one in activations
-    }
+    matrices = [np.zeros((one.channels, one.channels), np.float32) for one in activations]
+    tokens = [0] * len(activations)
     rows_of_images = _activation_rows(graph, activations, images)
     while several := [*itertools.islice(rows_of_images, IMAGES_AT_ONCE)]:
-        for found, rows in zip(moments.values(), zip(*several, strict=True), strict=True):
-            found.add(np.concatenate(rows))
-    return moments
+        for number, rows in enumerate(map(np.concatenate, zip(*several, strict=True))):
+            matrices[number] += rows.T @ rows
+            tokens[number] += len(rows)
+    return {
+        one.name: Moments(matrix, np.sqrt(np.diag(matrix) / max(count, 1)))
+        for one, matrix, count in zip(activations, matrices, tokens, strict=True)
+    }
 
 
 def _smooth(graph: Graph, activation: Activation, values: Array) -> Array:
@@ -443,7 +414,7 @@ def _quantize_tokens(
     for activation in activations:
         measured, factors = moments.pop(activation.name, None), np.ones(1, np.float32)
         if measured is not None:
-            factors = _smooth(graph, activation, measured.root_mean_squares())
+            factors = _smooth(graph, activation, measured.sizes)
         lowest, nodes = _relative_to_token(graph, activation.name)
         for product in activation.products:
             (output,) = product.output

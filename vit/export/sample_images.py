@@ -18,13 +18,12 @@ from vit.data.dataset_types import Sample
 from vit.data.image_io import IntensityRange, read_image
 from vit.data.intensity_range import evenly_spaced
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.image_inputs import list_images
 from vit.data.sources.list_files import is_list
-from vit.data.sources.open_dataset import open_eval_split, read_source
+from vit.data.sources.open_dataset import list_images, open_eval_split, read_source
 from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.export.export_options import ExportJob
 from vit.exported.onnx_session import Array
-from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.tasks.task import get_task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun

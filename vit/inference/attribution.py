@@ -1,11 +1,12 @@
 """Attribution maps: the patches behind a classifier's top classes or a captioner's words.
 
-    rollout:    R_b = (a I + (1 - a) A_b) R_(b-1)
     relevance:  R_b = R_(b-1) + mean over heads of (A_b * dlogit/dA_b)^+ R_(b-1)
 
 with R_0 = I, A_b the attention weights of block b, and ^+ the positive part. Maps of classes are
 computed in float32 from the image as the network saw it, resized and cropped, and are tested by
-the deletion metric.
+the deletion metric: the strongest patches are deleted first, that is, have the mean colour of the
+preprocessing. The score is the area under the probability of the class over the share of deleted
+patches, from 0 to 1; lower is better. Random orders are the chance level.
 
     map of a token = mean over blocks and heads of the cross-attention softmax(Q Kᵀ / √head_dim)
     map of a word  = mean over its tokens
@@ -13,34 +14,32 @@ the deletion metric.
 The query is that of the token before, which predicts the token. The finished caption goes through
 the decoder once more, all tokens in parallel, under the causal mask it was generated with.
 
-Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers", section 3,
-arXiv:2005.00928; Chefer et al., "Generic Attention-model Explainability", equations 5 to 7,
-arXiv:2103.15679.
+Source: Chefer et al., "Generic Attention-model Explainability", equations 5 to 7,
+arXiv:2103.15679; Petsiuk et al., "RISE", arXiv:1806.07421 (the deletion metric).
 """
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.image_objects import Array
-from vit.errors import ConfigError, RunError
-from vit.inference.deletion_metric import RANDOM_ORDERS, Curve, Deletion, deletions
+from vit.errors import RunError
 from vit.inference.predictor import ImageOutput, Predictor, ranked_classes
-from vit.inference.torch_engine import to_probabilities
+from vit.inference.torch_engine import Activation, to_probabilities
 from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.text import printable
 
-FUSIONS: dict[str, Any] = {"mean": torch.mean, "max": torch.amax, "min": torch.amin}
 TOP_CLASSES = 2  # of a single-label model
 MAX_CLASSES = 5  # of a multi-label model
 DIGITS = 6
@@ -50,6 +49,154 @@ UNSPACED = (
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
+SOFTMAX: Activation = partial(torch.softmax, dim=1)
+STEPS = 10  # until all patches are deleted
+RANDOM_ORDERS = 9  # a random map beats all of them with probability 1/10
+ROUNDING = 1e-4  # relative difference of scores that is no difference
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The probability of a class while more and more patches are deleted.
+
+    Args:
+        deleted: Shares of the patches, from 0 to 1.
+    """
+
+    deleted: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def score(self) -> float:
+        """Area under the curve, by trapezoids."""
+        return float(
+            torch.trapezoid(
+                torch.tensor(self.probabilities, dtype=torch.float64),
+                torch.tensor(self.deleted, dtype=torch.float64),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """Deletion metric of one map.
+
+    Args:
+        random: Scores of random orders.
+    """
+
+    curve: Curve
+    reverse: Curve
+    random: tuple[float, ...]
+
+    @property
+    def better(self) -> bool:
+        """Whether the map is better than chance: its score is below that of all random orders."""
+        return self.curve.score < min(self.random) * (1 - ROUNDING)
+
+    @property
+    def chance(self) -> float:
+        """Mean score of the random orders."""
+        return sum(self.random) / len(self.random)
+
+
+def passes(patches: int, maps: int) -> int:
+    """Forward passes of `deletions` for `maps` maps of `patches` patches."""
+    return 2 + (len(steps(patches)) - 2) * (RANDOM_ORDERS + 2 * maps)
+
+
+def steps(patches: int) -> list[int]:
+    """Number of deleted patches at each step, from none to all."""
+    return sorted({round(patches * step / STEPS) for step in range(STEPS + 1)})
+
+
+def deletions(
+    model: VisionTransformer,
+    image: Tensor,
+    maps: Tensor,
+    classes: Sequence[int],
+    *,
+    batch_size: int,
+    seed: int,
+    activation: Activation = SOFTMAX,
+) -> list[Deletion]:
+    """Deletion metric of each of `maps`; takes `passes` forward images.
+
+    Args:
+        image: Normalised, (channels, height, width).
+        maps: Weight of each patch, (maps, rows, cols); the order of equal ones is random.
+        seed: Seed of the random orders, which all maps share.
+    """
+    grid = (maps.shape[-2], maps.shape[-1])
+    orders = _orders(maps.flatten(1).cpu(), seed)
+    counts = steps(orders.shape[1])
+    probabilities_of = partial(to_probabilities, activation=activation)
+    found = _probabilities(model, image, orders, counts, grid, batch_size, probabilities_of)
+    shares = tuple(count / orders.shape[1] for count in counts)
+
+    def curve(order: int, label: int) -> Curve:
+        return Curve(shares, tuple(found[order, :, label].tolist()))
+
+    return [
+        Deletion(
+            curve(RANDOM_ORDERS + 2 * number, label),
+            curve(RANDOM_ORDERS + 2 * number + 1, label),
+            tuple(curve(order, label).score for order in range(RANDOM_ORDERS)),
+        )
+        for number, label in enumerate(classes)
+    ]
+
+
+def _orders(maps: Tensor, seed: int) -> Tensor:
+    """Orders of deletion: random ones, then each map, descending and ascending.
+
+    (maps, patches) -> (RANDOM_ORDERS + 2 * maps, patches)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    patches = maps.shape[1]
+    orders = [torch.randperm(patches, generator=generator) for _ in range(RANDOM_ORDERS)]
+    for weights in maps:
+        mixed = torch.randperm(patches, generator=generator)  # a random order of equal weights
+        order = mixed[weights[mixed].argsort(descending=True, stable=True)]
+        orders += [order, order.flip(0)]
+    return torch.stack(orders)
+
+
+@torch.inference_mode()
+def _probabilities(
+    model: VisionTransformer,
+    image: Tensor,
+    orders: Tensor,
+    counts: list[int],
+    grid: tuple[int, int],
+    batch_size: int,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Probabilities of all classes, float64 on the CPU, (orders, steps, classes).
+
+    The first and the last step are equal in all orders, and computed once.
+    """
+    inner = torch.tensor(counts[1:-1])
+    kept = orders.argsort(dim=1)[:, None, :] >= inner[:, None]  # (orders, inner steps, patches)
+    patches = orders.shape[1]
+    ends = torch.tensor([True, False])[:, None].expand(2, patches)
+    masks = torch.cat([ends, kept.reshape(-1, patches)])
+    rows, cols = grid
+    height, width = image.shape[-2] // rows, image.shape[-1] // cols
+    parts = []
+    for mask in torch.split(masks, batch_size):
+        pixels = repeat(
+            mask.to(image),
+            "batch (rows cols) -> batch 1 (rows height) (cols width)",
+            rows=rows,
+            height=height,
+            width=width,
+        )
+        parts.append(activation(model(image * pixels)))
+    found = torch.cat(parts)
+    between = found[2:].view(*kept.shape[:2], found.shape[1])
+    whole, empty = found[:2, None, None].expand(-1, len(orders), 1, -1)
+    return torch.cat([whole, between, empty], dim=1)
 
 
 class AttributionOverflow(RunError):
@@ -247,9 +394,7 @@ def deletion_summary(tested: list[Deletion]) -> str:
     )
 
 
-def relevance(
-    model: VisionTransformer, images: Tensor, classes: Tensor | Sequence[int] | None = None
-) -> Tensor:
+def relevance(model: VisionTransformer, images: Tensor, classes: Tensor | Sequence[int]) -> Tensor:
     """Relevance of each patch for the logit of one class: attention times its gradient.
 
     The row of the pooling is returned: of the class token, the mean of the patches, or both for
@@ -258,24 +403,20 @@ def relevance(
 
     Args:
         images: (batch, channels, height, width).
-        classes: The class of each image, (batch,); the most probable ones by default.
+        classes: The class of each image, (batch,).
 
     Returns:
         Non-negative, (batch, rows, cols) of the patches.
     """
-    if not model.num_classes:
-        raise ConfigError("num_classes=0: there is no class to explain; give the network a head")
     with torch.inference_mode(False), torch.enable_grad():
-        logits, blocks, pooling, tokens, context = record_attention(model, images.clone())
-        indices = _class_indices(logits.detach(), classes)
-        rows, cols = context.grid
-        prefix = model.num_prefix_tokens
-        _check_same_tokens(
-            {tokens.shape[1], prefix + rows * cols, *(weights.shape[-1] for weights in blocks)}
-        )
+        logits, blocks, pooling, _, context = record_attention(model, images.clone())
+        indices = torch.as_tensor(classes, device=logits.device)
         maps = blocks if pooling is None else [*blocks, pooling]
         gradients = torch.autograd.grad(logits.gather(1, indices[:, None]).sum(), maps)
-    rows_of_r = _identity(blocks[0])
+    batch, _, tokens, _ = blocks[0].shape
+    dtype = torch.promote_types(blocks[0].dtype, torch.float32)
+    rows_of_r = torch.eye(tokens, dtype=dtype, device=logits.device).expand(batch, -1, -1)
+    prefix = model.num_prefix_tokens
     with torch.no_grad():
         pairs = zip(maps, gradients, strict=True)
         steps = [(a.to(rows_of_r) * g).clamp(min=0).mean(dim=1) for a, g in pairs]
@@ -284,64 +425,9 @@ def relevance(
         if pooling is None:  # these poolings are linear, so they may pool the rows of R
             pooled = model.attn_pool(rows_of_r, context)
         else:
-            pooled = steps[-1] @ rows_of_r[:, prefix:]
+            pooled = steps[-1] @ rows_of_r[:, model.attn_pool.prefix :]
         parts: Tensor = pooled.reshape(len(pooled), -1, rows_of_r.shape[-1])[..., prefix:]
-        return rearrange(parts.mean(dim=1), "batch (rows cols) -> batch rows cols", rows=rows)
-
-
-def _class_indices(logits: Tensor, classes: Tensor | Sequence[int] | None) -> Tensor:
-    """Class index of each image, (batch,), checked; the most probable ones by default."""
-    batch, count = logits.shape
-    indices = logits.argmax(1) if classes is None else torch.as_tensor(classes).to(logits.device)
-    valid = indices.dtype in (torch.int64, torch.int32) and indices.shape == (batch,)
-    if not valid or not ((indices >= 0) & (indices < count)).all():
-        why = f"must be one number from 0 to {count - 1} for each of {batch} images"
-        raise ConfigError(f"classes={indices.tolist()}: {why}")
-    return indices.long()
-
-
-def rollout(
-    maps: Sequence[Tensor], *, residual: float = 0.5, fuse: str = "mean", discard: float = 0.0
-) -> Tensor:
-    """Attention rollout: the share of each input token in each output token, by attention alone.
-
-    Args:
-        maps: Attention weights of the blocks in order, each (batch, heads, tokens, tokens).
-        residual: Share of a token that comes through the skip connection, in [0, 1].
-        fuse: Reduction over heads: mean, max or min; rows are normalised to a sum of 1 again.
-        discard: Share of the tokens, in [0, 1), with the least attention in each row to leave out.
-
-    Returns:
-        (batch, tokens, tokens); each row sums to 1. Row 0 is the class token's, if any.
-    """
-    if not (0 <= residual <= 1 and 0 <= discard < 1 and fuse in FUSIONS):
-        what = f"residual={residual}, discard={discard}, fuse={fuse!r}"
-        raise ConfigError(f"{what}: take shares from 0 to 1, discard below 1, mean, max or min")
-    _check_same_tokens({side for weights in maps for side in weights.shape[-2:]})
-    rolled = identity = _identity(maps[0])
-    for weights in maps:
-        fused = FUSIONS[fuse](weights.to(rolled), dim=1)
-        least = fused.topk(int(discard * fused.shape[-1]), dim=-1, largest=False).indices
-        fused = fused.scatter(-1, least, 0.0)
-        shares = fused / fused.sum(-1, keepdim=True).clamp(min=torch.finfo(fused.dtype).tiny)
-        rolled = (residual * identity + (1 - residual) * shares) @ rolled
-    return rolled
-
-
-def _identity(weights: Tensor) -> Tensor:
-    """The identity for maps (batch, heads, tokens, tokens), in float32 or better."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    batch, _, tokens, _ = weights.shape
-    return torch.eye(tokens, dtype=dtype, device=weights.device).expand(batch, -1, -1)
-
-
-def _check_same_tokens(sides: set[int]) -> None:
-    if len(sides) > 1:
-        counts = " and ".join(map(str, sorted(sides)))
-        raise ConfigError(
-            f"attention maps of {counts} tokens: tokens were merged or dropped on the way, so "
-            f"rows have no position; build the network without it"
-        )
+        return parts.mean(dim=1).view(batch, *context.grid)
 
 
 def attribute_caption(predictor: Predictor, output: ImageOutput) -> "list[WordAttribution]":

@@ -20,11 +20,12 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
 from vit.data.sources.file_walk import OUTPUT_MARKER
-from vit.data.text_rendering import LINE_HEIGHT, break_lines, draw_centred
 from vit.errors import ConfigError, explain_full_memory
 from vit.inference.attribution import (
     AttributionOverflow,
+    Deletion,
     WordAttribution,
     attribute_caption,
     attribute_classes,
@@ -33,7 +34,6 @@ from vit.inference.attribution import (
     view_lines,
     word_attributions_to_json,
 )
-from vit.inference.deletion_metric import Deletion
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json

@@ -6,7 +6,6 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 """
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -16,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.data.dataset_types import NO_LABEL
-from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig, accepts_settings, split_settings
+from vit.data.dataset import MultiHot
+from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, RunError
@@ -32,11 +33,11 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
-from vit.inference.evaluate import evaluated_spec, load_samples
+from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
-from vit.text import Notify, printable
+from vit.text import Notify, nearest, printable
 from vit.weights.saved_model import (
     CALIBRATION,
     CALIBRATION_ERROR,
@@ -45,21 +46,17 @@ from vit.weights.saved_model import (
     update_run,
 )
 
-CALIBRATION_SCORES = (
-    *("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased"),
-    *("ece_adaptive", "ece_classwise"),
-)
+CALIBRATION_SCORES = ("top1", "nll", "brier", "ece", "ece_chance", "ece_debiased")
 
 
+@accepts_settings(SourceConfig, InferenceConfig)
 def calibrate(
     run: PathLike,
     data: str | DatasetSpec,
     *,
     split: str = "val",
-    images: str | None = None,
     target_precision: float = TARGET_PRECISION,
     target_class: str | Sequence[str] = (),
-    group: str | None = None,
     notify: Notify = lambda _note: None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
     **settings: Any,
@@ -71,15 +68,13 @@ def calibrate(
 
     Args:
         run: The run folder, which is changed.
-        data, split, images: As for `vit.evaluate`; images that were not trained on.
+        data, split: As for `vit.evaluate`; images that were not trained on.
         target_precision: Share of the answers of `--reject` that has to be right.
         target_class: Classes whose answers have to be so often right each on its own.
-        group: Column of a list, or a regular expression over paths, that names the group of an
-            image, such as a patient: threshold and sets then hold for images of a new group. That
-            of the training if omitted.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
-        settings: As for Predictor.
+        settings: Fields of SourceConfig and of InferenceConfig. With `group`, which names the group
+            of an image, such as a patient, threshold and sets hold for images of a new group.
 
     Returns:
         `calibration` and `calibration_error`, as config.json has them; scores of held-out images
@@ -89,6 +84,7 @@ def calibrate(
         VitError: The run or the data cannot be used, the run cannot be written, or there are
             fewer than 50 labelled images.
     """
+    source, inference = split_settings(settings, "a calibration", SourceConfig, InferenceConfig)
     if not 0 < target_precision < 1:
         raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
     if not Path(run).is_dir():
@@ -101,29 +97,24 @@ def calibrate(
             f"is {loaded.task_name}"
         )
     for name in ("merge_tokens", "patch_size"):
-        if settings.get(name) not in (None, getattr(loaded.config, name)):
-            raise ConfigError(
-                f"{name}={settings[name]}: the run keeps a calibration of its own network; leave "
-                "it out"
-            )
-    if settings.get("keep_aspect"):
-        raise ConfigError(
-            "keep_aspect=True: the run keeps a calibration of square crops; leave it out"
-        )
+        if getattr(inference, name) not in (None, getattr(loaded.config, name)):
+            inference.refuse(name, "the run keeps a calibration of its own network; leave it out")
+    if inference.keep_aspect:
+        inference.refuse("keep_aspect", "the run keeps a calibration of square crops; leave it out")
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded
     )
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
-    predictor = Predictor(plain, **settings, notify=notify)
+    predictor = Predictor(plain, **vars(inference), notify=notify)
     if loaded.distance is None and loaded.thresholds is None:
         notify(
             "note: this run has no distances from its training images; a training measures them if "
             f"it holds out {MIN_DISTANCES} images or more"
         )
     predictor.return_distances()
-    spec = as_dataset_spec(data, {"split": split}, images=images, group=group)
+    spec = as_dataset_spec(data, {"split": split}, source=source)
     samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
-    full_spec = evaluated_spec(predictor.task, Path(run), spec, predictor.classes)
+    full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)
     group_names = image_groups(full_spec, [sample.path for sample in samples])
     rows, targets, failed = [], [], []
     distances: list[float] = []
@@ -192,8 +183,7 @@ def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
         )
     for name in names:
         if name not in loaded.classes:
-            near = difflib.get_close_matches(name, loaded.classes, n=1)
-            hint = f"; did you mean {printable(near[0])}?" if near else ""
+            hint = nearest(name, loaded.classes)
             raise ConfigError(f"target_class={printable(name)}: the run has no such class{hint}")
     return {name: loaded.classes.index(name) for name in names}
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vit.config.stored_config import run_folder_of
-from vit.data.dataset_types import NO_LABEL, Sample
-from vit.data.multilabel_targets import MultiHot, labels_of
+from vit.data.dataset import MultiHot
+from vit.data.dataset_types import NO_LABEL, Sample, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from vit.evaluation.paired_comparison import (
     RunsComparison,
     compare_all_pairs,
 )
-from vit.inference.evaluate import evaluated_spec, load_samples, source_of
+from vit.inference.evaluation_data import evaluated_spec, load_samples, source_of
 from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.text import Notify, join_names, plural, printable
 

@@ -45,7 +45,7 @@ def read_column(word: str) -> list[str] | None:
 
     Names in a list of URLs that are none are relative to its folder, as in all local lists.
     """
-    from vit.inference.remote_files import LISTS, is_url, read_list
+    from vit.inference.ray_inference import LISTS, is_url, read_list
 
     if not word.lower().endswith(LISTS):
         return None
@@ -64,8 +64,8 @@ def read_column(word: str) -> list[str] | None:
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     """Paths that one input means; a folder without images is an error of its own among others."""
-    from vit.data.sources.image_inputs import list_images
-    from vit.data.sources.input_hints import refuse_mistaken
+    from vit.data.sources.dataset_spec import refuse_mistaken
+    from vit.data.sources.open_dataset import list_images
 
     if alone:  # among others it has its row
         refuse_mistaken(word)

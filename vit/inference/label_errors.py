@@ -13,23 +13,23 @@ import os
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit.config import SourceConfig
+from vit.config.inference_config import accepts_settings, split_settings
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.checks.check_listing import ListedImage
+from vit.data.checks.check_listing import ListedImage, Problem
 from vit.data.checks.dataset_check import (
     CheckReport,
     Progress,
     check_dataset,
     sort_by_severity,
 )
-from vit.data.checks.duplicates import near_duplicate_problem
-from vit.data.checks.near_duplicates import verify_near_duplicates
-from vit.data.checks.problems import Problem
+from vit.data.checks.duplicates import near_duplicate_problem, verify_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
 from vit.errors import ConfigError, DataError
@@ -43,7 +43,7 @@ from vit.evaluation.confident_learning import (
 )
 from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.predictor import PathLike, Predictor
-from vit.output.review_list import write_review_list
+from vit.output.prediction_results import write_review_list
 from vit.text import Notify, plural, printable
 
 SAME = 0.999
@@ -75,17 +75,11 @@ class Suspect(NamedTuple):
     """Probability of that class less that of the label."""
 
 
+@accepts_settings(SourceConfig)
 def check(
     data: PathLike | DatasetSpec,
     *,
     task: str | None = None,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    allow_outside: bool = False,
-    group: str | None = None,
-    labels: str | None = None,
     weights: PathLike | None = None,
     rows: str | Path | None = None,
     device: str | None = None,
@@ -93,38 +87,29 @@ def check(
     cache: bool = True,
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Notify = lambda _note: None,
+    **settings: Any,
 ) -> CheckReport:
     """Check a dataset: `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
 
     Args:
         data: A folder, a list, the name of a dataset, or a DatasetSpec.
         task: Task that a training would learn; classes by default.
-        images, image_column, ..., group: As in DatasetSpec.
-        labels: List of the labelled images, as `labels` of `vit.train`; only these are checked.
         weights: Weights whose features find suspected labels; see `find_label_errors`.
         rows: As for `add_row_errors`.
         device: Device of the network of `weights`.
         workers, cache, progress, notify: As for `check_dataset`.
+        settings: Fields of SourceConfig: how `data` is read.
 
     Raises:
         VitError: The data, the weights, the rows or a setting cannot be used.
     """
+    (source,) = split_settings(settings, "a check", SourceConfig)
     if rows is not None and weights is not None:
         raise ConfigError(
             f"rows={printable(rows)}: weights find label errors too; give one of both"
         )
     found = None if rows is None else read_labeled_rows(rows)
-    spec = as_dataset_spec(
-        data,
-        task=task,
-        images=images,
-        image_column=image_column,
-        label_column=label_column,
-        caption_column=caption_column,
-        allow_outside=allow_outside,
-        group=group,
-        label_list=labels,
-    )
+    spec = as_dataset_spec(data, task=task, source=source)
     report = check_dataset(spec, workers=workers, cache=cache, progress=progress, notify=notify)
     if found is not None:
         return add_row_errors(report, found, where=str(rows), notify=notify)

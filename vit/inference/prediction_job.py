@@ -10,15 +10,20 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vit.config.parser import nearest
+from vit.config.inference_config import (
+    InferenceConfig,
+    PredictionConfig,
+    accepts_settings,
+    check_together,
+    split_settings,
+)
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.exported.engine import library_version, select_engine
 from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
@@ -45,7 +50,6 @@ from vit.output.prediction_results import (
     Prediction,
     byte_order_mark,
     check_classes,
-    check_top_k,
     csv_settings,
     unended_note,
     write_workbook,
@@ -60,7 +64,6 @@ from vit.output.resumable_output import (
 from vit.output.sort_into_folders import (
     UNSURE,
     ImageSorter,
-    SortMethod,
     check_sorting,
     renamed_note,
 )
@@ -70,7 +73,7 @@ from vit.text import Notify, format_clock, plural, print_to_stderr, printable
 from vit.version import __version__
 
 if TYPE_CHECKING:
-    from vit.generation.generation_config import Search
+    pass
 
 FORMAT_OF_SUFFIX = {
     ".jsonl": "jsonl",
@@ -81,146 +84,11 @@ FORMAT_OF_SUFFIX = {
 }
 ECHO_SECONDS = 3.0  # a launcher forwards its own signal to processes that received it already
 MIN_IMAGES_FOR_SUMMARY = 101
+RECORDED = ("keep_aspect", "merge_tokens", "patch_size", "tta", "compile", "intensity_range")
+"""Settings of the network that a prediction cannot change when it is resumed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictionConfig:
-    """Settings of a prediction, under the names of the flags of `vit predict`."""
-
-    model: str
-    """A run folder, other weights with a head, or an exported network (.onnx, .xml)."""
-    inputs: Sequence[str]
-    """Images, folders, patterns, lists; `-` is a list of paths on standard input."""
-    out: str | None = None
-    """File of results; None or `-` is standard output."""
-    format: Literal["table", "jsonl", "csv", "xlsx"] | None = None
-    """Format of the rows; by default the suffix of `out` decides, else table."""
-    csv_separator: Literal["comma", "semicolon", "tab"] | None = None
-    """Separator of CSV, comma by default; with semicolon the decimal sign is a comma."""
-    csv_digits: int | Literal["full"] | None = None
-    """Decimal digits of the scores in CSV; 4 by default."""
-    resume: bool = False
-    """Continue an interrupted prediction."""
-    overwrite: bool = False
-    """Replace what is at `out`, and drawings of the same names in `explain`."""
-    top_k: int | None = None
-    """Most probable classes in a row; all above their thresholds if the network is multi-label."""
-    threshold: float | None = None
-    """Minimum probability of a class in a row."""
-    reject: bool = False
-    """Answer `unknown` where the best class is too uncertain."""
-    sets: float | None = None
-    """Coverage of the prediction sets to add to each row."""
-    sort_into: str | None = None
-    """Folder in which each image is placed by its most probable class."""
-    sort_with: SortMethod | None = None
-    """How images are placed there; copies by default."""
-    embeddings: str | None = None
-    """File of image embeddings, .npy or .parquet."""
-    explain: str | None = None
-    """Folder of attribution maps."""
-    no_deletion: bool = False
-    """Draw maps of classes without the deletion metric, in a small part of the time."""
-    engine: str | None = None
-    """torch, onnx, openvino or ray; by default the suffix of the model decides."""
-    device: str | None = None
-    batch_size: int | None = None
-    precision: str = "auto"
-    workers: int | None = None
-    keep_aspect: bool = False
-    merge_tokens: int | None = None
-    patch_size: int | None = None
-    search: "Search | None" = None
-    tta: Literal["flip", "crops"] | None = None
-    compile: bool = False
-    intensity_range: tuple[float, float] | None = None
-    no_calibration: bool = False
-    """These from `device` on: as for vit.Predictor."""
-
-    @property
-    def to_file(self) -> bool:
-        """Whether results go to a file, not to standard output or a device."""
-        return self.out is not None and self.out != "-" and not is_device(self.out)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether results go to a file that `resume` can continue."""
-        return self.to_file and self.explain is None
-
-    @property
-    def samples(self) -> bool:
-        """Whether captions are sampled, seeded by the index of the image."""
-        return self.search is not None and self.search.temperature > 0
-
-    def predictor_settings(self) -> dict[str, Any]:
-        """Settings of the Predictor, or of `load_exported`."""
-        names = ("device", "batch_size", "precision", "workers", "keep_aspect", "merge_tokens")
-        settings = {name: getattr(self, name) for name in (*names, "patch_size", "search")}
-        optional = {
-            "tta": self.tta,
-            "compile": self.compile,
-            "embeddings": bool(self.embeddings),
-            "intensity_range": self.intensity_range and tuple(self.intensity_range),
-            "no_calibration": self.no_calibration,
-        }
-        return settings | {name: value for name, value in optional.items() if value}
-
-    def csv_settings(self, style: str) -> dict[str, Any]:
-        """`separator` and `digits` of a Layout; see `vit.output.prediction_results`."""
-        return csv_settings(self.csv_separator, self.csv_digits, style)
-
-    def check(self, engine: str, processes: int, style: str = "table") -> None:
-        """Refuse settings that exclude each other."""
-        check_top_k(self.top_k)
-        self.csv_settings(style)
-        out = self.out if self.to_file else None
-        # of many inputs those that may be the output
-        alike = [one for one in self.inputs if out and PurePath(one).suffix == PurePath(out).suffix]
-        check_distinct({"--out": out, "--embeddings": self.embeddings}, [self.model, *alike])
-        ray, several = engine == "ray", processes > 1
-        rules = {
-            "--resume continues a file: give its name with --out": self.resume and not self.to_file,
-            "--resume does not work with --explain: drawings are always made anew": (
-                self.resume and self.explain is not None
-            ),
-            "--embeddings needs --out FILE (without --explain): rows and vectors are resumed "
-            "together": self.embeddings is not None and not self.resumable,
-            "--no-deletion needs --explain DIR": self.no_deletion and self.explain is None,
-            "--sort-with needs --sort-into DIR": (
-                self.sort_with is not None and self.sort_into is None
-            ),
-            **{
-                f"--{name.replace('_', '-')} does not work with --engine ray": (
-                    ray and getattr(self, name) not in (None, False)
-                )
-                for name in (
-                    *("resume", "explain", "embeddings", "sort_into", "threshold", "reject"),
-                    "sets",
-                )
-            },
-            **{
-                f"--{name} does not work with --explain: predict twice": (
-                    getattr(self, name) not in (None, False) and self.explain is not None
-                )
-                for name in ("reject", "sets")
-            },
-            "--format xlsx is a file: give --out FILE, without --explain and --engine ray": (
-                style == "xlsx" and (ray or not self.resumable)
-            ),
-            "--engine ray writes files: give --out": ray and not self.to_file,
-            f"{processes} processes write one file together: give --out FILE, without --explain": (
-                several and not self.resumable
-            ),
-            "--engine ray starts its own workers: start one process": several and ray,
-            "--temperature samples by the index of an image in one list: start one process": (
-                several and self.samples
-            ),
-        }
-        for message, broken in rules.items():
-            if broken:
-                raise ConfigError(message)
-
-
+@accepts_settings(PredictionConfig, InferenceConfig)
 def predict(
     model: str | os.PathLike[str],
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -235,38 +103,35 @@ def predict(
     a launcher started share the work; those besides the first one return 0.
 
     Args:
-        model, settings: As in PredictionConfig.
-        inputs: One input or several, as in PredictionConfig.
+        model: A run folder, other weights with a head, or an exported network (.onnx, .xml).
+        inputs: Images, folders, patterns, lists; `-` is a list of paths on standard input.
         notify: Called with notes and a summary.
         progress: Called with the images that this process has done, and their total.
+        settings: Fields of PredictionConfig (what is written) and of InferenceConfig.
 
     Raises:
         VitError: It cannot start, or stopped early; the message says what is kept.
     """
-    known = [one.name for one in fields(PredictionConfig)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"{name} is not a setting of a prediction{nearest(name, known)}")
-    config = PredictionConfig(
-        model=path_argument("model", model, "a run folder, weights, or an exported file"),
-        inputs=input_paths(inputs),
-        **settings,
+    names = {
+        "model": path_argument("model", model, "a run folder, weights, or an exported file"),
+        "inputs": input_paths(inputs),
+    }
+    config, inference = split_settings(
+        settings | names, "a prediction", PredictionConfig, InferenceConfig
     )
     engine = select_engine(config.model, config.engine)
-    style = config.format or default_format(config.out, engine)
-    config.check(engine, world_size(), style)
+    config = replace(config, engine=engine, format=config.format or default_format(config, engine))
+    check_prediction(config, inference)
     group = current_process_group()
     output = None
-    if engine != "ray" and config.resumable and config.out is not None:
-        output = ResumableOutput(config.out, config.embeddings, processes=group.processes)
-    images, failed = group.run_on_main(
-        lambda: prepare(config, output, style=style, engine=engine, notify=notify)
-    )
+    if engine != "ray" and file_of(config) is not None and config.explain is None:
+        output = ResumableOutput(str(config.out), config.embeddings, processes=group.processes)
+    images, failed = group.run_on_main(lambda: prepare(config, output, notify))
     if failed is None and engine == "ray":
-        failed = run_on_ray(config, images, style, notify)
+        failed = run_on_ray(config, inference, images, notify)
     elif failed is None:
-        predictor = open_predictor_on_all(config, group, images, engine, output)
-        job = PredictionJob(config, style, engine, images, predictor, group, notify, progress)
+        predictor = open_predictor_on_all(config, inference, group, images, output)
+        job = PredictionJob(config, inference, images, predictor, group, notify, progress)
         failed = job.write_stream() if output is None else job.write_file(output)
     if group.rank:
         return 0
@@ -275,9 +140,47 @@ def predict(
     return failed
 
 
-def default_format(path: str | None, engine: str) -> str:
-    """The format by the suffix of `path`, where only Ray's workers write Parquet; else a table."""
-    if path is None or path == "-" or is_device(path):
+def file_of(config: PredictionConfig) -> str | None:
+    """The file of results; None for standard output or a device."""
+    return None if config.out in (None, "-") or is_device(str(config.out)) else config.out
+
+
+def check_prediction(config: PredictionConfig, inference: InferenceConfig) -> None:
+    """Refuse settings that exclude each other."""
+    out, processes = file_of(config), world_size()
+    check_together(replace(config, out=out))
+    csv_settings(config, str(config.format))
+    # of many inputs those that may be the output
+    alike = [one for one in config.inputs if out and Path(one).suffix == Path(out).suffix]
+    check_distinct({"--out": out, "--embeddings": config.embeddings}, [config.model, *alike])
+    ray, streamed = config.engine == "ray", out is None or config.explain is not None
+    rules = {
+        "--format xlsx is a file: give --out FILE, without --explain and --engine ray": (
+            config.format == "xlsx" and (ray or streamed)
+        ),
+        "--engine ray writes files: give --out": ray and out is None,
+        f"{processes} processes write one file together: give --out FILE, without --explain": (
+            processes > 1 and streamed
+        ),
+        "--engine ray starts its own workers: start one process": processes > 1 and ray,
+        "--temperature samples by the index of an image in one list: start one process": (
+            processes > 1 and samples(inference)
+        ),
+    }
+    for message, broken in rules.items():
+        if broken:
+            raise ConfigError(message)
+
+
+def samples(inference: InferenceConfig) -> bool:
+    """Whether captions are sampled, seeded by the index of the image."""
+    return inference.search is not None and inference.search.temperature > 0
+
+
+def default_format(config: PredictionConfig, engine: str) -> Any:
+    """The format by the suffix of the file, where only Ray's workers write Parquet; else table."""
+    path = file_of(config)
+    if path is None:
         return "table"
     suffix = Path(path).suffix.lower()
     if suffix == ".parquet" and engine == "ray":
@@ -288,39 +191,36 @@ def default_format(path: str | None, engine: str) -> str:
 
 
 def prepare(
-    config: PredictionConfig,
-    output: ResumableOutput | None,
-    *,
-    style: str,
-    engine: str,
-    notify: Notify,
+    config: PredictionConfig, output: ResumableOutput | None, notify: Notify
 ) -> tuple[list[str], int | None]:
     """Check all paths; return the images, and the failures if `output` is already complete."""
+    ray, out = config.engine == "ray", config.out or ""
     if output is not None:
         if config.embeddings is not None:
-            from vit.output.embeddings_file import check_embeddings
+            from vit.output.resumable_output import check_embeddings
 
             check_embeddings(config.embeddings)
         output.check(resume=config.resume, overwrite=config.overwrite)
-    elif engine == "ray":
-        check_ray(config.out or "", style, overwrite=config.overwrite)
+    elif ray:
+        from vit.inference.ray_inference import check_out
+
+        check_out(out, str(config.format), overwrite=config.overwrite)
     else:
-        check_output(None if config.out == "-" else config.out, overwrite=config.overwrite)
+        check_output(None if out in ("", "-") else out, overwrite=config.overwrite)
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
-    images = find_images(config.inputs, lists=engine == "ray", notify=notify)
-    if output is not None and config.resume and (output.needs_name or not config.overwrite):
-        failed = output.complete(images, style)
+    images = find_images(config.inputs, lists=ray, notify=notify)
+    if output is not None and config.resume and not config.overwrite:
+        failed = output.complete(images, str(config.format))
         if failed is not None:
-            name = printable(config.out)
             if config.sort_into is not None:
                 raise ConfigError(
-                    f"{name} is complete, and does not record whether the images were sorted: "
-                    "leave --sort-into out, or start again with --overwrite"
+                    f"{printable(out)} is complete, and does not record whether the images were "
+                    "sorted: leave --sort-into out, or start again with --overwrite"
                 )
             notify(
-                f"{name} is complete: {len(images):,} images, in the order of the inputs (the "
-                "model and settings that wrote it are not recorded)"
+                f"{printable(out)} is complete: {len(images):,} images, in the order of the inputs "
+                "(the model and settings that wrote it are not recorded)"
             )
             return images, failed
     if config.sort_into is not None:
@@ -330,41 +230,31 @@ def prepare(
     return images, None
 
 
-def check_ray(out: str, style: str, *, overwrite: bool) -> None:
-    """Check that Ray is installed and its workers can write `out`."""
-    if find_spec("ray") is None:
-        raise VitError("ray is not installed: pip install 'vit-toolkit[ray]'")
-    from vit.inference.remote_files import check_out
-
-    if "://" not in out:
-        check_output(out, overwrite=overwrite)
-    check_out(out, style, overwrite=overwrite)
-
-
-def run_on_ray(config: PredictionConfig, images: list[str], style: str, notify: Notify) -> int:
+def run_on_ray(
+    config: PredictionConfig, inference: InferenceConfig, images: list[str], notify: Notify
+) -> int:
     """Predict with Ray's workers; return how many images failed."""
     from vit.inference.ray_inference import predict_with_ray
 
-    settings = config.predictor_settings()
+    style = str(config.format)
     return predict_with_ray(
         config.model,
         images,
-        config.out or "",
+        str(config.out),
         style=style,
         top_k=config.top_k,
-        workers=settings.pop("workers"),
-        settings=settings,
+        settings=vars(inference),
         notify=notify,
         cells=input_rows([word for word in config.inputs if read_column(word) is None]),
-        **config.csv_settings(style),
+        **csv_settings(config, style),
     )
 
 
 def open_predictor_on_all(
     config: PredictionConfig,
+    inference: InferenceConfig,
     group: SingleProcess | ProcessGroup,
     images: list[str],
-    engine: str,
     output: ResumableOutput | None,
 ) -> Predictor:
     """Open the predictor in every process, with one precision.
@@ -372,14 +262,19 @@ def open_predictor_on_all(
     With precision auto the first process chooses it, and a resumed prediction keeps the precision
     that it was begun with.
     """
-    precision = config.precision
+    precision: str = inference.precision
     if config.resume and precision == "auto" and output is not None:
         precision = group.run_on_main(lambda: output.stored_settings().get("precision", "auto"))
-    settings = config.predictor_settings() | {"device": group.device(config.device)}
+    settings = vars(inference) | {
+        "device": group.device(inference.device),
+        "embeddings": config.embeddings is not None,
+    }
 
     def open_with(precision: str) -> Predictor:
         chosen = settings | {"precision": precision}
-        return open_predictor(config.model, engine, chosen, images, explain=config.explain)
+        return open_predictor(
+            config.model, str(config.engine), chosen, images, explain=config.explain
+        )
 
     predictor = group.run_on_all(lambda: None if group.rank else open_with(precision))
     precision = group.run_on_main(lambda: predictor.precision if predictor else precision)
@@ -391,12 +286,12 @@ class PredictionJob:
     """One list of images, the predictor, and the format of the rows.
 
     Args:
+        config: With the engine and the format that are used.
         group: The processes that share the list.
     """
 
     config: PredictionConfig
-    style: str
-    engine: str
+    inference: InferenceConfig
     images: list[str]
     predictor: Predictor
     group: SingleProcess | ProcessGroup
@@ -420,15 +315,15 @@ class PredictionJob:
         names = ("threshold", "sort_into", "reject", "sets")
         flags = {name: getattr(config, name) for name in names}
         if self.multilabel and config.sort_into is not None:
-            raise ConfigError(
-                f"sort_into={printable(config.sort_into)}: this network is multi-label, so an "
-                "image has no single folder; leave it out"
+            config.refuse(
+                "sort_into",
+                "this network is multi-label, so an image has no single folder; leave it out",
             )
         return classes_per_row(self.predictor, config.top_k, **flags)
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
         """The header, and the function that makes a row."""
-        predictor, config = self.predictor, self.config
+        predictor, config, style = self.predictor, self.config, str(self.config.format)
         layout = Layout(
             self.top_k,
             predictor.classes,
@@ -436,28 +331,21 @@ class PredictionJob:
             predictor.n_best,
             self.multilabel,
             shares=predictor.shares,
-            **config.csv_settings(self.style),
-            reject=self.config.reject,
-            sets=self.config.sets is not None,
+            **csv_settings(config, style),
+            reject=config.reject,
+            sets=config.sets is not None,
             cells=self.cells,
         )
-        header, line = FORMATS[self.style](layout)
-        if self.style == "csv" and config.to_file:
-            header = byte_order_mark(layout) + header
-        return header, line
+        header, line = FORMATS[style](layout)
+        marked = style == "csv" and file_of(config) is not None
+        return (byte_order_mark(layout) if marked else "") + header, line
 
     def sorter(self) -> Callable[[int, Prediction], bool]:
         """Places an image; returns whether one of its name lies in another folder too."""
         folder, method = self.config.sort_into, self.config.sort_with or "copy"
         if folder is None:
             return lambda _index, _prediction: False
-        place = ImageSorter(folder, method, self.predictor.classes, self.images)
-
-        def sort(index: int, prediction: Prediction) -> bool:
-            known = prediction.unknown is None
-            return place(index, prediction if known else replace(prediction, predictions=()))
-
-        return sort
+        return ImageSorter(folder, method, self.predictor.classes, self.images)
 
     def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Yield predictions of `images`; `first` is the index of the first one in the list."""
@@ -480,7 +368,7 @@ class PredictionJob:
                 **options,
             )
         else:
-            if first and config.samples:
+            if first and samples(self.inference):
                 options["first"] = first  # sampling is seeded by the index
             if config.reject or config.sets is not None:
                 options |= {"reject": config.reject, "sets": config.sets}
@@ -549,15 +437,15 @@ class PredictionJob:
 
     def settings_record(self) -> dict[str, Any]:
         """Everything that determines the output; only a prediction with equal ones is resumed."""
-        config, predictor = self.config, self.predictor
+        config, inference, predictor = self.config, self.inference, self.predictor
         paths = b"\0".join(map(os.fsencode, self.images))
         cells = hashlib.sha256()
         for row in self.cells.items():
             cells.update(repr(row).encode())
-        folder = config.sort_into and os.path.abspath(config.sort_into)
+        digits = csv_settings(config, "csv")["digits"] if config.format == "csv" else None
         return {
             "vit": __version__,
-            "engine": library_version(self.engine),
+            "engine": library_version(str(config.engine)),
             "model": sha256_of_files(model_files(config.model)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
@@ -566,29 +454,21 @@ class PredictionJob:
             "block": predictor.block_size,
             "device": str(predictor.device).split(":")[0],
             "precision": predictor.precision,
-            "keep_aspect": config.keep_aspect,
-            "merge_tokens": config.merge_tokens,
-            "patch_size": config.patch_size,
-            "tta": config.tta,
-            "compile": config.compile,
-            **{
-                name: value
-                for name in ("no_calibration", "reject", "sets")
-                if (value := getattr(config, name)) not in (None, False)
-            },
-            "search": config.search and asdict(config.search),
+            **{name: getattr(inference, name) for name in RECORDED},
+            "no_calibration": inference.no_calibration or None,
+            "search": inference.search and asdict(inference.search),
             "threshold": config.threshold,
+            "reject": config.reject or None,
+            "sets": config.sets,
             "embeddings": config.embeddings and os.path.abspath(config.embeddings),
-            "sort_into": folder,
-            "sort_with": (config.sort_with or "copy") if folder else None,
-            "format": self.style,
+            "sort_into": config.sort_into and os.path.abspath(config.sort_into),
+            "sort_with": (config.sort_with or "copy") if config.sort_into else None,
+            "format": config.format,
             "format_separator": config.csv_separator,
-            "format_digits": (
-                str(config.csv_settings("csv")["digits"]) if self.style == "csv" else None
-            ),
+            "format_digits": str(digits) if config.format == "csv" else None,
             "top_k": self.top_k,
             "processes": self.group.processes,
-        } | ({"intensity_range": [*config.intensity_range]} if config.intensity_range else {})
+        }
 
     def predict_and_merge(
         self, output: ResumableOutput, settings: dict[str, Any], *, resuming: bool
@@ -611,7 +491,7 @@ class PredictionJob:
             group.run_on_all(lambda: self.predict_own_images(output, log, format_row, dim))
         )
         workbook = partial(write_workbook, shares=self.predictor.shares)
-        write = workbook if self.style == "xlsx" else None
+        write = workbook if self.config.format == "xlsx" else None
         group.run_on_main(lambda: output.finish(header.encode(), self.images, dim, write))
         return outcomes
 
@@ -651,23 +531,22 @@ class PredictionJob:
         """Predict and append block by block; `check` is called after each block."""
         begin, size, group = time.monotonic(), self.predictor.block_size, self.group
         starts = range(group.rank * size, len(self.images), group.processes * size)  # in turn
-        indices = [i for start in starts for i in range(start, start + size)]
-        indices = [i for i in indices if i < len(self.images)]
-        total, remaining = len(indices), indices[log.images :]
+        blocks = [range(start, min(start + size, len(self.images))) for start in starts]
+        total = sum(map(len, blocks))
+        blocks = blocks[-(-log.images // size) :]
+        images = [self.images[index] for block in blocks for index in block]
         self.totals.update(log.totals)
         sort = self.sorter()
         report_progress = (lambda *_: None) if group.rank else self.progress
         report_progress(log.images, total)
-        images = [self.images[index] for index in remaining]
-        predictions = self.predict(images, remaining[0] if remaining else 0)
-        upcoming = iter(remaining)
-        for block in batched(predictions, size):
-            positions = list(itertools.islice(upcoming, len(block)))
-            for index, prediction in zip(positions, block, strict=True):
+        predictions = self.predict(images, blocks[0][0] if blocks else 0)
+        for indices in blocks:
+            block = list(itertools.islice(predictions, len(indices)))
+            for index, prediction in zip(indices, block, strict=True):
                 self.count(prediction, duplicate=sort(index, prediction))
             log.append(
                 Block(
-                    first=positions[0],
+                    first=indices[0],
                     images=len(block),
                     rows="".join(map(format_row, block)).encode(),
                     vectors=encode_embeddings(block, dim) if dim else b"",
@@ -677,7 +556,7 @@ class PredictionJob:
             )
             report_progress(log.images, total)
             check()
-        return dict(self.totals), len(remaining), time.monotonic() - begin
+        return dict(self.totals), len(images), time.monotonic() - begin
 
     def report(self, totals: Counter[str], *, done: int, seconds: float) -> int:
         """Report the summary; return how many images failed."""
@@ -730,16 +609,9 @@ def apply_threshold(prediction: Prediction, threshold: float | None) -> Predicti
     return replace(prediction, predictions=classes)
 
 
-def batched(predictions: Iterable[Prediction], size: int) -> Iterator[list[Prediction]]:
-    """Lists of `size`; the last one may be shorter."""
-    iterator = iter(predictions)
-    while block := list(itertools.islice(iterator, size)):
-        yield block
-
-
 def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
     """Encode the embeddings of a block; failures have none."""
-    from vit.output.embeddings_file import encode_vectors
+    from vit.output.resumable_output import encode_vectors
 
     for one in block:
         if one.error is None and one.embedding is None:

@@ -10,6 +10,7 @@ list     output/review_list.py           image, label (to fill in), likely -> vi
 """
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,25 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.config import SourceConfig
+from vit.config.inference_config import InferenceConfig, accepts_settings, split_settings
 from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import Progress
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import ImageStats, compute_stats
-from vit.data.checks.near_duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import apply_review, label_list_spec, review_names
 from vit.data.sources.list_columns import choose_columns, match_name
 from vit.data.sources.list_formats import read_rows
 from vit.data.sources.open_dataset import read_whole_source
 from vit.errors import ConfigError, DataError
-from vit.inference.active_learning import (
-    class_margins,
-    neighbour_shares,
-    order_by_typicality,
-    order_by_uncertainty,
-    unit_directions,
-)
+from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE, kmeans
+from vit.inference.label_errors import BLOCK, SAME, neighbours
 from vit.inference.predictor import PathLike, Predictor
-from vit.output.review_list import write_review_list
+from vit.output.prediction_results import write_review_list
 from vit.text import Notify, plural, printable
 
 ORDERS = ("typical", "uncertain")
@@ -125,6 +123,7 @@ class Suggestions:
         }
 
 
+@accepts_settings(SourceConfig, InferenceConfig)
 def suggest(
     data: PathLike | DatasetSpec,
     *,
@@ -132,18 +131,10 @@ def suggest(
     n: int = 300,
     labels: str | None = None,
     order: str | None = None,
-    exclude: str | None = None,
     seed: int = 0,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    allow_outside: bool = False,
-    device: str | None = None,
-    batch_size: int | None = None,
-    precision: str = "auto",
-    workers: int | None = None,
     progress: Progress = lambda _stage, _done, _total: None,
     notify: Notify = lambda _note: None,
+    **settings: Any,
 ) -> Suggestions:
     """Choose the images that are worth labelling first: `vit suggest`.
 
@@ -154,36 +145,27 @@ def suggest(
         n: Number of images.
         labels: List of images and the labels that they have already: these are not suggested.
         order: `typical`, or `uncertain` and different; by default uncertain with `labels`.
-        exclude: List of images that are not to be suggested.
         seed: Of the clustering; the same arguments give the same images on the same machine.
-        images, image_column, allow_outside: As in DatasetSpec.
-            The column is that of `labels` where `data` has none, such as a folder.
-        label_column: Column of the labels in `labels`; by default found by its usual names.
-        device, batch_size, precision, workers: As for `Predictor`.
         progress: Called with the stage, the images done and their total.
         notify: Called with notes about the data and the weights.
+        settings: Fields of SourceConfig, whose columns are those of `labels` where `data` has none,
+            such as a folder; and of InferenceConfig.
 
     Raises:
         VitError: The data, the weights, the labels or a setting cannot be used.
     """
+    source, inference = split_settings(settings, "a suggestion", SourceConfig, InferenceConfig)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"n={n!r}: must be at least 1, a whole number")
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r}: must be a whole number of at least 0")
     if order is not None and order not in ORDERS:
         raise ConfigError(f"order={printable(order)!r}: choose one of {', '.join(ORDERS)}")
-    spec = as_dataset_spec(
-        data,
-        {"exclude": exclude},
-        images=images,
-        image_column=image_column,
-        allow_outside=allow_outside,
-    )
+    column = source.label_column if labels is not None else None  # else labels are ignored
+    spec = as_dataset_spec(data, source=dataclasses.replace(source, label_column=column))
     spec = dataclasses.replace(spec, labels=False)
     if labels is not None:
-        spec = dataclasses.replace(
-            spec, label_list=labels, label_column=label_column, unlabelled=True
-        )
+        spec = dataclasses.replace(spec, label_list=labels, unlabelled=True)
     whole, spec = read_whole_source(spec)
     index = apply_review(whole, spec)
     records, known = index.train, dict[str, tuple[str, ...]]()
@@ -197,19 +179,12 @@ def suggest(
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
     predictor = Predictor(
-        weights,
-        engine="torch",
-        device=device,
-        batch_size=batch_size,
-        precision=precision,
-        workers=workers,
-        embeddings=True,
-        notify=notify,
+        weights, engine="torch", **{**vars(inference), "embeddings": True}, notify=notify
     )
     predictor.engine.caption_generator = None  # features need no captions
-    source = _source_of_classes(predictor, order, known, str(weights))
+    answers = _source_of_classes(predictor, order, known, str(weights))
     paths = [*dict.fromkeys(record.path for record in records)]
-    table = _extract(predictor, paths, margins=source == "network", progress=progress)
+    table = _extract(predictor, paths, margins=answers == "network", progress=progress)
     every = {record.path for record in chain(*whole.splits.values())}
     names = review_names(every, index.root)
     failed = [(names[path], reason) for path, reason in table.failed]
@@ -221,18 +196,23 @@ def suggest(
     labelled = torch.tensor([path in known for path in table.paths])
     if labelled.all():
         raise DataError(f"{printable(spec.data)}: all readable images have a label already")
-    if source == "labels" and not labelled.any():
+    if answers == "labels" and not labelled.any():
         raise DataError(f"labels={printable(labels)}: none of its images can be read")
     directions = unit_directions(table.features)
     classes: Sequence[str] = predictor.classes
-    if source == "labels":
+    if answers == "labels":
         table, classes = _with_neighbour_margins(table, directions, labelled, known)
-    if source == "nothing":
+    if answers == "nothing":
         candidates = order_by_typicality(directions, n, labelled, seed=seed)
     else:
         candidates = order_by_uncertainty(directions, table.margins, n, labelled, seed=seed)
     chosen, passed, broken = _without_near_duplicates(
-        candidates, table.paths, labelled.nonzero().squeeze(1).tolist(), n, workers, progress
+        candidates,
+        table.paths,
+        labelled.nonzero().squeeze(1).tolist(),
+        n,
+        inference.workers,
+        progress,
     )
     failed += [(names[table.paths[place]], reason) for place, reason in broken]
     if len(chosen) < n:
@@ -241,7 +221,7 @@ def suggest(
     return Suggestions(
         root=index.root,
         order=order,
-        source=source,
+        source=answers,
         images=int((~labelled).sum()),
         labelled=int(labelled.sum()),
         near_duplicates=passed,
@@ -249,8 +229,8 @@ def suggest(
             Suggestion(
                 names[table.paths[place]],
                 table.paths[place],
-                "" if source == "nothing" else classes[likely[place]],
-                None if source == "nothing" else margins[place],
+                "" if answers == "nothing" else classes[likely[place]],
+                None if answers == "nothing" else margins[place],
             )
             for place in chosen
         ],
@@ -424,3 +404,129 @@ def _different(
         copy = first[every[place].digest] != place
         fresh[place] = not copy and not any(fresh[one] for one in alike.get(place, ()))
     return fresh[len(kept) :]
+
+
+MAX_CLUSTERS = 500
+LEAST_CLUSTER = 5
+"""Images of a cluster below which it comes after all others: outliers."""
+PRESELECTED = 10
+"""Uncertain images that are clustered, for each that is chosen."""
+
+
+def unit_directions(features: Tensor) -> Tensor:
+    """Features less their mean, at length 1; (images, dim) float32, replaced in place.
+
+    What all images have in common would make all of them alike.
+    """
+    features -= features.mean(dim=0)
+    features /= features.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return features
+
+
+def order_by_typicality(
+    directions: Tensor, number: int, labelled: Tensor, *, seed: int
+) -> Iterator[int]:
+    """Iterate over all images without a label, the most typical ones of all clusters first.
+
+    Args:
+        directions: Unit features, (images, dim).
+        labelled: Whether an image has a label, (images,) bool.
+    """
+    clusters = min(int(labelled.sum()) + number, MAX_CLUSTERS, len(directions))
+    assigned = kmeans(directions, clusters, seed=seed).assigned
+    sizes = torch.bincount(assigned, minlength=clusters).tolist()
+    labels = torch.bincount(assigned[labelled], minlength=clusters).tolist()
+    least = min(LEAST_CLUSTER, len(directions) / clusters / 2)
+    heap = [(size < least, labels[one], -size, one) for one, size in enumerate(sizes) if size]
+    heapq.heapify(heap)
+    members: dict[int, Iterator[int]] = {}
+    while heap:
+        small, labels_before, size, cluster = heapq.heappop(heap)
+        if cluster not in members:
+            inside = (assigned == cluster).nonzero().squeeze(1)
+            densest = inside[typicality(directions[inside]).argsort(descending=True, stable=True)]
+            members[cluster] = iter(densest[~labelled[densest]].tolist())
+        if (image := next(members[cluster], None)) is not None:
+            yield image
+            heapq.heappush(heap, (small, labels_before + 1, size, cluster))
+
+
+def typicality(directions: Tensor) -> Tensor:
+    """1 / mean distance from the nearest others, (images,); copies of an image do not count.
+
+    An image with nothing but copies around it has 0.
+
+    Args:
+        directions: Unit features of a cluster, (images, dim).
+    """
+    if len(directions) == 1:
+        return directions.new_zeros(1)
+    cosines = neighbours(directions, min(NEIGHBOURS, max(len(directions) // 2, 1))).similarity
+    counted = cosines <= SAME
+    distances = (2 - 2 * cosines).clamp(min=0).sqrt() * counted
+    number = counted.sum(dim=1)
+    return torch.where(number > 0, number / distances.sum(dim=1).clamp(min=1e-12), 0.0)
+
+
+def order_by_uncertainty(
+    directions: Tensor, margins: Tensor, number: int, labelled: Tensor, *, seed: int
+) -> Iterator[int]:
+    """Iterate over all images without a label, uncertain and different ones first.
+
+    Args:
+        directions: Unit features, (images, dim).
+        margins: Of each image, (images,) in [0, 1]; see `class_margins`.
+        number, labelled, seed: As for `order_by_typicality`.
+    """
+    rest = (~labelled).nonzero().squeeze(1)
+    rest = rest[margins[rest].argsort(stable=True)]
+    pool = rest[: PRESELECTED * number]
+    weights = (1 - margins[pool]).clamp(min=1e-3).float()
+    found = kmeans(directions[pool], min(number, len(pool)), seed=seed, weights=weights)
+    nearest: dict[int, int] = {}  # cluster -> place in the pool, which is sorted by margin
+    squares, assigned = found.squares.tolist(), found.assigned.tolist()
+    for place, cluster in enumerate(assigned):
+        if cluster not in nearest or squares[place] < squares[nearest[cluster]]:
+            nearest[cluster] = place
+    chosen = sorted(nearest.values())
+    yield from pool[chosen].tolist()
+    kept = torch.ones(len(rest), dtype=torch.bool)
+    kept[chosen] = False
+    yield from rest[kept].tolist()
+
+
+def class_margins(probabilities: Tensor, thresholds: Sequence[float] | None = None) -> Tensor:
+    """How certain answers are: 0 between two classes, 1 at most.
+
+    Args:
+        probabilities: (images, classes), at least 2 of classes that exclude each other.
+        thresholds: Of each class, where an image may have several; the margin is then the distance
+            of the nearest probability from its threshold.
+
+    Returns:
+        (images,)
+    """
+    if thresholds is not None:
+        limits = torch.tensor(thresholds, dtype=probabilities.dtype)
+        return (probabilities - limits).abs().amin(dim=1)
+    first, second = probabilities.topk(2, dim=1).values.unbind(dim=1)
+    return first - second
+
+
+def neighbour_shares(directions: Tensor, labelled: Tensor, targets: Tensor) -> Tensor:
+    """Share of each class among the nearest labelled images, (images, classes).
+
+    Args:
+        directions: Unit features, (images, dim).
+        targets: Their classes as 0 and 1, (labelled, classes).
+
+    Source: k-NN of Wu et al., section 3.4, arXiv:1805.01978.
+    """
+    known, targets = directions[labelled], targets.float()
+    found = []
+    for part in torch.split(directions, max(BLOCK // len(known), 1)):
+        best = (part @ known.T).topk(min(NEIGHBOURS, len(known)), dim=1)
+        weights = ((best.values - best.values[:, :1]) / TEMPERATURE).exp()
+        votes = part.new_zeros(len(part), len(known)).scatter_(1, best.indices, weights)
+        found.append(votes @ targets / weights.sum(dim=1, keepdim=True))
+    return torch.cat(found)

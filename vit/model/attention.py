@@ -148,6 +148,8 @@ class SelfAttention(nn.Module):
             arXiv:1911.02150). Default: `num_heads`.
         rel_pos: Relative position bias, added to the scores; None for none.
         q_norm, k_norm: Normalise each head's queries and keys; identities by default.
+        norm: Normalises the input of the output projection; the identity by default.
+        rope: Gives the rotation of this layer's heads, where each has its own; None for one of all.
         qkv_bias: Whether the projections to queries, keys and values have a bias.
         proj_bias: Whether the output projection has a bias.
         attention_dropout: Probability of dropping an attention weight during training.
@@ -163,6 +165,8 @@ class SelfAttention(nn.Module):
         rel_pos: nn.Module | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        rope: nn.Module | None = None,
         qkv_bias: bool = True,
         proj_bias: bool = True,
         attention_dropout: float = 0.0,
@@ -177,6 +181,8 @@ class SelfAttention(nn.Module):
         self.rel_pos = rel_pos
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
+        self.norm = norm or nn.Identity()
+        self.rope = rope
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(dropout)
 
@@ -197,7 +203,8 @@ class SelfAttention(nn.Module):
             context: Positions, mask and cache of the tokens; by default there are none.
         """
         context = context or AttentionContext()
-        query, key, value = self.project_qkv(x, context.rope)
+        rope = context.rope if self.rope is None else self.rope(context.rope)
+        query, key, value = self.project_qkv(x, rope)
         if context.kv_cache is not None:
             key, value = context.kv_cache.update(key, value)
         gathered = context.attention_fn(
@@ -207,7 +214,7 @@ class SelfAttention(nn.Module):
             mask=context.mask if self.rel_pos is None else self.rel_pos(context),
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))
+        tokens: Tensor = self.proj_drop(self.proj(self.norm(rearrange(gathered, MERGE_HEADS))))
         return tokens
 
 

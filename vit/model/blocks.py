@@ -3,13 +3,15 @@
     pre:        x + f(norm(x))
     post:       norm(x + f(x))
     sandwich:   x + norm(f(norm(x)))
+    res_post:   x + norm(f(x))
     parallel:   x + attention(norm(x)) + feedforward(norm(x))
 
 A decoder block has cross-attention to the image in between (Vaswani et al., section 3.1,
 arXiv:1706.03762).
 
 Source: Xiong et al., "On Layer Normalization in the Transformer Architecture", figure 1,
-arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwich); Dehghani et al.,
+arXiv:2002.04745; Ding et al., "CogView", section 2.4, arXiv:2105.13290 (sandwich); Liu et al.,
+"Swin Transformer V2", section 3.2, arXiv:2111.09883 (res_post); Dehghani et al.,
 "Scaling Vision Transformers to 22 Billion Parameters", section 2.1, arXiv:2302.05442 (parallel).
 """
 
@@ -137,6 +139,15 @@ class SandwichNormBlock(Block):
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
         x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), context))))
         x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
+        return x, context
+
+
+class ResidualPostNormBlock(Block):
+    """x + norm(f(x)), for attention and then for the feed-forward part."""
+
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
+        x = x + self.drop_path(self.ls1(self.norm1(self.attn(x, context))))
+        x = x + self.drop_path(self.ls2(self.norm2(self.mlp(x))))
         return x, context
 
 

@@ -24,6 +24,7 @@ from vit.model.blocks import (
     PostNormDecoderBlock,
     PreNormBlock,
     PreNormDecoderBlock,
+    ResidualPostNormBlock,
     SandwichNormBlock,
 )
 from vit.model.captioner import Captioner
@@ -47,12 +48,19 @@ from vit.model.moe import (
 )
 from vit.model.normalization import BatchNorm, ChannelLayerNorm, RMSNorm
 from vit.model.patch_dropout import PatchDropout
-from vit.model.patch_embed import ConvStem, FlexiblePatchEmbedding, ImageEmbedding, PatchEmbedding
+from vit.model.patch_embed import (
+    ConvStem,
+    FlexiblePatchEmbedding,
+    ImageEmbedding,
+    NormedPatchEmbedding,
+    PatchEmbedding,
+)
 from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.pooling import (
     AttentionPooling,
     ClassTokenMeanPooling,
     ClassTokenPooling,
+    ClassTokenRegistersPooling,
     MeanPooling,
     NoPooling,
 )
@@ -65,6 +73,8 @@ from vit.model.position_embedding import (
 from vit.model.projection_head import JointEmbedding, ProjectionHead
 from vit.model.relative_position_bias import RelativePositionBias
 from vit.model.rotary_embedding import (
+    MixedFrequencies,
+    MixedRotaryEmbedding,
     RotaryEmbedding,
     centred_coordinates,
     index_coordinates,
@@ -81,6 +91,9 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 
 STEMS: dict[str, Callable[[ModelConfig], ImageEmbedding]] = {
     "linear": lambda c: _build_patch_embed(c),
+    "linear_norm": lambda c: NormedPatchEmbedding(
+        c.channels, c.patch_size, c.dim, norm=build_norm(c), bias=c.patch_bias
+    ),
     "conv": lambda c: ConvStem(
         c.channels,
         c.stem_widths,
@@ -103,10 +116,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 FEEDFORWARDS: dict[str, Builder] = {
-    "mlp": lambda c: _build_mlp(c, bias=c.proj_bias),
-    "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout),
+    "mlp": lambda c: _build_mlp(c, **_inner_parts(c)),
+    "swiglu": lambda c: SwiGLU(c.dim, c.feedforward_dim, **_inner_parts(c), dropout=c.dropout),
     "swiglu_packed": lambda c: PackedSwiGLU(
-        c.dim, c.feedforward_dim, bias=c.proj_bias, dropout=c.dropout
+        c.dim, c.feedforward_dim, **_inner_parts(c), dropout=c.dropout
     ),
     "moe": lambda c: _build_moe(c),
 }
@@ -137,22 +150,32 @@ POSITIONS: dict[str, Callable[[ModelConfig], LearnedPositions | None]] = {
 
 ROTARY_GRIDS: dict[str, Callable[[ModelConfig], Callable[[int], Tensor]]] = {
     "index": lambda c: partial(index_coordinates, reference=c.rotary_reference),
+    "index_1": lambda c: partial(index_coordinates, reference=c.rotary_reference, first=1),
     "centred": lambda _: centred_coordinates,
+    "mixed": lambda _: index_coordinates,
 }
 
 BLOCKS: dict[str, type[Block]] = {
     "pre": PreNormBlock,
     "post": PostNormBlock,
     "sandwich": SandwichNormBlock,
+    "res_post": ResidualPostNormBlock,
+    "sub": PreNormBlock,
+    "sub_mlp": PreNormBlock,
 }
 
 POOLINGS: dict[str, Builder] = {
     "class_token": lambda _: ClassTokenPooling(),
     "mean": lambda c: MeanPooling(c.num_prefix_tokens),
     "class_token_mean": lambda c: ClassTokenMeanPooling(c.num_prefix_tokens),
+    "class_token_registers": lambda c: ClassTokenRegistersPooling(c.num_prefix_tokens),
     "none": lambda _: NoPooling(),
     "attention": lambda c: AttentionPooling(
         c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=build_norm(c), mlp=_build_mlp(c)
+    ),
+    # of the size that Perception Encoder has, whatever the blocks'
+    "attention_all": lambda c: AttentionPooling(
+        c.dim, 8, prefix=0, norm=build_norm(c), mlp=MLP(c.dim, 4 * c.dim)
     ),
 }
 
@@ -231,6 +254,8 @@ def build_attention(config: ModelConfig) -> SelfAttention:
         rel_pos=_build_relative_bias(config),
         q_norm=build_qk_norm(config),
         k_norm=build_qk_norm(config),
+        norm=build_norm(config) if config.norm_order == "sub" else None,
+        rope=_build_frequencies(config),
         qkv_bias=config.qkv_bias,
         proj_bias=config.proj_bias,
         attention_dropout=config.attention_dropout,
@@ -257,10 +282,21 @@ def build_qk_norm(config: ModelConfig) -> nn.Module:
     return build_norm(config, config.dim // config.num_heads) if config.qk_norm else nn.Identity()
 
 
-def _build_mlp(config: ModelConfig, *, bias: bool = True) -> MLP:
-    activation = ACTIVATIONS[config.activation]()
+def _inner_parts(config: ModelConfig) -> dict[str, Any]:
+    """Norm and biases inside a feed-forward part."""
+    inside = config.norm_order.startswith("sub")
+    norm = build_norm(config, config.feedforward_dim) if inside else None
+    return {"norm": norm, "bias": config.proj_bias}
+
+
+def _build_mlp(config: ModelConfig, *, bias: bool = True, norm: nn.Module | None = None) -> MLP:
     return MLP(
-        config.dim, config.feedforward_dim, activation=activation, bias=bias, dropout=config.dropout
+        config.dim,
+        config.feedforward_dim,
+        activation=ACTIVATIONS[config.activation](),
+        norm=norm,
+        bias=bias,
+        dropout=config.dropout,
     )
 
 
@@ -302,12 +338,19 @@ def _build_patch_embed(config: ModelConfig) -> PatchEmbedding:
 def _build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if not config.is_rotary:
         return None
-    return RotaryEmbedding(
+    kind = MixedRotaryEmbedding if config.rotary_grid == "mixed" else RotaryEmbedding
+    return kind(
         config.dim // config.num_heads,
         coordinates=ROTARY_GRIDS[config.rotary_grid](config),
         temperature=config.rotary_temperature,
         prefix=config.num_prefix_tokens,
     )
+
+
+def _build_frequencies(config: ModelConfig) -> MixedFrequencies | None:
+    if not config.is_rotary or config.rotary_grid != "mixed":
+        return None
+    return MixedFrequencies(config.num_heads, config.dim // config.num_heads)
 
 
 def _build_relative_bias(config: ModelConfig) -> RelativePositionBias | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vit.model.blocks import LayerScale
 from vit.model.mlp import PackedSwiGLU
+from vit.model.rotary_embedding import init_frequencies
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,6 +74,7 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"^patch_embed\.norms\.\d+\.weight$", nn.init.ones_),
     (r"norm\d?(_pre|_post|_cross|_memory)?\.weight$|\.gamma$", nn.init.ones_),
     (r"\.attn\.qkv\.weight$", xavier_attention),
+    (r"\.attn\.rope\.freqs$", init_frequencies),
     (r"^attn_pool\.kv\.weight$", xavier_halves),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
     (r"\.cross_attn\.q\.weight$", nn.init.xavier_uniform_),

@@ -19,6 +19,7 @@ class MLP(nn.Module):
         dim: Width of a token.
         hidden_dim: Width inside.
         activation: Applied inside; the exact GELU by default.
+        norm: Applied before the second layer; the identity by default.
         bias: Whether the projections have one.
         dropout: Probability of dropping an activation, inside and at the end, during training.
     """
@@ -29,18 +30,20 @@ class MLP(nn.Module):
         hidden_dim: int,
         *,
         activation: nn.Module | None = None,
+        norm: nn.Module | None = None,
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim, bias=bias)
         self.act = activation or nn.GELU()
+        self.norm = norm or nn.Identity()
         self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        tokens: Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        tokens: Tensor = self.drop(self.fc2(self.norm(self.drop(self.act(self.fc1(x))))))
         return tokens
 
 
@@ -50,13 +53,20 @@ class SwiGLU(nn.Module):
     It has three matrices: with two thirds of an MLP's `hidden_dim` it has as many parameters.
 
     Args:
-        dim, hidden_dim, bias, dropout: As for MLP.
+        dim, hidden_dim, norm, bias, dropout: As for MLP.
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, *, bias: bool = True, dropout: float = 0.0
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        norm: nn.Module | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.norm = norm or nn.Identity()
         self.fc1_g = nn.Linear(dim, hidden_dim, bias=bias)
         self.fc1_x = nn.Linear(dim, hidden_dim, bias=bias)
         self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
@@ -65,7 +75,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         gated = F.silu(self.fc1_g(x)) * self.fc1_x(x)
-        tokens: Tensor = self.drop(self.fc2(self.drop(gated)))
+        tokens: Tensor = self.drop(self.fc2(self.norm(self.drop(gated))))
         return tokens
 
 
@@ -73,13 +83,20 @@ class PackedSwiGLU(nn.Module):
     """SwiGLU with one matrix for gate and value, the gate first.
 
     Args:
-        dim, hidden_dim, bias, dropout: As for MLP.
+        dim, hidden_dim, norm, bias, dropout: As for MLP.
     """
 
     def __init__(
-        self, dim: int, hidden_dim: int, *, bias: bool = True, dropout: float = 0.0
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        norm: nn.Module | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.norm = norm or nn.Identity()
         self.fc1 = nn.Linear(dim, 2 * hidden_dim, bias=bias)
         self.fc2 = nn.Linear(hidden_dim, dim, bias=bias)
         self.drop = nn.Dropout(dropout)
@@ -87,7 +104,7 @@ class PackedSwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         gate, value = self.fc1(x).chunk(2, dim=-1)
-        tokens: Tensor = self.drop(self.fc2(self.drop(F.silu(gate) * value)))
+        tokens: Tensor = self.drop(self.fc2(self.norm(self.drop(F.silu(gate) * value))))
         return tokens
 
 

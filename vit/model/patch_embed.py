@@ -85,6 +85,26 @@ class PatchEmbedding(ImageEmbedding):
         return self.proj(patches), grid
 
 
+class NormedPatchEmbedding(PatchEmbedding):
+    """A patch embedding whose tokens are normalised (AIMv2, arXiv:2411.14402).
+
+    Args:
+        channels, patch_size, dim, bias: As for PatchEmbedding.
+        norm: Applied to each token.
+    """
+
+    def __init__(
+        self, channels: int, patch_size: int, dim: int, *, norm: nn.Module, bias: bool = True
+    ) -> None:
+        super().__init__(channels, patch_size, dim, bias=bias)
+        self.norm = norm
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """(batch, channels, height, width) -> (batch, rows * cols, dim), and (rows, cols)"""
+        tokens, grid = super().forward(images)
+        return self.norm(tokens), grid
+
+
 class FlexiblePatchEmbedding(PatchEmbedding):
     """FlexiViT: patches of several sizes in training, projected by one matrix, which is resized.
 

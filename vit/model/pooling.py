@@ -57,13 +57,29 @@ class ClassTokenMeanPooling(MeanPooling):
         return torch.cat([tokens[:, 0], super().forward(tokens, context)], dim=1)
 
 
+class ClassTokenRegistersPooling(nn.Module):
+    """Concatenates the class token and the registers; a distilled DeiT has a head for each.
+
+    Args:
+        prefix: Tokens in front of the patches.
+    """
+
+    def __init__(self, prefix: int) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, tokens: Tensor, _context: AttentionContext) -> Tensor:
+        """(batch, tokens, dim) -> (batch, prefix * dim)"""
+        return tokens[:, : self.prefix].flatten(1)
+
+
 class AttentionPooling(nn.Module):
     """Attention of a learned query to the patches, and an MLP on a residual branch (MAP head).
 
     Args:
         dim: Width of a token.
         num_heads: Heads that share `dim` equally.
-        prefix: Tokens in front of the patches.
+        prefix: Tokens at the beginning that are not pooled.
         norm: Normalises the input of `mlp`.
         mlp: Applied to the attention output.
     """

@@ -26,12 +26,14 @@ class Rotation:
     """Rotates queries or keys; an angle of zero changes no bit.
 
     Args:
-        angles: (batch, tokens, head_dim / 2), in radians; or (1, ...), the same for all images.
+        angles: (batch, tokens, head_dim / 2), in radians; or (1, ...), the same for all images; or
+            with an axis of heads before the tokens.
     """
 
     def __init__(self, angles: Tensor) -> None:
         self.angles = angles
-        self.cos, self.sin = angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
+        by_head = angles if angles.ndim == 4 else angles.unsqueeze(-3)
+        self.cos, self.sin = by_head.cos(), by_head.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
         """(batch, heads, tokens, head_dim) -> the same shape and type"""
@@ -91,10 +93,49 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([torch.outer(axis.flatten(), frequencies) for axis in (row, col)], dim=1)
 
 
-def index_coordinates(side: int, *, reference: int | None = None) -> Tensor:
-    """0, 1, 2, ..., scaled to the range of `reference` patches if that is given."""
+class MixedRotaryEmbedding(RotaryEmbedding):
+    """Gives the row and the column of each patch; MixedFrequencies turns them into angles."""
+
+    def angles(self, grid: Grid) -> Tensor:
+        """Row and column of each patch, (rows * cols, 2)."""
+        row, col = torch.meshgrid(*(self.coordinates(side) for side in grid), indexing="ij")
+        return torch.stack([row.flatten(), col.flatten()], dim=1)
+
+
+class MixedFrequencies(nn.Module):
+    """Learned frequencies of one layer: angle = row * freqs[0] + column * freqs[1].
+
+    Args:
+        num_heads, head_dim: Heads, and channels of one.
+
+    Source: Heo et al., section 3.2, arXiv:2403.13298.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.freqs = nn.Parameter(torch.zeros(2, num_heads, head_dim // 2))
+
+    def forward(self, rotation: Rotation) -> Rotation:
+        """The rotation of each head, from that of coordinates."""
+        row, col = rotation.angles[:, None, :, :, None].unbind(3)  # (batch, 1, tokens, 1)
+        of_row, of_col = self.freqs.to(row.dtype).unsqueeze(2)
+        return Rotation(row * of_row + col * of_col)
+
+
+def init_frequencies(freqs: Tensor) -> None:
+    """Frequencies 10^(-j / n), each head's axes turned by a random angle."""
+    waves = freqs.shape[-1] // 2
+    sizes = 10.0 ** -(torch.arange(waves, device=freqs.device) / waves)
+    turn = 2 * math.pi * torch.rand(freqs.shape[1], 1, device=freqs.device)
+    for axis, start in zip(freqs, (0.0, -math.pi / 2), strict=True):
+        angles = (turn + start, turn + start + math.pi / 2)
+        axis.copy_(torch.cat([sizes * angle.cos() for angle in angles], dim=1))
+
+
+def index_coordinates(side: int, *, reference: int | None = None, first: int = 0) -> Tensor:
+    """0, 1, 2, ..., or from `first` on, scaled to the range of `reference` patches if given."""
     scale = 1.0 if reference is None else reference / side
-    return torch.arange(side, dtype=torch.float64) * scale
+    return (first + torch.arange(side, dtype=torch.float64)) * scale
 
 
 def centred_coordinates(side: int) -> Tensor:

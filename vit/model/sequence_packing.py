@@ -29,6 +29,7 @@ PACKABLE_BLOCKS = {
     blocks.PreNormBlock,
     blocks.PostNormBlock,
     blocks.SandwichNormBlock,
+    blocks.ResidualPostNormBlock,
     blocks.ParallelBlock,
 }
 

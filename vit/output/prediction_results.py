@@ -14,16 +14,19 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from vit.config.inference_config import EvaluationConfig, PredictionConfig
 from vit.data.workbook import check_size, read_sheet, write_sheet
 from vit.errors import ConfigError, DataError, RunError
 from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
     from vit.generation.generation_config import Caption
+from vit.data.workbook import is_workbook
+from vit.output.output_file import atomic_file, open_output, resolve_link
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -178,25 +181,17 @@ class Layout:
 
 
 def csv_settings(
-    separator: str | None, digits: int | str | None, style: str, *, remedy: str = "add --format csv"
+    config: PredictionConfig | EvaluationConfig, style: str, *, remedy: str = "add --format csv"
 ) -> dict[str, Any]:
-    """The fields of a Layout of CSV, `separator` to `digits`, from its settings.
-
-    Args:
-        digits: Decimal digits of scores, or `full` for all; 4 by default.
-    """
-    for name, value in (("csv_separator", separator), ("csv_digits", digits)):
-        if value is not None and style != "csv":
-            raise ConfigError(f"{name}={value}: the format is {style}; {remedy}")
-    if separator is not None and separator not in SEPARATORS:
-        raise ConfigError(f"csv_separator={separator!r}: choose one of {', '.join(SEPARATORS)}")
-    if digits not in (None, "full") and not (type(digits) is int and 0 <= digits <= 17):
-        raise ConfigError(f"csv_digits={digits!r}: choose 0 to 17, or full")
-    number = CSV_DIGITS if digits is None else None if digits == "full" else digits
+    """The fields of a Layout of CSV, `separator` to `digits`."""
+    for name in ("csv_separator", "csv_digits"):
+        if getattr(config, name) is not None and style != "csv":
+            config.refuse(name, f"the format is {style}; {remedy}")
+    digits = CSV_DIGITS if config.csv_digits is None else config.csv_digits
     return {
-        "separator": SEPARATORS[separator or "comma"],
-        "separator_chosen": separator is not None,
-        "digits": number,
+        "separator": SEPARATORS[config.csv_separator or "comma"],
+        "separator_chosen": config.csv_separator is not None,
+        "digits": None if digits == "full" else digits,
     }
 
 
@@ -280,58 +275,39 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     Before the error there is a column `unknown` with the reason, with `reject`, and one `set` with
     | between its classes, with `sets`.
     """
-    if layout.multilabel:
-        return _multilabel_cells(layout)
-    if layout.sets:
-        _check_names(layout.classes)
+    if layout.sets or layout.multilabel:
+        for name in layout.classes:
+            if BETWEEN in name:
+                raise ConfigError(
+                    f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
+                    "there; use --format jsonl"
+                )
     header = ["image", *layout.list_columns.values(), *layout.truth]
     first = len(header)
-    for place in range(1, layout.top_k + 1):
-        header += [f"label_{place}", f"score_{place}"]
-    header += chain(*layout.caption_columns)
+    if layout.multilabel:
+        header += ["labels", "scores"]
+    else:
+        for place in range(1, layout.top_k + 1):
+            header += [f"label_{place}", f"score_{place}"]
+        header += chain(*layout.caption_columns)
     more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
         row = first_cells(prediction, layout)
-        for label, score in prediction.predictions:
-            row += [label, score]
-        row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
-        for caption in prediction.captions:
-            row += [caption.text, caption.score]
-        row += [None] * (len(header) - len(row))
-        return [*row, *selection_cells(prediction, layout), prediction.error]
+        if layout.multilabel:
+            row.append(BETWEEN.join(label for label, _ in prediction.predictions))
+            row.append(tuple(score for _, score in prediction.predictions))
+        else:
+            row += chain(*prediction.predictions)
+            row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
+            for caption in prediction.captions:
+                row += [caption.text, caption.score]
+            row += [None] * (len(header) - len(row))
+        row += [prediction.unknown] * layout.reject
+        row += [BETWEEN.join(prediction.prediction_set)] * layout.sets
+        return [*row, prediction.error]
 
     return [*header, *more, "error"], cells
-
-
-def _check_names(classes: Sequence[str]) -> None:
-    """Raise ConfigError if the name of a class has a |, which parts them in a cell."""
-    for name in classes:
-        if BETWEEN in name:
-            raise ConfigError(
-                f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
-                "there; use --format jsonl"
-            )
-
-
-def _multilabel_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction], list[Cell]]]:
-    _check_names(layout.classes)
-    more = ["unknown"] * layout.reject + ["set"] * layout.sets
-
-    def cells(prediction: Prediction) -> list[Cell]:
-        labels = BETWEEN.join(label for label, _ in prediction.predictions)
-        scores = tuple(score for _, score in prediction.predictions)
-        row = [*first_cells(prediction, layout), labels, scores]
-        return [*row, *selection_cells(prediction, layout), prediction.error]
-
-    header = ["image", *layout.list_columns.values(), *layout.truth, "labels", "scores"]
-    return [*header, *more, "error"], cells
-
-
-def selection_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
-    """Cells of the columns `unknown` and `set`, of those that there are."""
-    cells: list[Cell] = [prediction.unknown] if layout.reject else []
-    return [*cells, BETWEEN.join(prediction.prediction_set)] if layout.sets else cells
 
 
 def first_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
@@ -483,62 +459,63 @@ def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
     name = printable(path)
     other = "give another --out, or start again with --overwrite"
     try:
-        if style == "xlsx":
-            rows = sum(1 for _ in read_sheet(str(path))) - 1
-        else:
-            with open(path, "rb") as file:
-                rows = sum(1 for _ in file) - (style != "jsonl")
-        if rows != len(images):
-            raise RunError(
-                f"{name} is complete with {plural(rows, 'row')}, and the inputs are "
-                f"{plural(len(images), 'image')}: {other}"
-            )
-        failed = 0
-        with open(path, encoding="utf-8-sig", newline="\n") as text:
-            for number, (same, error) in enumerate(READERS[style](text, images), 1):
-                if not same:
-                    raise RunError(f"{name}, row {number} belongs to another image: {other}")
-                failed += error
+        found = [*_finished_rows(path, style, images)]
     except OSError as error:
         raise RunError(f"{name} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, csv.Error, DataError):
         raise RunError(f"{name} is complete, but not in the format {style}: {other}") from None
-    return failed
+    if len(found) != len(images):
+        raise RunError(
+            f"{name} is complete with {plural(len(found), 'row')}, and the inputs are "
+            f"{plural(len(images), 'image')}: {other}"
+        )
+    for number, (is_same, _) in enumerate(found, 1):
+        if not is_same:
+            raise RunError(f"{name}, row {number} belongs to another image: {other}")
+    return sum(is_error for _, is_error in found)
 
 
-def _read_json(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
-    for line, image in zip(file, images, strict=True):
-        record = json.loads(line)
-        yield record["image"] == image, "error" in record
-
-
-def _read_csv(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
-    header = next(file)
-    separator = header.removeprefix("image")[0]
+def _finished_rows(path: Path, style: str, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
+    """For each row of a file, whether it belongs to its image, and whether it is an error."""
     csv.field_size_limit(MAX_CELL)
-    for row, image in zip(csv.reader(file, delimiter=separator), images, strict=True):
-        yield row[0] == csv_text(image), bool(row[-1])
-
-
-def _read_xlsx(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
-    rows = read_sheet(file.name)
-    next(rows)
-    for row, image in zip(rows, images, strict=True):
-        yield row[0] == printable(image), bool(row[-1])
-
-
-def _read_table(file: TextIO, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
     width = column_width("image", *images)
-    next(file)
-    for line, image in zip(file, images, strict=True):
-        start = pad(printable(image), width) + "  "
-        yield line.startswith(start), line.startswith("error: ", len(start))
+    with open(path, encoding="utf-8-sig", newline="\n") as text:
+        rows: Iterator[Any] = read_sheet(str(path)) if style == "xlsx" else text
+        header = "" if style == "jsonl" else next(rows)
+        if style == "csv":
+            rows = csv.reader(text, delimiter=header.removeprefix("image")[0])
+        for row, image in zip_longest(rows, images):
+            if row is None:
+                return
+            if image is None:
+                yield False, False
+            elif style == "jsonl":
+                record = json.loads(row)
+                yield record["image"] == image, "error" in record
+            elif style == "table":
+                start = pad(printable(image), width) + "  "
+                yield row.startswith(start), row.startswith("error: ", len(start))
+            else:
+                yield row[0] == (csv_text if style == "csv" else printable)(image), bool(row[-1])
 
 
-# format -> for each row, whether it belongs to its image, and whether it is an error
-READERS: dict[str, Callable[[TextIO, Sequence[str]], Iterator[tuple[bool, bool]]]] = {
-    "jsonl": _read_json,
-    "csv": _read_csv,
-    "xlsx": _read_xlsx,
-    "table": _read_table,
-}
+def write_review_list(
+    path: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], separator: str = ","
+) -> None:
+    """Write a list that `vit train` reads as --labels, --corrections or --exclude.
+
+    Args:
+        path: JSON lines if it ends in .jsonl, a workbook in .xlsx, else CSV, with the byte order
+            mark that Excel needs for names that are not ASCII; None: CSV to standard output.
+    """
+    if path is not None and is_workbook(path):
+        with atomic_file(resolve_link(path)) as book:
+            cells = ([json_cell(cell) for cell in row] for row in [columns, *rows])
+            write_sheet(book, cells, number_format="General")
+        return
+    with open_output(path) as out:
+        if path is not None and path.lower().endswith(".jsonl"):
+            out.writelines(to_json(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+        else:
+            out.write(csv_mark(chain.from_iterable(rows)) + csv_row(columns, separator))
+            out.writelines(csv_row([csv_text(cell) for cell in row], separator) for row in rows)

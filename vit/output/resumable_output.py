@@ -7,7 +7,6 @@
 
     FILE.partial            the log: the settings in one line, then a record for each block
     FILE.partial.1-of-2     the log of the first of two processes
-    FILE.partial.finished   FILE in the moment between its last byte and its name
     FILE.partial.lock       locked by the processes of one prediction
 
 A record is a line of JSON with a CRC-32 of all of the record, then the rows as FILE has them, then
@@ -17,6 +16,7 @@ measurements against sqlite.
 """
 
 import heapq
+import importlib.util
 import json
 import os
 import re
@@ -26,13 +26,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from vit.errors import RunError, VitError
+from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 
 PARTIAL, LOCK = ".partial", ".lock"
 
@@ -170,7 +174,7 @@ class ResumableOutput:
         self.embeddings = None if embeddings is None else resolve_link(embeddings)
         self.targets = [path for path in (self.out, self.embeddings) if path is not None]
         self.partial = Path(f"{self.out}{PARTIAL}")
-        self.finished, self.stop = Path(f"{self.partial}.finished"), Path(f"{self.partial}.stop")
+        self.stop = Path(f"{self.partial}.stop")
         """A process that fails creates this file, and the others stop too."""
 
     def log_path(self, rank: int) -> Path:
@@ -186,16 +190,8 @@ class ResumableOutput:
         return partial_files(self.out, r"(\.\d+-of-\d+)?")
 
     def leftovers(self) -> list[Path]:
-        """All unfinished files that exist, those of earlier versions included."""
-        endings = r"(\.\d+-of-\d+)?(\.journal|\.journal\.tmp|\.stop|\.finished)?"
-        return [file for path in self.targets for file in partial_files(path, endings)]
-
-    @property
-    def needs_name(self) -> bool:
-        """Whether the finished file has all rows, and not all logs are there any more."""
-        logs = self.logs()
-        several = re.search(r"\.\d+-of-(\d+)$", logs[-1].name) if logs else None
-        return self.finished.exists() and len(logs) < (int(several[1]) if several else 1)
+        """All unfinished files that exist."""
+        return partial_files(self.out, r"(\.\d+-of-\d+|\.stop)?")
 
     def rows(self) -> int:
         """Rows in the logs."""
@@ -212,18 +208,8 @@ class ResumableOutput:
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Check, before any work is done, that the files can be written."""
         check_output(os.fspath(self.out), overwrite=True)  # before it is looked for
-        if self.needs_name and not (resume or overwrite):
-            raise VitError(
-                f"{printable(self.finished)} has all rows; give it its name with --resume, or "
-                "start again with --overwrite"
-            )
         resuming, logs = resume and bool(self.leftovers()), self.logs()
         check_output(os.fspath(self.out), overwrite=overwrite or resume)
-        if resume and logs and self.out.exists() and not (overwrite or self.needs_name):
-            raise VitError(
-                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
-                "replace it when the latter is complete"
-            )
         if self.embeddings is not None:
             replace = overwrite or resuming or (resume and self.out.exists())
             check_output(os.fspath(self.embeddings), overwrite=replace)
@@ -234,21 +220,17 @@ class ResumableOutput:
             )
 
     def complete(self, images: Sequence[str], style: str) -> int | None:
-        """Return the failures of a complete file; None if it is not complete.
-
-        A finished file that could not replace the one at `out` does it now.
-        """
+        """Return the failures of a complete file; None if it is not complete."""
         with FileLock(self.targets) as lock:
             lock.acquire()
-            if self.needs_name:
-                count_failed_rows(self.finished, style, images)  # refuses those of another job
-                try:
-                    self._publish()
-                except RunError as error:
-                    raise RunError(f"{error}; {self.describe_kept()}") from None
-            if not self.out.exists() or self.logs():
+            if not self.out.exists():
                 return None
-            failed = count_failed_rows(self.out, style, images)
+            try:
+                failed = count_failed_rows(self.out, style, images)
+            except RunError:  # an older file, which stays until the new one is complete
+                if self.logs():
+                    return None
+                raise
             if self.embeddings is not None and not self.embeddings.exists():
                 raise RunError(
                     f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
@@ -265,9 +247,13 @@ class ResumableOutput:
         resume = resume and bool(self.logs())
         self.check(resume=resume, overwrite=overwrite)
         if not resume:
-            # the finished file first: without logs it would count as complete
-            remove(sorted(self.leftovers(), key=lambda path: path != self.finished))
+            remove(self.leftovers())
             return False
+        if self.out.exists() and not overwrite:
+            raise VitError(
+                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
+                "replace it when the latter is complete"
+            )
         for log in self.logs():
             stored = read_settings(log)
             if stored and (different := describe_differences(stored, settings)):
@@ -275,7 +261,7 @@ class ResumableOutput:
                     f"{printable(log)} was begun with {'; '.join(different)}: give the same again, "
                     "or start again with --overwrite and without --resume"
                 )
-        remove([self.stop, self.finished])
+        remove([self.stop])
         return True
 
     def finish(
@@ -292,23 +278,14 @@ class ResumableOutput:
         """
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
-            from vit.output.embeddings_file import write_embeddings
-
             write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
-        with atomic_file(self.finished) as file:
+        with atomic_file(self.out) as file:
             blocks = (block.rows for block in merge_blocks(logs, len(images)))
             if write is None:
                 file.write(header)
                 file.writelines(blocks)
             else:
                 write(file, chain([header], (row for rows in blocks for row in rows.splitlines())))
-        self._publish()
-
-    def _publish(self) -> None:
-        """Name the finished file; a kill between these steps leaves it without a log of all."""
-        remove(self.logs())
-        with explain_write_errors(self.out):
-            self.finished.replace(self.out)
         remove(self.leftovers())
 
     def describe_kept(self, resume: str = "continue with --resume") -> str:
@@ -316,8 +293,6 @@ class ResumableOutput:
         files, rows = self.leftovers(), self.rows()
         if not files:
             return ""
-        if self.finished.exists():
-            return f"all rows are kept in {printable(self.finished)}: continue with --resume"
         if not rows:
             remove(files)
             return "no rows are kept"
@@ -394,3 +369,87 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+LIBRARY = "pip install 'vit-toolkit[parquet]'"
+SUFFIXES = (".npy", ".parquet")
+GROUP_BYTES = 16_000_000
+
+
+def check_embeddings(path: str) -> None:
+    """Check the suffix, and that pyarrow is installed for .parquet."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigError(f"embeddings={printable(path)}: name it .npy or .parquet")
+    if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise VitError(f"embeddings={printable(path)}: pyarrow is not installed: {LIBRARY}")
+
+
+def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:
+    """Encode vectors as float32; missing ones as NaN."""
+    import numpy as np
+
+    pieces = []
+    for vector in vectors:
+        row = np.full(dim, np.nan) if vector is None else np.asarray(vector)
+        if row.shape != (dim,):
+            raise WeightsError(f"an embedding has the shape {row.shape}, and not ({dim},)")
+        pieces.append(row.astype("<f4").tobytes())
+    return b"".join(pieces)
+
+
+def write_embeddings(
+    path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
+) -> None:
+    """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
+    with atomic_file(path) as file:
+        if path.suffix.lower() == ".parquet":
+            _write_parquet(file, blocks, images, dim)
+            return
+        import numpy as np
+
+        shape = {"descr": "<f4", "fortran_order": False, "shape": (len(images), dim)}
+        np.lib.format.write_array_header_1_0(file, shape)
+        file.writelines(block.vectors for block in blocks)
+
+
+def _write_parquet(
+    file: IO[bytes], blocks: "Iterable[Block]", images: Sequence[str], dim: int
+) -> None:
+    """Columns image (bytes that are not UTF-8 as escapes), embedding (null for failures), error."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    vectors = pa.list_(pa.float32())  # of a fixed size, pyarrow could not read back a null
+    names = {"image": pa.string(), "embedding": vectors, "error": pa.string()}
+    with pq.ParquetWriter(file, pa.schema(names)) as writer:
+        for group in _groups(blocks, max(1, GROUP_BYTES // (4 * dim))):
+            first = group[0].first
+            rows = np.frombuffer(b"".join(block.vectors for block in group), "<f4").reshape(-1, dim)
+            errors: list[str | None] = [None] * len(rows)
+            for block in group:
+                for index, reason in block.errors:
+                    errors[block.first - first + index] = printable(reason)
+            valid = np.array([error is None for error in errors])
+            ends = np.append(0, np.cumsum(valid * dim)).astype(np.int32)
+            column = pa.ListArray.from_arrays(ends, rows[valid].ravel(), mask=pa.array(~valid))
+            paths = images[first : first + len(rows)]
+            text = [path.encode("utf-8", "backslashreplace").decode() for path in paths]
+            writer.write_batch(
+                pa.record_batch(
+                    [pa.array(text), column, pa.array(errors, pa.string())], names=[*names]
+                )
+            )
+
+
+def _groups(blocks: "Iterable[Block]", images: int) -> "Iterator[list[Block]]":
+    """Lists of blocks with at least so many images together; the last one may have fewer."""
+    group: list[Block] = []
+    for block in blocks:
+        group.append(block)
+        if block.first + block.images - group[0].first >= images:
+            yield group
+            group = []
+    if group:
+        yield group

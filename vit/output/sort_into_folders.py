@@ -150,7 +150,8 @@ class ImageSorter:
         """
         if prediction.error is not None:
             return False
-        best = prediction.predictions[0][0] if prediction.predictions else None
+        known = prediction.predictions and prediction.unknown is None
+        best = prediction.predictions[0][0] if known else None
         folder = self.folder / (UNSURE if best is None else self.folders[best])
         target = folder / self.names[place]
         try:

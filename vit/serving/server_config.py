@@ -1,6 +1,5 @@
 """Settings of `vit serve`: address, access and limits. Imports no torch."""
 
-import math
 from dataclasses import dataclass, field, fields
 
 from vit.errors import ConfigError
@@ -49,8 +48,6 @@ class ServerConfig:
             limit = one.name.startswith("max_") or one.name.endswith("_timeout")
             if limit and not value > 0:
                 raise ConfigError(f"{one.name}={value!r}: must be more than 0")
-            if limit and value == math.inf:
-                raise ConfigError(f"{one.name}={value!r}: must be finite; give a number")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: must be from 0 to 65535")
         if self.token is not None and not (

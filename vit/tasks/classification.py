@@ -16,11 +16,17 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.config.stored_config import run_folder_of
 from vit.data.dataset import Batch
-from vit.data.dataset_types import NO_LABEL, Sample, Splits
-from vit.data.multilabel_targets import has_multilabel
+from vit.data.dataset_types import NO_LABEL, Sample, Splits, has_multilabel
 from vit.errors import ConfigError, DataError, VitError
-from vit.evaluation.class_increment import ClassChange, RecallRow, compare_recall, recall_lines
-from vit.evaluation.classification_metrics import BINS, CalibratedOutcomes, Outcomes, summarize
+from vit.evaluation.classification_metrics import (
+    CalibratedOutcomes,
+    ClassChange,
+    Outcomes,
+    RecallRow,
+    compare_recall,
+    recall_lines,
+    summarize,
+)
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
@@ -236,8 +242,6 @@ class ClassEvaluation(Evaluation):
         super().__init__(samples)
         self.classes = classes
         self.outcomes: list[Outcomes] = []
-        """Of each batch, without their sums `class_gaps`."""
-        self.class_gaps = torch.zeros(BINS, len(classes), dtype=torch.float64)
         self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
@@ -252,8 +256,7 @@ class ClassEvaluation(Evaluation):
         if rows:
             labels, probabilities = zip(*rows.values(), strict=True)
             outcomes = Outcomes.of(torch.from_numpy(np.stack(probabilities)), torch.tensor(labels))
-            self.class_gaps += outcomes.class_gaps
-            self.outcomes.append(replace(outcomes, class_gaps=self.class_gaps[:0]))
+            self.outcomes.append(outcomes)
             for place, hit in zip(rows, (outcomes.ranks == 0).tolist(), strict=True):
                 right[place] = hit
         self.right += right
@@ -262,7 +265,7 @@ class ClassEvaluation(Evaluation):
         """The metrics of `summarize`, with intervals."""
         if not self.outcomes:
             return {}
-        outcomes = replace(Outcomes.cat(self.outcomes), class_gaps=self.class_gaps)
+        outcomes = Outcomes.cat(self.outcomes)
         scores, groups = summarize(outcomes, self.classes), self.measured_groups()
         if self.brief:
             return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}

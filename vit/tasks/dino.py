@@ -73,12 +73,8 @@ class DINO(JointEmbeddingPretraining):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         """Summed loss of one micro-batch, (1,)."""
         layout = view_layout(run.config, images.shape[-1])
-
-        def split_global(shown: Tensor) -> Sequence[Tensor]:
-            return layout.split(shown)[:1]
-
         with torch.no_grad(), run.teaching():
-            answers = embed_views(run, images, split_global)
+            answers = embed_views(run, images, lambda shown: layout.split(shown)[:1])
             targets = sinkhorn_knopp(run, answers / run.config.pretraining.teacher_temperature)
         return distillation_losses(targets, random_views(run, images)).sum().view(1)
 

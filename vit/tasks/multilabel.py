@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.dataset import Batch
-from vit.data.dataset_types import Sample, Splits
-from vit.data.multilabel_targets import MultiHot, labels_of, to_multilabel
+from vit.data.dataset import Batch, MultiHot
+from vit.data.dataset_types import Sample, Splits, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import multilabel_intervals
@@ -245,7 +244,9 @@ class MultiLabelTally:
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
-        self.sums += summed_loss(logits, batch.labels)
+        targets = batch.labels.to(logits)
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+        self.sums += torch.stack([losses.double().sum(), torch.tensor(len(logits)).double()])
         self.outputs.append((batch.indices, logits))
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
@@ -268,9 +269,3 @@ class MultiLabelTally:
         scores = run.on_main(score)
         chosen_by = "val_loss" if scores["val_map"] is None else "val_map"
         return {"val_loss": loss / count, **scores, "chosen_by": chosen_by}
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed loss and number of images, float64, (2,)."""
-    losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits), reduction="none")
-    return torch.stack([losses.mean(dim=1).double().sum(), torch.tensor(len(logits)).double()])

@@ -7,10 +7,9 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.decoder_config import TRAINED
 from vit.config.parser import with_settings
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
-from vit.data.captions.tokenizer import Kind, Tokenizer, open_tokenizer, train_tokenizer
+from vit.data.captions.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError, DataError
 from vit.text import Notify, plural
@@ -82,11 +81,10 @@ def make_tokenizer(
             return read_tokenizer(resumed).to_json()
         if pretrained is not None:
             return pretrained.to_json()
-        if config.decoder.tokenizer not in TRAINED:
+        if config.decoder.tokenizer != "bpe":
             return open_tokenizer(config.decoder.tokenizer).to_json()
         captions = (caption for sample in splits.train for caption in sample.captions)
-        kind: Kind = "bpe" if config.decoder.tokenizer == "bpe" else "wordpiece"
-        return train_tokenizer(captions, kind=kind, vocab_size=config.decoder.vocab_size).to_json()
+        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
 
     return Tokenizer.from_json(on_main(accelerator, make))
 

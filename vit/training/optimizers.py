@@ -15,7 +15,7 @@ from vit.training.finetune.freezing import HEAD
 from vit.training.muon import Muon, has_fused_adamw
 
 # tokens and positions are not matrices that map one space to another
-TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "relative_position_bias_table")
+TOKENS = ("cls_token", "reg_token", "pos_embed", "latent", "freqs", "relative_position_bias_table")
 
 # matrices inside blocks and of a projector; not pairs of LoRA, which are factors of one, nor
 # prototypes, nor biases of any shape

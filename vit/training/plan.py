@@ -26,7 +26,7 @@ from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
-from vit.data.free_space import free_bytes
+from vit.data.image_cache import free_bytes
 from vit.data.image_io import read_pixels, read_size
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError

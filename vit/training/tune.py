@@ -32,7 +32,7 @@ from vit.config.parser import checked, default_run_folder, make_config, write_se
 from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import has_stored_config
 from vit.config.training_config import TIME_DECIDES
-from vit.data.multilabel_targets import labels_of
+from vit.data.dataset_types import labels_of
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
 from vit.evaluation.tune_report import (
     PAGE_FILE,

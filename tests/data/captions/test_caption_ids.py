@@ -18,9 +18,9 @@ CAPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bpe", "wordpiece"])
-def trained(request):
-    return train_tokenizer(CAPTIONS * 2, kind=request.param)
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(CAPTIONS * 2)
 
 
 def test_caption_ids_are_the_tokens_of_the_captions_between_begin_and_end(trained):

@@ -17,10 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from vit.data.captions import tokenizer as module
 from vit.data.captions.tokenizer import (
     BEGIN,
-    CONTINUATION,
     END,
     PAD,
-    UNKNOWN,
     Tokenizer,
     default_vocab_size,
     open_tokenizer,
@@ -68,7 +66,6 @@ STRANGE = [
 ]
 RANGES = [(32, 127), (0, 0x250), (0x300, 0x370), (0x600, 0x700), (0x900, 0x980), (0x1E00, 0x2100)]
 RANGES += [(0x4E00, 0x4F00), (0x1F300, 0x1F700), (0, 0xD800), (0xE000, 0x110000)]
-KINDS = ["bpe", "wordpiece"]
 
 
 def normalised(text):
@@ -90,19 +87,9 @@ def random_texts(number, seed=0):
 TEXTS = [*CAPTIONS, *STRANGE, *random_texts(300)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def trained(request):
-    return train_tokenizer(CAPTIONS, kind=request.param, vocab_size=None)
-
-
 @pytest.fixture(scope="module")
 def bpe():
-    return train_tokenizer(CAPTIONS, kind="bpe", vocab_size=None)
-
-
-@pytest.fixture(scope="module")
-def wordpiece():
-    return train_tokenizer(CAPTIONS, kind="wordpiece", vocab_size=None)
+    return train_tokenizer(CAPTIONS)
 
 
 def test_bpe_decodes_any_text_to_its_normalised_form(bpe):
@@ -115,56 +102,32 @@ def test_bpe_decodes_any_text_to_its_normalised_form(bpe):
     assert bpe.count_unknown(TEXTS) == 0
 
 
-def test_wordpiece_decodes_texts_without_unknown_words_to_their_normalised_form(wordpiece):
-    known = {sign for text in CAPTIONS for sign in normalised(text)} | {" "}
-    whole = [text for text in TEXTS if set(normalised(text)) <= known]
-    assert len(whole) > len(CAPTIONS)
-    for text, ids in zip(whole, wordpiece.encode(whole), strict=True):
-        assert wordpiece.decode(ids) == normalised(text)
-    assert wordpiece.count_unknown(TEXTS) == len(TEXTS) - len(whole)
-
-
-def test_a_word_with_an_unknown_character_is_one_unknown_token(wordpiece):
-    unknown = wordpiece.encode(["a dog☃ runs"])[0]
-    plain = wordpiece.encode(["a", "runs"])
-    assert unknown[:1] == plain[0]
-    assert unknown[2:] == plain[1]
-    assert wordpiece.decode(unknown) == "a runs"
-    assert wordpiece.count_unknown(["a dog☃ runs", "a dog", "d" * 1000, "d" * 1001]) == 2
-
-
-def test_text_that_looks_like_a_word_piece_is_encoded_as_text():
-    tokenizer = train_tokenizer(["##ing #ing ing sing ##ing sing"] * 2, kind="wordpiece")
-    for text in ("##ing", "sing ##ing", "### ## #ing s##ing"):
-        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
-
-
-def test_tokenizers_and_transformers_read_the_file_and_give_the_same_ids(trained, tmp_path):
+def test_tokenizers_and_transformers_read_the_file_and_give_the_same_ids(bpe, tmp_path):
     file = tmp_path / "tokenizer.json"
-    file.write_text(trained.to_json(), encoding="utf-8")
+    file.write_text(bpe.to_json(), encoding="utf-8")
     library = tokenizers.Tokenizer.from_file(str(file))
     transformers = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    again = [Tokenizer.from_json(trained.to_json()), open_tokenizer(file), open_tokenizer(tmp_path)]
+    again = [Tokenizer.from_json(bpe.to_json()), open_tokenizer(file), open_tokenizer(tmp_path)]
     texts = [text for text in TEXTS if "<| end |>" not in text]
-    for text, ids in zip(texts, trained.encode(texts), strict=True):
+    for text, ids in zip(texts, bpe.encode(texts), strict=True):
         assert library.encode(text).ids == ids
         assert transformers(text)["input_ids"] == ids
         decoded = transformers.decode(ids, skip_special_tokens=True)
-        assert decoded == library.decode(ids) == trained.decode(ids)
+        assert decoded == library.decode(ids) == bpe.decode(ids)
         assert all(other.encode([text])[0] == ids for other in again)
     for other in again:
         special = ["pad", "begin", "end", "size"]
-        assert [getattr(other, n) for n in special] == [getattr(trained, n) for n in special]
-        assert other.to_json() == trained.to_json()
+        assert [getattr(other, n) for n in special] == [getattr(bpe, n) for n in special]
+        assert other.to_json() == bpe.to_json()
 
 
-def test_words_are_split_at_the_white_space_of_str_split(trained):
-    library = tokenizers.Tokenizer.from_str(trained.to_json())
+def test_words_are_split_at_the_white_space_of_str_split(bpe):
+    library = tokenizers.Tokenizer.from_str(bpe.to_json())
     spaces = [chr(code) for code in range(0x3100) if chr(code).isspace()]
     assert len(spaces) > 20
     for space in spaces:
         text = f"{space}a{space} {space}dog{space}"
-        assert library.encode(text).ids == trained.encode([text])[0] == trained.encode(["a dog"])[0]
+        assert library.encode(text).ids == bpe.encode([text])[0] == bpe.encode(["a dog"])[0]
 
 
 def test_bpe_equals_the_library_s_byte_level_bpe_on_plain_words():
@@ -179,33 +142,14 @@ def test_bpe_equals_the_library_s_byte_level_bpe_on_plain_words():
         show_progress=False,
         special_tokens=[PAD, BEGIN, END],
     )
-    ours = train_tokenizer(texts, kind="bpe", vocab_size=330)
+    ours = train_tokenizer(texts, vocab_size=330)
     assert ours.size == theirs.get_vocab_size() == 330
     assert ours.encode(texts) == [theirs.encode(text).ids for text in texts]
 
 
-def test_wordpiece_uses_the_longest_matching_piece_first(wordpiece):
-    vocab = json.loads(wordpiece.to_json())["model"]["vocab"]
-
-    def pieces(word):
-        found, rest = [], word
-        while rest:
-            mark = CONTINUATION if found else ""
-            ends = [end for end in range(len(rest), 0, -1) if mark + rest[:end] in vocab]
-            if not ends:
-                return [vocab[UNKNOWN]]
-            found.append(vocab[mark + rest[: ends[0]]])
-            rest = rest[ends[0] :]
-        return found
-
-    for text, ids in zip(TEXTS, wordpiece.encode(TEXTS), strict=True):
-        assert ids == [number for word in normalised(text).split() for number in pieces(word)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_words_that_occur_twice_are_tokens_and_words_that_occur_once_are_not(kind):
+def test_words_that_occur_twice_are_tokens_and_words_that_occur_once_are_not():
     texts = ["zebra apple apple, yellow", "yellow. Kiwi मुझे", "मुझे 42 42"]
-    tokenizer = train_tokenizer(texts, kind=kind)
+    tokenizer = train_tokenizer(texts)
     words = ["apple", "yellow", "मुझे", "42"]
     assert [len(ids) for ids in tokenizer.encode(words)] == [1] * 4
     assert all(len(ids) > 1 for ids in tokenizer.encode(["zebra", "Kiwi"]))
@@ -213,15 +157,13 @@ def test_words_that_occur_twice_are_tokens_and_words_that_occur_once_are_not(kin
     assert tokenizer.encode(["Apple"]) != tokenizer.encode(["apple"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_scripts_without_spaces_are_split_inside_clauses(kind):
+def test_scripts_without_spaces_are_split_inside_clauses():
     clauses = ["左上に大きな赤い丸", "右下に小さな青いボールペン", "แมวสีดำ", "红色的猫"]
-    tokenizer = train_tokenizer([*clauses, *clauses], kind=kind)
+    tokenizer = train_tokenizer([*clauses, *clauses])
     pieces = [
         [tokenizer.decode([number]) for number in tokenizer.encode([one])[0]] for one in clauses
     ]
-    mark = CONTINUATION if kind == "wordpiece" else ""
-    assert [[piece.removeprefix(mark) for piece in row] for row in pieces] == [
+    assert pieces == [
         ["左", "上", "に", "大", "きな", "赤", "い", "丸"],
         ["右", "下", "に", "小", "さな", "青", "い", "ボールペン"],
         ["แ", "ม", "ว", "สี", "ด", "ำ"],
@@ -232,33 +174,23 @@ def test_scripts_without_spaces_are_split_inside_clauses(kind):
     assert tokenizer.decode(tokenizer.encode([swapped])[0]) == swapped
 
 
-def test_no_word_piece_occurs_once(wordpiece):
-    vocab = json.loads(wordpiece.to_json())["model"]["vocab"]
-    tokenizer = train_tokenizer(CAPTIONS, kind="wordpiece")
-    assert tokenizer.size == len(vocab)
-    text = " ".join(normalised(caption) for caption in CAPTIONS)
-    longer = {piece.removeprefix(CONTINUATION) for piece in vocab} - {PAD, BEGIN, END, UNKNOWN}
-    assert all(text.count(piece) > 1 for piece in longer if len(piece) > 1)
-
-
 def test_the_default_vocabulary_grows_with_the_square_root_of_the_words():
     assert [default_vocab_size(2**power) for power in (1, 20, 23, 25, 27, 40)] == [
         *(8192, 8192, 8192, 16384, 32768, 32768)
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_chosen_vocabulary_size_is_a_maximum_and_too_small_a_one_is_refused(kind):
+def test_a_chosen_vocabulary_size_is_a_maximum_and_too_small_a_one_is_refused():
     texts = ["".join(random.Random(seed).choices("abcd ", k=60)) for seed in range(100)]
-    assert 250 < train_tokenizer(texts, kind=kind, vocab_size=300).size <= 300
+    assert 250 < train_tokenizer(texts, vocab_size=300).size <= 300
     with pytest.raises(ConfigError, match="vocab_size=9 has no room"):
-        train_tokenizer(texts, kind=kind, vocab_size=9)
+        train_tokenizer(texts, vocab_size=9)
 
 
 @pytest.mark.parametrize("captions", [[], ["", " \n"]])
 def test_captions_without_words_are_refused(captions):
     with pytest.raises(DataError, match="no words"):
-        train_tokenizer(captions, kind="bpe", vocab_size=None)
+        train_tokenizer(captions)
 
 
 def run(code, **environment):
@@ -280,8 +212,8 @@ def test_training_is_deterministic_in_order_threads_and_hash_seed():
         "draw = random.Random(0);"
         "words = [''.join(draw.choices('abcdef', k=5)) for _ in range(99)];"
         "texts = [' '.join(draw.choices(words, k=8)) for _ in range(300)];"
-        "SHUFFLE; both = [train(texts, kind=k, vocab_size=320) for k in ('bpe', 'wordpiece')];"
-        "print([hashlib.sha256(one.to_json().encode()).hexdigest() for one in both])"
+        "SHUFFLE; one = train(texts, vocab_size=320);"
+        "print(hashlib.sha256(one.to_json().encode()).hexdigest())"
     )
     same, other = code.replace("SHUFFLE", "0"), code.replace("SHUFFLE", "texts.reverse()")
     first = run(same, TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS="4", PYTHONHASHSEED="1")
@@ -296,7 +228,7 @@ def test_processes_can_be_forked_after_training_a_tokenizer(switch):
         "import os; from vit.data.captions.tokenizer import train_tokenizer as train, Tokenizer\n"
         "count = lambda: len(os.listdir('/proc/self/task')) if os.path.exists('/proc') else 1\n"
         "before, texts = count(), ['a dog runs', 'two cats'] * 300\n"
-        "ours = [train(texts, kind=kind, vocab_size=None) for kind in ('bpe', 'wordpiece')]\n"
+        "ours = [train(texts)]\n"
         "ours += [Tokenizer.from_json(one.to_json()) for one in ours]\n"
         "decoded = lambda: [(one.encode(texts), one.decode([1, 9, 40])) for one in ours]\n"
         "ids = decoded()\n"
@@ -321,7 +253,7 @@ def test_training_restores_the_environment(monkeypatch, value):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if value:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
-    train_tokenizer(["a dog"], kind="bpe", vocab_size=None)
+    train_tokenizer(["a dog"])
     assert os.environ.get("TOKENIZERS_PARALLELISM") == value
 
 
@@ -426,10 +358,10 @@ def test_files_of_transformers_decode_what_they_encode(foreign):
     assert ours.decode(ours.encode(["a red dog"])[0]) == "a red dog"
 
 
-def test_text_never_becomes_a_special_token(trained, foreign):
+def test_text_never_becomes_a_special_token(bpe, foreign):
     names = [PAD, BEGIN, END, "<end>", "[SEP]", "[CLS]", "[PAD]", "</s>", "<pad>", "<|endoftext|>"]
     texts = [text for name in names for text in (name, f"a {name} dog", f"x{name}{name}y")]
-    for tokenizer in (trained, pickle.loads(pickle.dumps(trained)), foreign[1]):
+    for tokenizer in (bpe, pickle.loads(pickle.dumps(bpe)), foreign[1]):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             assert ids
             assert {tokenizer.pad, tokenizer.begin, tokenizer.end}.isdisjoint(ids), text
@@ -448,12 +380,12 @@ def test_captions_with_unknown_words_are_counted_for_files_of_transformers(forei
 
 
 def test_sampling_in_a_file_is_disabled():
-    library = tokenizers.Tokenizer.from_str(train_tokenizer(CAPTIONS * 2, kind="bpe").to_json())
+    library = tokenizers.Tokenizer.from_str(train_tokenizer(CAPTIONS * 2).to_json())
     library.model.dropout = 0.9
     ours = Tokenizer.from_json(library.to_str())
     text = [" ".join(CAPTIONS)]
     assert all(ours.encode(text) == ours.encode(text) for _ in range(5))
-    assert ours.encode(text)[0] == train_tokenizer(CAPTIONS * 2, kind="bpe").encode(text)[0]
+    assert ours.encode(text)[0] == train_tokenizer(CAPTIONS * 2).encode(text)[0]
 
 
 def test_a_missing_decoder_is_derived_from_the_pre_tokenizer():
@@ -465,7 +397,7 @@ def test_a_missing_decoder_is_derived_from_the_pre_tokenizer():
 
 
 def test_added_tokens_with_spaces_are_encoded_as_one_token():
-    library = tokenizers.Tokenizer.from_str(train_tokenizer(CAPTIONS, kind="bpe").to_json())
+    library = tokenizers.Tokenizer.from_str(train_tokenizer(CAPTIONS).to_json())
     library.add_tokens(["red circle"])
     ours, text = Tokenizer.from_json(library.to_str()), "a red circle left"
     assert ours.encode([text])[0] == library.encode(text).ids
@@ -518,11 +450,11 @@ def test_missing_and_oversized_files_are_refused(tmp_path, monkeypatch):
         Tokenizer.from_json(" " * 101)
 
 
-def test_half_of_a_surrogate_pair_is_refused(trained):
+def test_half_of_a_surrogate_pair_is_refused(bpe):
     with pytest.raises(DataError, match=r"the text '\\ud83d' holds half"):
-        trained.encode(["a dog", "a \ud83d dog"])
+        bpe.encode(["a dog", "a \ud83d dog"])
     with pytest.raises(DataError, match="holds half"):
-        train_tokenizer(["a \ud83d dog"], kind="bpe", vocab_size=None)
+        train_tokenizer(["a \ud83d dog"])
 
 
 def test_a_word_without_any_token_is_refused_by_name():
@@ -532,11 +464,10 @@ def test_a_word_without_any_token_is_refused_by_name():
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_training_again_with_the_size_it_chose_gives_the_same_tokenizer(kind):
+def test_training_again_with_the_size_it_chose_gives_the_same_tokenizer():
     draw = random.Random(0)
     made = ["".join(draw.choices("abcdefgh", k=draw.randint(3, 9))) for _ in range(600)]
     captions = [" ".join(draw.choices(made, k=8)) for _ in range(300)]
-    found = train_tokenizer(captions, kind=kind)
-    again = train_tokenizer(captions, kind=kind, vocab_size=found.size)
+    found = train_tokenizer(captions)
+    again = train_tokenizer(captions, vocab_size=found.size)
     assert again.to_json() == found.to_json()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.checks.test_near_duplicates import scene
+from tests.data.checks.test_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import duplicates, image_stats
-from vit.data.checks.check_listing import DatasetListing, ListedImage
+from vit.data.checks.check_listing import KINDS, DatasetListing, ListedImage, problem_kind
 from vit.data.checks.dataset_check import check_dataset, unreadable_images
 from vit.data.checks.duplicates import (
     exact_duplicate_problems,
@@ -23,8 +23,6 @@ from vit.data.checks.duplicates import (
     near_duplicate_problem,
 )
 from vit.data.checks.image_stats import ImageStats, compute_stats
-from vit.data.checks.problems import KINDS, problem_kind
-from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
@@ -243,7 +241,7 @@ def test_exact_duplicates_equal_those_that_training_reports(folder):
     assert sorted(leak.images) == sorted(equal_files(map(str, folder.rglob("*.png")))[0])
 
 
-def test_near_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, monkeypatch):
+def test_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, monkeypatch):
     path = folder / "train/a/1.png"
     scene(1).resize((95, 71)).save(folder / "near.png")
     stats, images = {}, []
@@ -303,19 +301,6 @@ def test_a_second_check_reads_only_changed_images(folder, tmp_path, monkeypatch)
     assert looked == [str(folder / "val/a/0.png")]
     assert second.stats.keys() == first.stats.keys()
     assert [path for path in first.stats if first.stats[path] != second.stats[path]] == looked
-
-
-def test_a_check_of_a_part_keeps_the_statistics_of_the_others(folder, tmp_path):
-    kept = tmp_path / "cache"
-    check_dataset(str(folder), workers=1, cache_folder=kept)
-    labels = tmp_path / "labels.csv"
-    labels.write_text("image,label\ntrain/a/0.png,x\ntrain/b/0.png,y\n")
-    (folder / "val/b/1.png").unlink()
-    check_dataset(DatasetSpec(str(folder), label_list=str(labels)), workers=1, cache_folder=kept)
-    (database,) = kept.glob("*.sqlite")
-    with closing(sqlite3.connect(database)) as opened:
-        paths = {os.fsdecode(path) for (path,) in opened.execute("select path from verdicts")}
-    assert paths == {str(path) for path in folder.rglob("*.png")}
 
 
 def test_a_damaged_cache_is_recreated(folder, tmp_path):

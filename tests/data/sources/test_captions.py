@@ -141,12 +141,6 @@ def write_exported(kind: str) -> Callable[[Path], str]:
     return write
 
 
-def write_streamed_shards(folder: Path) -> str:
-    words = [write_parquet(folder / "table"), "--task", "caption", "--to", "shards", "--streaming"]
-    assert main(["data", *words, "--out", str(folder / "out")]) == 0
-    return str(folder / "out")
-
-
 SOURCES: dict[str, Callable[[Path], str]] = {
     "csv": write_csv,
     "json lines": write_json_lines,
@@ -158,7 +152,6 @@ SOURCES: dict[str, Callable[[Path], str]] = {
     "image folder of hf": lambda folder: f"hf:{write_json_lines(folder)}",
     "exported folder": write_exported("folder"),
     "exported shards": write_exported("shards"),
-    "streamed shards": write_streamed_shards,
 }
 GROUPED = ("csv", "json lines", "tar with .txt", "tar with .json", "parquet", "save_to_disk")
 
@@ -303,7 +296,8 @@ def test_sources_without_captions_are_refused(tmp_path):
 def test_a_list_of_captions_without_their_task_is_named(tmp_path, capsys, command):
     write_images(tmp_path / "写真")
     path = tmp_path / "説明.txt"
-    path.write_text("".join(f"{name}, 赤い、四角\n" for name in IMAGES), encoding="utf-8")
+    lines = ["image,caption\n", *(f"{name}, 赤い、四角\n" for name in IMAGES)]
+    path.write_text("".join(lines), encoding="utf-8")
     for more in ([], ["--images", str(tmp_path / "写真")]):
         assert main([command, str(path), *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()

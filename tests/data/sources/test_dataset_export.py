@@ -30,7 +30,12 @@ def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
     listed = DatasetIndex(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
     made = {
         kind: export_dataset(
-            listed, "x", tmp_path / kind, to=kind, max_bytes=10**9, progress=lambda _: None
+            listed,
+            "x",
+            tmp_path / kind,
+            to=kind,
+            max_bytes=10**9,
+            progress=lambda _done, _total: None,
         )
         for kind in ("shards", "folder")
     }
@@ -54,7 +59,9 @@ def test_images_behind_links_are_not_overwritten(tiny_data, tmp_path):
     for path in (tmp_path / "link/apple/0.png", linked):
         listed = DatasetIndex(tmp_path, {"": [ImageRecord(str(path), ("a",))]}, {"": "here"})
         with pytest.raises(DataError, match="holds images of the data"):
-            export_dataset(listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _: None)
+            export_dataset(
+                listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _done, _total: None
+            )
     assert linked.exists()
 
 

@@ -8,8 +8,7 @@ from vit.data.checks.check_listing import list_dataset
 from vit.data.sources.dataset_export import export_data
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import OUTPUT_MARKER, FolderWalker, holds_output_only
-from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_splits, read_source
+from vit.data.sources.open_dataset import list_images, open_splits, read_source
 from vit.errors import DataError
 
 RUN = ("config.yaml", "metrics.jsonl")

@@ -15,8 +15,7 @@ from vit.data.archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.huggingface_datasets import read_dataset, split_names
-from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_splits, read_source
+from vit.data.sources.open_dataset import list_images, open_splits
 from vit.errors import BadImage, DataError
 
 datasets = pytest.importorskip("datasets")
@@ -227,25 +226,8 @@ def test_rows_that_name_files_elsewhere_are_refused(make_tree, tmp_path, capsys)
         (tmp_path / "t").mkdir(exist_ok=True)
         pq.write_table(table, tmp_path / "t/x.parquet")
         out = ["--to", "shards", "--out", str(tmp_path / "o")]
-        for more in ([], ["--streaming"]):
-            stderr = refused(capsys, "data", f"hf:{tmp_path}/t/x.parquet", *out, *more)
-            assert f"a row names a file outside of it: {outside}" in stderr
-
-
-def test_streaming_writes_the_shards_of_the_table(parquet, tmp_path, capsys):
-    source, out = f"hf:{parquet[1]}", tmp_path / "shards"
-    assert main(["data", source, "--to", "shards", "--out", str(out), "--streaming"]) == 0
-    assert [*(tmp_path / "hf").rglob("*.arrow")] == []  # nothing of the source is kept
-    streamed, kept = (
-        read_source(DatasetSpec(str(out), all_splits=True)),
-        read_source(DatasetSpec(source, all_splits=True)),
-    )
-    assert {*streamed.splits} == {"train", "val"}
-    for split, records in kept.splits.items():
-        found = {
-            open_member(record.path).read(): record.labels for record in streamed.splits[split]
-        }
-        assert found == {open_member(record.path).read(): record.labels for record in records}
+        stderr = refused(capsys, "data", f"hf:{tmp_path}/t/x.parquet", *out)
+        assert f"a row names a file outside of it: {outside}" in stderr
 
 
 def test_no_split_replaces_another(tmp_path):

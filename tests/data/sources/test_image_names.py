@@ -16,9 +16,15 @@ from vit.data.sources.image_names import ImageNames
 from vit.data.sources.open_dataset import read_source
 from vit.errors import DataError
 from vit.evaluation.confident_learning import LabeledRow, SuspectRow
-from vit.inference.out_of_fold import write_label_errors
-from vit.output.prediction_results import FORMATS, Layout, Prediction, to_json, write_workbook
-from vit.output.review_list import write_review_list
+from vit.inference.fold_results import write_label_errors
+from vit.output.prediction_results import (
+    FORMATS,
+    Layout,
+    Prediction,
+    to_json,
+    write_review_list,
+    write_workbook,
+)
 
 PIECES = [
     *(b"a", b"1", b".", b" ", b"  ", b"\t", b"\n", b"\r", b"\x01", b"\x1b[31m", b"\x7f", b"\\"),

@@ -14,8 +14,7 @@ from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
 from vit.errors import ConfigError, DataError
-from vit.output.prediction_results import csv_row
-from vit.output.review_list import write_review_list
+from vit.output.prediction_results import csv_row, write_review_list
 from vit.text import csv_text
 
 

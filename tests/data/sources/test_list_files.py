@@ -11,10 +11,8 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
-from vit.data.sources.train_val_split import Fold
-from vit.errors import ConfigError, DataError
+from vit.errors import DataError
 
 
 def opened(data, *, val_share=0.25, seed=0, with_classes=False, fold=None, **settings):
@@ -174,14 +172,6 @@ def test_images_says_where_file_names_begin(flickr, tmp_path):
         opened(flickr, images=str(tmp_path / "nowhere"))
 
 
-def test_windows_wrote_the_list(tmp_path):
-    draw(tmp_path, *(f"pics/{n}.png" for n in range(4)))
-    text = "\ufefffile_name,text\r\n" + "".join(f"pics\\{n}.png,x {n}\r\n" for n in range(4))
-    (tmp_path / "list.csv").write_bytes(text.encode())
-    splits = opened(tmp_path)
-    assert all(os.path.isfile(sample.path) for sample in (*splits.train, *splits.val))
-
-
 def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
     draw(tmp_path / "far", *(f"{n}.png" for n in range(4)))
     rows = [(f"{tmp_path}/far/./{n}.png", "x") for n in range(4)]
@@ -321,14 +311,6 @@ def test_lists_whose_names_say_the_split(tmp_path):
         opened(tmp_path)
 
 
-def test_equal_images_on_both_sides_are_told(tmp_path):
-    root = image_folder(tmp_path)
-    (root / "val/cat/val1.png").write_bytes((root / "train/cat/train1.png").read_bytes())
-    assert noted(
-        opened(root), "1 image in training and in validation or test (leak): train/cat/train1"
-    )
-
-
 def test_several_lists_are_refused(flickr):
     table(flickr / "other.csv", [("00.png", "x")])
     (flickr / "notes.txt").write_text("nothing of interest")
@@ -346,10 +328,8 @@ def test_folders_without_a_list_are_refused(tmp_path, make_tree):
     with pytest.raises(DataError, match="no list of captions in it; expected DATA/train/meta"):
         opened(make_tree({"train/a": 2, "val/a": 2}))
     (tmp_path / "data/labels.csv").write_text("image,label\na.png,1\n")
-    with pytest.raises(DataError, match=r"labels.csv, line 1: no column of captions among image"):
-        opened(tmp_path / "data")
     (tmp_path / "data/more.csv").write_text("image,label\na.png,1\n")
-    with pytest.raises(DataError, match=r"\(none of labels.csv, more.csv is one\)"):
+    with pytest.raises(DataError, match=r"\(labels.csv, more.csv: give one to see what is wrong"):
         opened(tmp_path / "data")
     (tmp_path / "data/train/metadata.csv").write_text("name,text\na.png,1\n")
     with pytest.raises(DataError, match=r"metadata.csv, line 1: no column of images among name"):
@@ -379,16 +359,6 @@ def test_classes_are_the_folders(tmp_path):
         file.write('{"file_name": "loose.png", "captions": ["x"]}\n')
     with pytest.raises(DataError, match=r"loose.png: no label and no class folder; expected a col"):
         opened(root, with_classes=True)
-
-
-def test_held_out_images_are_those_of_classification(tmp_path):
-    files = [f"{name}/{n}.png" for name in ("cat", "dog") for n in range(12)]
-    draw(tmp_path, *files)
-    lines(tmp_path / "metadata.jsonl", [{"file_name": n, "text": n} for n in files])
-    splits = opened(tmp_path, with_classes=True)
-    plain = open_splits(str(tmp_path), val_share=0.25, seed=0)
-    assert [(s.path, s.label) for s in splits.val] == [(s.path, s.label) for s in plain.val]
-    assert noted(splits, "held out 6 images, 25% of each class")
 
 
 def test_classes_are_a_column(flickr):
@@ -424,84 +394,6 @@ def test_evaluation_of_one_split(tmp_path):
         open_captioned(str(root), split="val", classes=["cat"])
     with pytest.raises(DataError, match="no test list; it has train, valid"):
         open_captioned(str(root), split="test")
-
-
-def test_evaluation_takes_what_training_held_out(flickr):
-    splits = opened(flickr)
-    held_out = HeldOutSplit(splits.root.resolve(), names(splits.val, splits.root))
-    samples, notes = open_captioned(str(flickr), split="val", held_out=held_out)
-    assert samples == splits.val
-    assert "no validation list: took the 3 images that training held out" in notes
-    samples, notes = open_captioned(str(flickr), split="val")
-    assert len(samples) == 12
-    assert "no validation list: took all 12 images" in notes
-    with pytest.raises(DataError, match="no test list; it has one list of all images"):
-        open_captioned(str(flickr), split="test")
-
-
-def grouped_list(tmp_path):
-    """Twelve images of four patients; a folder and a table with more columns than captions."""
-    draw(tmp_path, *(f"{n:02d}.png" for n in range(12)))
-    rows = [(f"{n:02d}.png", f"image {n}", f"{n % 4}", f"{k}") for n in range(12) for k in "ab"]
-    return table(tmp_path / "list.csv", rows, ("photo", "caption", "patient", "id"))
-
-
-def patients(samples):
-    return {int(sample.path[-6:-4]) % 4 for sample in samples}
-
-
-def test_a_group_stays_on_one_side(tmp_path):
-    path = grouped_list(tmp_path)
-    splits = opened(path, image_column="photo", group="patient")
-    assert len(splits.val) == 3
-    assert not patients(splits.train) & patients(splits.val)
-    assert splits.train[0].captions[0].startswith("image ")
-    assert noted(splits, "held out 3 images (1 group), 25% of all")
-    assert noted(splits, "4 groups by the column patient")
-    expression = opened(path, image_column="photo", group=r"(\d)\.png")
-    assert noted(expression, "10 groups by the expression")
-
-
-@pytest.mark.parametrize("group", [None, "patient"])
-def test_each_image_is_validated_in_one_fold(tmp_path, group):
-    path = grouped_list(tmp_path)
-    folds = [
-        opened(path, image_column="photo", group=group, fold=Fold(number, 4))
-        for number in range(1, 5)
-    ]
-    held = [sample.path for splits in folds for sample in splits.val]
-    assert len(held) == len(set(held)) == 12
-    for splits in folds:
-        assert splits.made
-        assert len(splits.train) + len(splits.val) == 12
-        assert group is None or not patients(splits.train) & patients(splits.val)
-
-
-def test_a_fold_of_data_with_validation_images_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="the data have validation images"):
-        opened(image_folder(tmp_path), fold=Fold(1, 2))
-
-
-def test_a_column_gives_the_split(tmp_path):
-    draw(tmp_path, *(f"{n}.png" for n in range(6)))
-    rows = [(f"{n}.png", "x", "train" if n < 4 else "val") for n in range(6)]
-    splits = opened(table(tmp_path / "list.csv", rows, ("image", "caption", "split")))
-    assert names(splits.val, tmp_path) == ["4.png", "5.png"]
-    assert not splits.made
-    samples, _ = open_captioned(str(tmp_path), split="val")
-    assert samples == splits.val
-    rows += [("0.png", "y", "val")]
-    with pytest.raises(
-        DataError, match=r"line 8: 0.png is in two splits, train \(line 2\) and val"
-    ):
-        opened(table(tmp_path / "list.csv", rows, ("image", "caption", "split")))
-
-
-def test_the_class_column_may_be_named(flickr):
-    rows = [(f"{n:02d}.png", "x", "odd" if n % 2 else "even") for n in range(12)]
-    table(flickr / "captions.txt", rows, ("image", "caption", "parity"))
-    splits = opened(flickr, with_classes=True, label_column="parity")
-    assert splits.classes == ("even", "odd")
 
 
 def test_a_line_names_each_image(flickr):

@@ -12,7 +12,7 @@ from vit.data.checks.check_listing import list_dataset
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.held_out_split import HeldOutSplit
-from vit.data.sources.open_dataset import open_eval_split, open_splits, refuse_captions
+from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, refuse_captions
 from vit.data.sources.train_val_split import Fold
 from vit.errors import DataError
 from vit.paths import did_you_mean
@@ -422,5 +422,41 @@ def test_evaluation_uses_the_images_that_training_held_out(make_tree, prefix):
 
 def test_class_names_that_differ_in_case_or_spaces_get_a_note(make_tree):
     notes = "\n".join(open_data(make_tree({"Hat": 3, "hat": 3, "a b": 3, "a  b": 3, "c": 3})).notes)
-    assert "differ only in case or spaces: 'Hat', 'hat'" in notes
-    assert "differ only in case or spaces: 'a  b', 'a b'" in notes
+    assert "classes 'Hat', 'hat' differ only in case or spaces" in notes
+    assert "classes 'a  b', 'a b' differ only" in notes
+
+
+def test_inputs_keep_their_order(make_tree):
+    root = make_tree({"x": 3, "x/deep": 1, "y": 2, ".hidden": 1})
+    (root / "x/photo.HEIC").write_bytes(b"")
+    (root / "x/notes.txt").write_bytes(b"")
+    (root / "y/[odd].png").write_bytes(b"")
+    notes: list[str] = []
+    inputs = ["y/1.png", "x", "y/?.png", "missing.png", "y/[odd].png", "y/1.png"]
+    found = list_images([str(root / given) for given in inputs], notes=notes)
+    assert [relative(path, root) for path in found] == [
+        "y/1.png",
+        *("x/0.png", "x/1.png", "x/2.png", "x/deep/0.png", "x/photo.HEIC"),
+        *("y/0.png", "y/1.png"),
+        "missing.png",
+        "y/[odd].png",
+        "y/1.png",
+    ]
+    assert any(".txt 1" in note for note in notes)
+
+
+def test_a_pattern_that_matches_folders_too_lists_each_image_once(make_tree):
+    root = make_tree({"x": 2, "x/deep": 1, "y": 1})
+    found = list_images([f"{root}/**", f"{root}/y/0.png"])
+    assert [relative(path, root) for path in found] == [
+        *("x/0.png", "x/1.png", "x/deep/0.png", "y/0.png"),
+        "y/0.png",  # given twice
+    ]
+
+
+def test_inputs_without_images_are_refused(make_tree):
+    root = make_tree({"x": 1, "empty": 0})
+    with pytest.raises(DataError, match="no images in this folder"):
+        list_images([str(root / "empty")])
+    with pytest.raises(DataError, match="matches no file"):
+        list_images([str(root / "*.jpg")])

@@ -16,15 +16,13 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.data import archives
-from vit.data.archives import is_inside, open_binary, open_member, relative, size_of
+from vit.data.archives import is_inside, open_binary, open_member, read_index, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.held_out_split import HeldOutSplit
-from vit.data.sources.image_inputs import list_images
-from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
+from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, read_source
 from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
-from vit.data.tar_index import read_index
 from vit.errors import BadImage, DataError
 from vit.output.prediction_results import Prediction
 from vit.output.sort_into_folders import ImageSorter
@@ -418,13 +416,17 @@ def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
     ("members", "what"),
     [
         ({"readme.md": b""}, "no images in 1 shard"),
-        ({"1.jpg": b"x"}, r"1 image without a class, such as .*x\.tar/1\.jpg; expected CLASS/"),
-        ({"1.jpg": b"x", "1.cls": b"1", "2.jpg": b"x"}, r"1 image without \.cls beside"),
+        ({"1.jpg": b"x"}, r"x\.tar/1\.jpg: without a class; expected CLASS/"),
+        (
+            {"1.jpg": b"x", "1.cls": b"1", "2.jpg": b"x"},
+            r"2\.jpg: no \.cls beside, which others have",
+        ),
         ({"1.jpg": b"x", "1.cls": b""}, r"1\.jpg: its \.cls is not the name or number"),
         ({"1.jpg": b"x", "1.cls": b"\xff\xfe"}, r"1\.cls: not UTF-8 text"),
-        ({"1.jpg": b"x", "1.json": b'{"label": [1.5]}'}, r'1\.jpg: its \.json has no "label"'),
-        ({"1.jpg": b"x", "1.json": b"{"}, r"1\.json: no JSON"),
-        ({"1.jpg": b"x", "1.json": b"[" * 99999}, r"1\.json: no JSON"),
+        ({"1.jpg": b"x", "1.json": b'{"label": [1.5]}'}, r"1\.jpg: the label is 1.5, a fraction"),
+        ({"1.jpg": b"x", "1.json": b'{"label": ""}'}, r'1\.jpg: its \.json has no "label"'),
+        ({"1.jpg": b"x", "1.json": b"{"}, r"1\.json, line 1: not JSON"),
+        ({"1.jpg": b"x", "1.json": b"[" * 99999}, r"1\.json: not JSON"),
         ({"1.jpg": b"x", "1.cls": b"3", "classes.txt": b"a\nb"}, "label '3' is none of the 2"),
         ({"1.jpg": b"x", "1.cls": b"0", "classes.txt": b"a\na"}, "not the names of classes"),
     ],

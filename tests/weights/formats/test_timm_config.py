@@ -74,6 +74,15 @@ OPENS = [
     {"position": "rotary", "feedforward": "swiglu", "hidden_dim": 100, "final_norm": "none"},
     {"position": "rotary", "pooling": "attention", "class_token": False, "hidden_dim": 100},
     {"position": "rotary", "norm_pre": True, "patch_bias": False, "final_norm": "pooled"},
+    {"position": "rotary", "norm_order": "sub_mlp"},
+    {"position": "learned_rotary", "norm_order": "sub", "feedforward": "swiglu"},
+    {
+        "position": "learned_rotary",
+        "rotary_grid": "index_1",
+        "pooling": "attention_all",
+        "norm_eps": 1e-5,
+    },
+    {"stem": "linear_norm", "norm": "rmsnorm", "norm_eps": 1e-5, "feedforward": "swiglu"},
     {"position": "relative"},
     {"position": "relative", "class_token": False, "pooling": "mean", "layer_scale": 0.1},
     {"position": "relative", "pooling": "mean", "qkv_bias": False, "qk_norm": True},
@@ -102,6 +111,15 @@ REFUSED = [
     ({"position": "relative", "norm_eps": 1e-5}, "norm_eps=1e-05 with position=relative"),
     ({"position": "relative", "final_norm": "none"}, "final_norm=none with position=relative"),
     ({"pooling": "class_token_mean"}, "pooling=class_token_mean"),
+    ({"pooling": "class_token_registers", "registers": 1}, "pooling=class_token_registers"),
+    ({"pooling": "attention_all"}, "pooling=attention_all with position=learned"),
+    ({"norm_order": "sub"}, "norm_order=sub"),
+    ({"norm_order": "res_post"}, "norm_order=res_post"),
+    ({"position": "rotary", "rotary_grid": "mixed"}, "rotary_grid=mixed"),
+    (
+        {"stem": "linear_norm"},
+        "stem=linear_norm with norm=layernorm, norm_eps=1e-06, feedforward=mlp",
+    ),
     ({"norm_eps": 1e-12}, "norm=layernorm with norm_eps=1e-12 and feedforward=mlp"),
     ({"norm_pre": True}, "patch_bias=True with norm_pre=True"),
     ({"patch_bias": False}, "patch_bias=False with norm_pre=False"),
@@ -241,7 +259,7 @@ def plain(config: ModelConfig) -> dict[str, object]:
         named["position"] = "learned"  # the formula's values are in the table
     if not config.is_rotary or config.rotary_grid == "centred":
         named["rotary_temperature"] = None
-    if config.is_rotary and config.rotary_grid == "index" and config.norm_eps != 1e-6:
+    if config.is_rotary and config.rotary_grid != "centred" and config.norm_eps != 1e-6:
         named["rotary_reference"] = config.rotary_reference or config.grid[0]
     return named
 

@@ -50,6 +50,22 @@ PARITY = [
     ("vit_small_patch14_reg4_dinov2", {}),
     ("vit_giant_patch14_dinov2", {"num_heads": 1, "embed_dim": 48}),
     ("aimv2_large_patch14_224", {"embed_norm_layer": ""}),
+    ("aimv2_large_patch14_224", {}),
+    ("deit_tiny_distilled_patch16_224", {}),
+    ("eva02_base_patch14_224", {}),
+    ("eva02_base_patch16_clip_224", {}),
+    ("eva02_enormous_patch14_clip_224", {}),
+    ("beit3_base_patch16_224", {}),
+    ("vit_base_patch16_rpn_224", {}),
+    ("vit_small_patch16_rope_mixed_224", {}),
+    ("vit_small_patch16_rope_mixed_ape_224", {}),
+    ("vit_small_patch16_rope_mixed_ape_224", {"rope_grid_indexing": "ij"}),
+    ("vit_pe_core_tiny_patch16_384", {}),
+    ("vit_pe_core_gigantic_patch14_448", {}),
+    ("vit_pe_lang_large_patch14_448", {}),
+    ("vit_pe_spatial_tiny_patch16_512", {}),
+    ("naflexvit_base_patch16_gap", {}),
+    ("naflexvit_base_patch16_map", {"class_token": True}),
     ("vit_small_patch16_dinov3", {}),
     ("vit_small_patch16_dinov3", {"global_pool": "token"}),
     ("vit_small_patch16_dinov3_qkvb", {}),
@@ -84,6 +100,9 @@ PARITY = [
 @pytest.mark.parametrize(("name", "args"), PARITY, ids=lambda value: str(value))
 def test_logits_equal_timms(name, args, randomise):
     args = {**SMALL, "num_classes": 7, **args}
+    if name.startswith("naflex"):
+        args |= {"pos_embed_grid_size": (4, 4)}
+        del args["img_size"]
     model = theirs(name, randomise, **args)
     found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
     assert found.config.num_classes == args["num_classes"]
@@ -142,6 +161,8 @@ def test_every_network_is_read_or_refused_by_name():
     read, refused = [], []
     for name in timm.list_models(module=list(MODULES)):
         args = {**SMALL, "depth": 1}
+        if name.startswith("naflex"):
+            del args["img_size"]
         if "sapiens2" in name:
             args["num_kv_heads"] = 2  # its own are one number a block
         if "vit_giant_patch14" in name:  # 64 x 4.363 is odd, and cannot be halved
@@ -156,8 +177,8 @@ def test_every_network_is_read_or_refused_by_name():
             with torch.device("meta"):
                 check_fit(found.state, assemble_model(found.config))
             read.append(name)
-    assert len(read) > 180
-    assert 20 < len(refused) < 80
+    assert len(read) > 230
+    assert 10 < len(refused) < 40
 
 
 @pytest.fixture
@@ -195,7 +216,7 @@ def test_the_image_size_follows_from_the_position_table():
         ({"model_args": {"img_size": [32, 64], "patch_size": 8}}, "images of 32 x 64 pixels"),
         ({"model_args": {**SMALL, "embed_dim": 32}}, "instead of"),
         ({"model_args": {**SMALL, "global_pool": "max"}}, "global_pool='max' is not supported"),
-        ({"model_args": {**SMALL, "scale_attn_norm": True}}, "unknown: blocks.0.attn.norm"),
+        ({"model_args": {**SMALL, "scale_attn_norm": True}}, "missing: blocks.0.mlp.norm.weight"),
         ({"architecture": None}, "model_args need the architecture"),
     ],
 )
@@ -263,20 +284,18 @@ def test_blocks_that_shared_a_table_have_one_each(randomise):
 @pytest.mark.parametrize(
     ("name", "args", "reason"),
     [
-        ("vit_base_patch16_rpn_224", {}, "computes something else .*outputs differ by 0.[0-9]+ of"),
+        (
+            "vit_small_patch16_rope_224",
+            {"rope_grid_offset": 2.0},
+            "computes something else .*outputs differ by 0.[0-9]+ of",
+        ),
         ("vit_base_patch16_xp_224", {}, "'ParallelScalingBlock' object has no attribute"),
         ("vit_dwee_patch16_reg1_gap_256", {}, "unknown: blocks.0.attn.lambda_q1"),
-        ("beit3_base_patch16_224", {}, "unknown: blocks.0.attn.norm.weight"),
-        ("deit_tiny_distilled_patch16_224", {}, "unknown: dist_token, head_dist.weight"),
-        ("eva02_enormous_patch14_clip_224", {}, "computes something else"),
-        ("vit_small_patch16_rope_mixed_224", {}, "RotaryEmbeddingMixed"),
         ("vit_base_patch16_sapiens2", {"num_kv_heads": 2}, "query, key and value have shapes"),
-        ("vit_pe_spatial_tiny_patch16_512", {}, "computes something else"),
-        ("vit_pe_core_tiny_patch16_384", {"rope_grid_offset": 0.0}, "computes something else"),
-        ("vit_pe_core_gigantic_patch14_448", {}, "another shape: attn_pool.mlp.fc1"),
+        ("vit_pe_core_gigantic_patch14_448", {"attn_pool_mlp_ratio": 2.0}, "another shape: attn_p"),
+        ("vit_pe_core_tiny_patch16_384", {"attn_pool_num_heads": 2}, "computes something else"),
         ("vit_relpos_base_patch16_224", {}, "unknown: blocks.0.attn.rel_pos.mlp"),
-        ("vit_relpos_base_patch16_rpn_224", {"rel_pos_type": "bias"}, "computes something else"),
-        ("beit_base_patch16_224", {"use_abs_pos_emb": True}, "unknown: pos_embed"),
+        ("beit_base_patch16_224", {"use_abs_pos_emb": True}, "there are both pos_embed and"),
         (
             "vit_small_patch16_224",
             {"pool_include_prefix": True, "global_pool": "avg"},

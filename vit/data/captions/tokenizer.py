@@ -1,29 +1,25 @@
-"""Caption tokenizer on the `tokenizers` library: byte-level BPE or WordPiece, in a tokenizer.json.
+"""Caption tokenizer on the `tokenizers` library: byte-level BPE, or any tokenizer.json.
 
 Tokenizers trained here normalise text to Unicode NFC with single spaces (of what `str.split` splits
 at) and none at the ends. Case is kept. A token never crosses a space, and the names of special
 tokens contain one: no text is ever taken for a special token.
 
-Source: Sennrich et al., section 3.2, arXiv:1508.07909, on bytes as in GPT-2; Schuster and Nakajima,
-"Japanese and Korean voice search" (2012), longest piece first as in BERT.
+Source: Sennrich et al., section 3.2, arXiv:1508.07909, on bytes as in GPT-2.
 """
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from vit.errors import ConfigError, DataError, WeightsError
 from vit.text import printable
-
-Kind = Literal["bpe", "wordpiece"]
 
 FILE = "tokenizer.json"
 MAX_BYTES = 2**27
@@ -32,7 +28,7 @@ MAX_VOCAB = 2**21
 MAX_CACHED_WORDS = 2**18
 """Words whose tokens are cached: a few dozen MB."""
 
-PAD, BEGIN, END, UNKNOWN = "<| pad |>", "<| begin |>", "<| end |>", "<| unknown |>"
+PAD, BEGIN, END = "<| pad |>", "<| begin |>", "<| end |>"
 """Special tokens; with a space, which no word contains."""
 ENDOFTEXT = "<|endoftext|>"
 PADS = (PAD, "<pad>", "[PAD]", "<PAD>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
@@ -46,11 +42,6 @@ ENDS = (
 )
 """Names of the special tokens in other files; the first that a vocabulary has is used."""
 
-CONTINUATION = " ##"
-"""Prefix of pieces inside a word; without the space, a word could begin with it."""
-MAX_WORD_LENGTH = 1000
-"""In characters; the time of WordPiece grows with its cube."""
-
 # Scripts without spaces are split as far as characters show words: otherwise each clause of a
 # Japanese caption that occurs twice would be one token. Kana in runs: endings, or loan words.
 ONE_EACH = r"\p{Han}|(?=\p{L})[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]\p{M}*"
@@ -59,24 +50,21 @@ UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanm
 # Marks belong to their letters, or Hindi and vocalised Arabic would be split at each.
 LETTERS = rf"(?:(?!{UNSPACED})[\p{{L}}\p{{M}}])+"
 GROUPS = rf"{ONE_EACH}|{KANA}|{LETTERS}|\p{{N}}+|[^\s\p{{L}}\p{{M}}\p{{N}}]+"
-SPLIT_SPACES = pre_tokenizers.WhitespaceSplit()
-SPLIT_GROUPS = pre_tokenizers.Sequence(
-    [SPLIT_SPACES, pre_tokenizers.Split(Regex(GROUPS), "isolated")]
-)
 SPLIT_BYTES = pre_tokenizers.Sequence(
     [
         pre_tokenizers.Split(Regex(" ?(?:" + GROUPS + ")"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 )
-_NORMALIZERS = [
-    normalizers.NFC(),
-    normalizers.Replace(Regex(r"[\s\x1c-\x1f]+"), " "),  # what str.split splits at
-    normalizers.Strip(),
-]
-NORMALIZER = normalizers.Sequence(_NORMALIZERS)
 # Each word includes the space before it, the first word too: it is the same token everywhere.
-PREFIXED_NORMALIZER = normalizers.Sequence([*_NORMALIZERS, normalizers.Prepend(" ")])
+NORMALIZER = normalizers.Sequence(
+    [
+        normalizers.NFC(),
+        normalizers.Replace(Regex(r"[\s\x1c-\x1f]+"), " "),  # what str.split splits at
+        normalizers.Strip(),
+        normalizers.Prepend(" "),
+    ]
+)
 DECODERS = {"ByteLevel": decoders.ByteLevel, "Metaspace": decoders.Metaspace}
 """The inverse of a pre-tokenizer, for files without a decoder."""
 
@@ -269,13 +257,10 @@ def _special_token(library: tokenizers.Tokenizer, names: Sequence[str]) -> int:
 
 def _is_ours(library: tokenizers.Tokenizer) -> bool:
     """Whether it was trained here, so that the tokens of a word do not depend on its neighbours."""
-    parts = library.normalizer, library.pre_tokenizer
-    if None in parts:
+    pairs = (library.normalizer, NORMALIZER), (library.pre_tokenizer, SPLIT_BYTES)
+    if any(own is None or own.__getstate__() != ours.__getstate__() for own, ours in pairs):
         return False
-    trained = (PREFIXED_NORMALIZER, SPLIT_BYTES), (NORMALIZER, SPLIT_SPACES)
-    states = [[part.__getstate__() for part in pair] for pair in (parts, *trained)]
-    added = library.get_added_tokens_decoder().values()
-    return states[0] in states[1:] and all(token.special for token in added)
+    return all(token.special for token in library.get_added_tokens_decoder().values())
 
 
 def _check_text(text: str) -> None:
@@ -294,20 +279,14 @@ def _quote(text: str) -> str:
 # --- training ------------------------------------------------------------------------------------
 
 
-def train_tokenizer(
-    captions: Iterable[str], *, kind: Kind = "bpe", vocab_size: int | None = None
-) -> Tokenizer:
-    """Train a tokenizer on `captions`; it depends neither on their order nor on the machine.
+def train_tokenizer(captions: Iterable[str], *, vocab_size: int | None = None) -> Tokenizer:
+    """Train BPE on bytes; the tokenizer depends neither on the order of `captions` nor the machine.
 
     Without `vocab_size`, every word (or number, or run of punctuation) that occurs at least twice
     becomes one token, and none that occurs once: its embedding would be learned from one caption.
     In scripts without spaces a word is what `GROUPS` splits: a Han character, a run of kana.
     There are at most 8,192 tokens for up to eight million words (COCO has six), then as many more
     as the square root of their number grows (Heaps' law), and never more than 32,768.
-
-    BPE falls back to bytes and encodes any text. WordPiece has the characters of `captions` besides
-    the 8,192: a word with another one, or of more than 1,000, becomes the unknown token, which
-    `decode` omits; `Tokenizer.count_unknown` counts them.
 
     Args:
         captions: Those of the training images only.
@@ -319,78 +298,31 @@ def train_tokenizer(
     words = sum(len(text.split()) for text in texts)
     if not words:
         raise DataError("the captions hold no words: there is nothing to train a tokenizer on")
-    train = {"bpe": _train_bpe, "wordpiece": _train_wordpiece}[kind]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, BEGIN, END]
+    minimum = len(alphabet) + len(special)
+    if vocab_size is not None and vocab_size < minimum:
+        raise ConfigError(
+            f"vocab_size={vocab_size} has no room for all single bytes and the special tokens; "
+            f"give {minimum} or more"
+        )
+    library = tokenizers.Tokenizer(models.BPE())
+    library.normalizer, library.pre_tokenizer = NORMALIZER, SPLIT_BYTES
+    library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size or default_vocab_size(words),
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        special_tokens=special,
+    )
     with _single_thread():
-        return Tokenizer(train(texts, vocab_size, default_vocab_size(words)))
+        library.train_from_iterator(texts, trainer)
+        return Tokenizer(library)
 
 
 def default_vocab_size(words: int) -> int:
     """The vocabulary size for so many words of captions, by the rule of `train_tokenizer`."""
     return min(2**15, int(2**13 * max(1.0, sqrt(words / 2**23))))
-
-
-def _train_bpe(texts: Sequence[str], size: int | None, default: int) -> tokenizers.Tokenizer:
-    library = tokenizers.Tokenizer(models.BPE())
-    library.normalizer, library.pre_tokenizer = PREFIXED_NORMALIZER, SPLIT_BYTES
-    library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD, BEGIN, END]
-    _check_vocab_size(size, len(alphabet) + len(special), "bytes")
-    _fit_bpe(library, texts, size or default, initial_alphabet=alphabet, special_tokens=special)
-    return library
-
-
-def _train_wordpiece(texts: Sequence[str], size: int | None, default: int) -> tokenizers.Tokenizer:
-    words = Counter(word for text in texts for word in NORMALIZER.normalize_str(text).split())
-    characters = sorted(set().union(*words))
-    special = [PAD, BEGIN, END, UNKNOWN]
-    base = [*special, *characters, *(CONTINUATION + sign for sign in characters)]
-    _check_vocab_size(size, len(base), "characters")
-    # trained for the default size in any case: the size of a run gives its tokenizer again
-    counts = _count_pieces(texts, words, len(characters) + default)
-    pieces = sorted(counts.keys() - set(base), key=lambda piece: (-counts[piece], piece))
-    pieces = pieces[: default if size is None else size - len(base)]
-    model = models.WordPiece(
-        {token: number for number, token in enumerate([*base, *pieces])},
-        unk_token=UNKNOWN,
-        max_input_chars_per_word=MAX_WORD_LENGTH,
-        continuing_subword_prefix=CONTINUATION,
-    )
-    library = tokenizers.Tokenizer(model)
-    library.normalizer, library.pre_tokenizer = NORMALIZER, SPLIT_SPACES
-    library.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
-    library.add_special_tokens(special)
-    return library
-
-
-def _count_pieces(texts: Sequence[str], words: Counter[str], size: int) -> dict[str, int]:
-    """Occurrences, at least two, of the pieces of words that BPE on characters finds.
-
-    The library's own trainer of WordPiece gives a different vocabulary each time.
-    """
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.normalizer, bpe.pre_tokenizer = NORMALIZER, SPLIT_GROUPS
-    _fit_bpe(bpe, texts, size)
-    pieces: Counter[str] = Counter()
-    for word, number in words.items():
-        head, *rest = bpe.encode(word).tokens
-        for piece in (head, *(CONTINUATION + part for part in rest)):
-            pieces[piece] += number
-    return {piece: number for piece, number in pieces.items() if number > 1}
-
-
-def _fit_bpe(
-    library: tokenizers.Tokenizer, texts: Sequence[str], size: int, **options: Any
-) -> None:
-    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False, **options)
-    library.train_from_iterator(texts, trainer)
-
-
-def _check_vocab_size(size: int | None, minimum: int, what: str) -> None:
-    if size is not None and size < minimum:
-        raise ConfigError(
-            f"vocab_size={size} has no room for all single {what} and the special tokens; "
-            f"give {minimum} or more"
-        )
 
 
 @contextmanager

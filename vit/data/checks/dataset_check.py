@@ -6,12 +6,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
+from vit.data.archives import relative
+from vit.data.checks.check_listing import (
+    ALL,
+    KINDS,
+    SHOWN,
+    SKIPPABLE,
+    DatasetListing,
+    ListedImage,
+    Problem,
+    list_dataset,
+    problem_kind,
+    shared_property,
+)
 from vit.data.checks.duplicates import find_duplicates
-from vit.data.checks.group_leakage import find_group_leakage
 from vit.data.checks.image_stats import (
     TIMEOUT_SECONDS,
     ImageStats,
@@ -19,18 +31,11 @@ from vit.data.checks.image_stats import (
     StatsOrReason,
     compute_all_stats,
 )
-from vit.data.checks.problems import KINDS, SKIPPABLE, Problem, problem_kind, shared_property
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.dataset_warnings import (
-    few_note,
-    imbalance_note,
-    lookalike_names,
-    misspelt_names,
-    similar_names,
-    undecodable_error,
-)
+from vit.data.sources.dataset_warnings import class_problems, undecodable_error
+from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.text import Notify, plural, printable
 
 CACHE_BATCH = 512
@@ -177,7 +182,14 @@ def check_dataset(
             notify(store.note)
         results = load_or_compute_stats(paths, store, workers, timeout, progress)
     stats = {path: found for path, found in results.items() if isinstance(found, ImageStats)}
-    problems = [*listing.problems, *unreadable_images(listing, results), *class_problems(listing)]
+    problems = [*listing.problems, *unreadable_images(listing, results)]
+    if error := undecodable_error(listing.classes):
+        problems.append(Problem("broken_class", error))
+    train = [one for one in listing.images if one.split == listing.train_split]
+    total = len(train) if any(len(one.labels) > 1 for one in train) else None
+    counts = {x: number for x, number in listing.counts(listing.train_split).items() if number}
+    found = class_problems(listing.classes, counts, total)
+    problems += [Problem(kind, text) for kind, text in found]
     problems += find_duplicates(
         listing.images,
         stats,
@@ -207,7 +219,6 @@ def load_or_compute_stats(
     if cache is not None:
         fingerprints = {path: file_fingerprint(path) for path in paths}
         found.update(cache.read(fingerprints))
-        cache.delete_invalid(paths)
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
@@ -252,34 +263,6 @@ def unreadable_images(
             for name, members in groups.items()
             if members and all(isinstance(results[one.path], str) for one in members)
         ]
-    return problems
-
-
-def class_problems(listing: DatasetListing) -> list[Problem]:
-    """Problems of class names and class sizes."""
-    error = undecodable_error(listing.classes)
-    problems = [Problem("broken_class", error)] if error else []
-    for form, names in lookalike_names(listing.classes).items():
-        detail = (
-            f"classes {', '.join(map(ascii, names))} look the same, as {printable(form)}; give "
-            "them one name if they are one class"
-        )
-        problems.append(Problem("class_names", detail))
-    for names in similar_names(listing.classes):
-        detail = f"classes {', '.join(map(repr, names))} differ only in case or spaces"
-        problems.append(Problem("similar_names", detail))
-    counts = {
-        name: number for name, number in listing.counts(listing.train_split).items() if number
-    }
-    for rare, frequent in misspelt_names(counts):
-        images = plural(counts[rare], "image")
-        detail = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
-        problems.append(Problem("similar_names", detail))
-    if len(counts) > 1:
-        train = [one for one in listing.images if one.split == listing.train_split]
-        total = len(train) if any(len(one.labels) > 1 for one in train) else None
-        notes = {"few_pictures": few_note(counts, total), "imbalance": imbalance_note(counts)}
-        problems += [Problem(kind, note) for kind, note in notes.items() if note]
     return problems
 
 
@@ -394,3 +377,43 @@ def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
         "greyscale": share("grey"),
         "blank": share("blank"),
     }
+
+
+def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:
+    """Report groups that training shares with another split, and the number of groups.
+
+    Args:
+        group: Column of the groups, or a regular expression over paths; None for no groups.
+    """
+    if group is None:
+        return []
+    images = listing.images
+    groups = (
+        [one.group for one in images]
+        if listing.grouped
+        else find_groups(
+            [relative(one.path, listing.root) for one in images], group, listing.columns
+        )
+    )
+    found: dict[str, dict[str, list[ListedImage]]] = {
+        split: defaultdict(list) for split in listing.splits
+    }
+    for one, name in zip(images, groups, strict=True):
+        if name:
+            found[one.split][name].append(one)
+    notes = group_notes(groups, group, column=listing.grouped)
+    problems = [Problem("source", note) for note in notes]
+    train = found.pop(listing.train_split, {})
+    for split, members in found.items():
+        kind = "group_leak" if split == listing.val_split else "group_in_test"
+        for name in sorted(train.keys() & members.keys()):
+            here, there = train[name], members[name]
+            words = (
+                f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
+                f"in {listing.train_split} and {len(there):,} in {split}"
+            )
+            in_turn = [one for both in zip_longest(here, there) for one in both if one]
+            shown = tuple(one.path for one in in_turn[:SHOWN])
+            number = len(in_turn) if len(in_turn) > SHOWN else 0
+            problems.append(Problem(kind, words, shown, number))
+    return problems

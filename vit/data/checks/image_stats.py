@@ -27,7 +27,6 @@ from vit.data.image_io import (
     MAX_PIXELS,
     STACKS,
     Fingerprint,
-    file_fingerprint,
     has_more_frames,
     max_pixels,
     read_header,
@@ -54,8 +53,6 @@ TIMEOUT_SECONDS = 60.0
 CHUNK = 32
 """Images that a process gets at a time."""
 MAX_WORKERS = 16
-MOST_EXAMINED = 20_000
-"""Entries of the cache of which a check asks whether the file is still there."""
 LEVEL_SHARES = (0.001, 0.01, 0.999)
 """Shares of an image's pixels of which `Levels` has the values."""
 MAX_LEVEL_VALUES = 2**20
@@ -357,36 +354,14 @@ class StatsCache:
             (os.fsencode(path), *fingerprint, json.dumps(stats[:-2]), stats.digest, stats.thumbnail)
             for path, fingerprint, stats in entries
         ]
-        self._execute("insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)", rows)
-
-    def delete_invalid(self, known: Iterable[str]) -> None:
-        """Delete entries of files that are gone or have changed, among some that are drawn.
-
-        Paths of `known` are kept: their entries are read, or replaced. A check of a part of the
-        images, such as of those in a list of labels, keeps the entries of the others.
-        """
-        if self.database is not None:
-            kept = set(map(os.fsencode, known))
-            with contextlib.suppress(sqlite3.Error, TypeError):
-                rows = self.database.execute(
-                    "select path, size, mtime, ctime, number from verdicts "
-                    f"order by random() limit {MOST_EXAMINED}"
-                ).fetchall()
-                invalid: list[tuple[object, ...]] = [
-                    (path,)
-                    for path, *fingerprint in rows
-                    if path not in kept and file_fingerprint(os.fsdecode(path)) != (*fingerprint,)
-                ]
-                self._execute("delete from verdicts where path = ?", invalid)
+        if self.database is None:
+            return
+        # a full disk or another process costs only time: what is not stored is computed again
+        with contextlib.suppress(sqlite3.Error), self.database:
+            statement = "insert or replace into verdicts values (?, ?, ?, ?, ?, ?, ?, ?)"
+            self.database.executemany(statement, rows)
 
     def close(self) -> None:
         """Close the database."""
         if self.database is not None:
             self.database.close()
-
-    def _execute(self, statement: str, rows: list[tuple[object, ...]]) -> None:
-        if self.database is None:
-            return
-        # a full disk or another process costs only time: what is not stored is computed again
-        with contextlib.suppress(sqlite3.Error), self.database:
-            self.database.executemany(statement, rows)

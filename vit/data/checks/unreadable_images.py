@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from vit.data.dataset_types import Sample, Splits
+from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import check_header
-from vit.data.multilabel_targets import labels_of
 from vit.errors import BadImage, DataError
 from vit.text import join_names, plural, printable
 

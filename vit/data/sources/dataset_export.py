@@ -12,6 +12,7 @@ The output is reproducible byte for byte: members are in order, without times an
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -25,15 +26,17 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from vit.config import SourceConfig
+from vit.config.inference_config import accepts_settings, split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.image_io import FORMATS, EncodedImage, check_header
+from vit.data.image_io import FORMATS, check_header
 from vit.data.sources import huggingface_datasets
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import casefold_name, is_device_name, path_argument
-from vit.text import join_names, plural, printable
+from vit.text import join_names, printable
 
 ExportFormat = Literal["folder", "shards"]
 
@@ -47,16 +50,6 @@ LABELS_FILE = "labels.jsonl"
 """List of the images and classes of a multi-label folder."""
 CAPTIONS_FILE = "metadata.jsonl"
 """List of the images and captions of a folder, as the library `datasets` names it."""
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 MIN_SHARD_BYTES = 10**6
 SHARD_SIZE = "256MB"
 
@@ -118,21 +111,17 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
             )
 
 
+@accepts_settings(SourceConfig)
 def export_data(
     data: str | os.PathLike[str] | DatasetSpec,
     out: str | os.PathLike[str],
     *,
     to: ExportFormat,
     task: str | None = None,
-    images: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    caption_column: str | None = None,
-    allow_outside: bool = False,
     shard_size: str | None = None,
     overwrite: bool = False,
-    streaming: bool = False,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
+    **settings: Any,
 ) -> ExportReport:
     """Write the images of any source as a folder or as shards: `vit data`.
 
@@ -141,57 +130,35 @@ def export_data(
         out: Output folder; it appears complete or not at all.
         to: Output format.
         task: Task whose classes or captions are written; classes by default.
-        images, image_column, ..., allow_outside: Of a list, as in DatasetSpec.
         shard_size: Most bytes of a shard, such as 1GB; 256MB by default.
         overwrite: Replace a folder that an earlier export wrote.
-        streaming: Write shards of hf:NAME without keeping a copy of the source.
-        progress: Called with the images done and their total, 0 if it is unknown.
+        progress: Called with the images done and their total.
+        settings: Fields of SourceConfig: how `data` is read.
 
     Raises:
         ConfigError: The settings do not fit together.
         DataError: The source cannot be read, or the folder cannot be written.
     """
-    spec = as_dataset_spec(
-        data,
-        {"all_splits": True},
-        task=task,
-        images=images,
-        image_column=image_column,
-        label_column=label_column,
-        caption_column=caption_column,
-        allow_outside=allow_outside,
-    )
+    (source,) = split_settings(settings, "vit data", SourceConfig)
+    spec = as_dataset_spec(data, {"all_splits": True}, task=task, source=source)
     out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
-    prefix = huggingface_datasets.PREFIX
-    if streaming and (to != "shards" or not spec.data.startswith(prefix)):
-        raise ConfigError("streaming: only from hf:NAME to shards; leave it out")
     max_bytes = parse_shard_size(shard_size or SHARD_SIZE)
-    check_target(out, spec.data.removeprefix(prefix), overwrite=overwrite)
-    done, total = 0, 0
-
-    def count(images: int) -> None:
-        nonlocal done
-        done += images
-        progress(done, total)
-
-    if streaming:
-        return stream_dataset(spec, out, max_bytes=max_bytes, progress=count)
+    check_target(out, spec.data.removeprefix(huggingface_datasets.PREFIX), overwrite=overwrite)
     from vit.data.sources.open_dataset import read_source  # which imports this module
 
     index = read_source(spec)
-    total = sum(map(len, index.splits.values()))
-    return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=count)
+    return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=progress)
 
 
 def parse_shard_size(size: str) -> int:
     """Bytes of a size such as 256MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", size.strip().upper())
-    unit = (found[2] if found[2].endswith("B") or not found[2] else f"{found[2]}B") if found else ""
-    if found is None or unit not in SIZE_UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", size.strip().upper())
+    if found is None:
         raise ConfigError(f"shard_size={printable(size)}: expected a size such as 256MB or 1GB")
-    number = int(float(found[1]) * SIZE_UNITS[unit])
+    base = 1024 if found[3] else 1000
+    number = int(float(found[1]) * base ** "_KMG".index(found[2] or "_"))
     if number < MIN_SHARD_BYTES:
         raise ConfigError(f"shard_size={printable(size)}: must be at least 1MB")
     return number
@@ -204,13 +171,9 @@ def export_dataset(
     *,
     to: ExportFormat,
     max_bytes: int,
-    progress: Callable[[int], object],
+    progress: Callable[[int, int], object],
 ) -> ExportReport:
-    """Write all images of `index`; the folder appears complete or not at all.
-
-    Args:
-        progress: Called with 1 for each image.
-    """
+    """Write all images of `index`; the folder appears complete or not at all."""
     _check_no_overlap(index, out)
     report = ExportReport(notes=list(index.notes))
     classes = {
@@ -225,9 +188,12 @@ def export_dataset(
             f"classes with another folder name, since theirs is not valid or not distinct on every "
             f"system: {join_names(pairs)}"
         )
+    done, total = itertools.count(1), sum(map(len, index.splits.values()))
     with atomic_folder(out) as folder:
         for split, records in index.splits.items():
-            images = _readable_images(records, split, index.root, report, progress)
+            images = _readable_images(
+                records, split, index.root, report, lambda: progress(next(done), total)
+            )
             if to == "folder":
                 in_lists = index.multilabel or captioned
                 counts = write_folder(folder, split, images, None if in_lists else folders)
@@ -241,67 +207,14 @@ def export_dataset(
                     multilabel=index.multilabel,
                 )
             report.add(counts)
-        _finish(folder, source, report)
+        if not report.images:
+            first = f", such as {report.bad[0]}" if report.bad else ""
+            raise DataError(f"{printable(source)}: none of its images can be read{first}")
+        marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
+        (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+        if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:
+            (folder / OUTPUT_MARKER).touch()
     return report
-
-
-def stream_dataset(
-    spec: DatasetSpec, out: Path, *, max_bytes: int, progress: Callable[[int], object]
-) -> ExportReport:
-    """Write shards of a Hugging Face dataset while it is downloaded, without keeping a copy.
-
-    Arguments and errors are those of `export_dataset` and `read_dataset`.
-    """
-    report = ExportReport()
-    with atomic_folder(out) as folder:
-        for split in huggingface_datasets.stream_splits(spec):
-            folders = class_folders(split.classes, split=bool(split.name))
-            in_class_folders = bool(folders) and all(name == folders[name] for name in folders)
-            counts = write_shards(
-                folder,
-                split.name,
-                _streamed_images(split, spec, report, progress),
-                max_bytes,
-                in_class_folders=in_class_folders and not (split.multilabel or spec.captions),
-                multilabel=split.multilabel,
-            )
-            report.add(counts)
-        _finish(folder, spec.data, report)
-    return report
-
-
-def _finish(folder: Path, source: str, report: ExportReport) -> None:
-    """Write the marker files."""
-    if not report.images:
-        first = f", such as {report.bad[0]}" if report.bad else ""
-        raise DataError(f"{printable(source)}: none of its images can be read{first}")
-    marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
-    (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-    if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:
-        (folder / OUTPUT_MARKER).touch()
-
-
-def _streamed_images(
-    split: huggingface_datasets.StreamedSplit,
-    spec: DatasetSpec,
-    report: ExportReport,
-    progress: Callable[[int], object],
-) -> Iterator[ImageFile]:
-    uncaptioned = 0
-    for row in split.rows:
-        progress(1)
-        if spec.captions and not row.captions:
-            uncaptioned += 1
-            continue
-        try:
-            name = f"{spec.data}/{split.name or 'train'}/{row.name}"
-            check_header(EncodedImage(name, row.content))
-        except BadImage as bad:
-            report.bad.append(bad)
-            continue
-        yield row
-    if uncaptioned:
-        report.notes.append(f"left out {plural(uncaptioned, 'image')} without a caption")
 
 
 def _readable_images(
@@ -309,11 +222,11 @@ def _readable_images(
     split: str,
     root: Path,
     report: ExportReport,
-    progress: Callable[[int], object],
+    advance: Callable[[], object],
 ) -> Iterator[ImageFile]:
     """The images whose header can be read; the others are added to the report."""
     for record in records:
-        progress(1)
+        advance()
         try:
             check_header(record.path)
             with open_binary(record.path) as file:
@@ -490,40 +403,27 @@ def _webdataset_members(
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
-    temporary: Path | None = None
+    made: Path | None = None
+    before: Path | None = None
+    kept = ""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        _replace(temporary, folder)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            yield made
+            made.chmod(0o755)
+            if folder.exists():
+                before = folder.rename(f"{made}-before")
+            made.rename(folder)
+        finally:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
+            if before is not None and folder.exists():
+                shutil.rmtree(before, ignore_errors=True)
+            elif before is not None:
+                kept = f"; what was there is now {printable(before)}"
+                before.rename(folder)
+                kept = ""
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be written ({error.strerror})") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(source: Path, folder: Path) -> None:
-    """Rename `source` to `folder`; an existing `folder` is deleted, or restored on an error."""
-    backup_root = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    backup, done = backup_root / "before", False
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(backup)
-        source.rename(folder)
-        done = True
-    finally:
-        if not done and os.path.lexists(backup):
-            _restore(backup, folder)
-        shutil.rmtree(backup_root, ignore_errors=True)
-
-
-def _restore(backup: Path, folder: Path) -> None:
-    try:
-        backup.rename(folder)
-    except OSError as error:
-        raise DataError(
-            f"{printable(folder)}: cannot be written ({error.strerror}); what was there is now "
-            f"{printable(backup)}"
-        ) from None
+        text = f"{printable(folder)}: cannot be written ({error.strerror}){kept}"
+        raise DataError(text) from None

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
+from vit.data.sources.held_out_split import file_digests
 from vit.errors import BadImage
 from vit.text import is_unicode, join_names, plural, printable
 
@@ -29,21 +30,64 @@ SIMILARITY = 0.8
 """Ratio of difflib from which on the name of a rare class may be a typo of another."""
 
 
-def lookalike_names(classes: Sequence[str]) -> dict[str, list[str]]:
-    """Class names that differ only in their Unicode form, by their NFC form."""
-    by_form: dict[str, list[str]] = defaultdict(list)
-    for name in classes:
-        by_form[unicodedata.normalize("NFC", name)].append(name)
-    return {form: names for form, names in by_form.items() if len(names) > 1}
+def class_problems(
+    classes: Sequence[str], counts: Mapping[str, int], total: int | None = None
+) -> list[tuple[str, str]]:
+    """What looks wrong about the names of classes and their numbers of training images.
 
+    Args:
+        total: Number of images, if an image may have several classes.
 
-def similar_names(classes: Sequence[str]) -> list[list[str]]:
-    """Groups of class names that differ only in case or white space."""
+    Returns:
+        Kinds, as in vit.data.checks.check_listing, and texts.
+    """
     by_form: dict[str, list[str]] = defaultdict(list)
+    by_case: dict[str, list[str]] = defaultdict(list)
     for name in classes:
-        by_form[" ".join(unicodedata.normalize("NFC", name).casefold().split())].append(name)
-    alike = {tuple(names) for names in lookalike_names(classes).values()}
-    return [names for names in by_form.values() if len(names) > 1 and tuple(names) not in alike]
+        form = unicodedata.normalize("NFC", name)
+        by_form[form].append(name)
+        by_case[" ".join(form.casefold().split())].append(name)
+    same = {form: names for form, names in by_form.items() if len(names) > 1}
+    advice = "give them one name if they are one class"
+    found = [
+        (
+            "class_names",
+            f"classes {', '.join(map(ascii, names))} look the same, equal in normalised Unicode "
+            f"({printable(form)}); {advice}",
+        )
+        for form, names in same.items()
+    ]
+    found += [
+        (
+            "similar_names",
+            f"classes {', '.join(map(repr, names))} differ only in case or spaces; {advice}",
+        )
+        for names in by_case.values()
+        if len(names) > 1 and names not in same.values()
+    ]
+    for rare, frequent in misspelt_names(counts):
+        images = plural(counts[rare], "image")
+        text = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
+        found.append(("similar_names", text))
+    if len(counts) < 2:
+        return found
+    total = sum(counts.values()) if total is None else total
+    few = sorted((number, name) for name, number in counts.items() if number < FEW_IMAGES)
+    if total < FEW_IMAGES * len(counts):
+        text = f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
+        found.append(("few_pictures", text))
+    elif few:
+        names = join_names([f"{printable(name)} {number}" for number, name in few])
+        text = f"classes of fewer than {FEW_IMAGES} training images, very few: {names}"
+        found.append(("few_pictures", text))
+    least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
+    if counts[most] >= IMBALANCE * counts[least]:
+        text = (
+            f"imbalanced classes: {printable(least)} has the fewest, "
+            f"{plural(counts[least], 'image')}; {printable(most)} has {counts[most]:,}"
+        )
+        found.append(("imbalance", text))
+    return found
 
 
 def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -84,53 +128,6 @@ def undecodable_error(classes: Sequence[str]) -> str:
         f"{plural(len(names), 'class', 'classes')} with a name that is not UTF-8, which other "
         f"libraries cannot store ({join_names(names)}); rename the folder, or correct the list"
     )
-
-
-def name_notes(classes: Sequence[str]) -> list[str]:
-    """Notes about class names that look the same, or nearly so."""
-    similar = [
-        f"classes that differ only in case or spaces: {', '.join(map(repr, names))}; give them "
-        "one name if they are one class"
-        for names in similar_names(classes)
-    ]
-    return similar + [
-        f"classes that look the same, equal in normalised Unicode: {', '.join(map(ascii, names))} "
-        f"({printable(form)}); give them one name if they are one class"
-        for form, names in lookalike_names(classes).items()
-    ]
-
-
-def few_note(counts: Mapping[str, int], total: int | None = None) -> str:
-    """A note that there are very few images a class, or of some classes; empty if there are enough.
-
-    Args:
-        total: Number of images, if an image may have several classes.
-    """
-    total = sum(counts.values()) if total is None else total
-    if total < FEW_IMAGES * len(counts):
-        return f"only {plural(total, 'training image')} for {len(counts)} classes: very few"
-    few = sorted((number, name) for name, number in counts.items() if number < FEW_IMAGES)
-    if not few:
-        return ""
-    names = join_names([f"{printable(name)} {number}" for number, name in few])
-    return f"classes of fewer than {FEW_IMAGES} training images, very few: {names}"
-
-
-def imbalance_note(counts: Mapping[str, int]) -> str:
-    """A note about imbalanced classes; empty if they are balanced."""
-    least, most = min(counts, key=lambda c: counts[c]), max(counts, key=lambda c: counts[c])
-    if counts[most] < IMBALANCE * counts[least]:
-        return ""
-    return (
-        f"imbalanced classes: {printable(least)} has the fewest, "
-        f"{plural(counts[least], 'image')}; {printable(most)} has {counts[most]:,}"
-    )
-
-
-def count_notes(train: ImagesByClass, total: int | None = None) -> list[str]:
-    """Notes about very few images or imbalanced classes; `total` as in `few_note`."""
-    counts = {name: len(paths) for name, paths in train.items()}
-    return [note for note in (few_note(counts, total), imbalance_note(counts)) if note]
 
 
 def equal_notes(
@@ -201,19 +198,11 @@ def search_identical(paths: Collection[str]) -> list[list[str]] | None:
     return equal_files(paths) if len(paths) <= MAX_COMPARED else None
 
 
-def copies_of(paths: Collection[str], among: Iterable[str]) -> set[str]:
+def copies_of(paths: Iterable[str], among: Iterable[str]) -> set[str]:
     """Those files of `among` that have the bytes of one of `paths`; unreadable ones have not."""
-    own = {*paths}
-
-    def size(path: str) -> int:
-        with contextlib.suppress(OSError, BadImage):
-            return _size(path)
-        return 0
-
-    sizes = {size(path) for path in own} - {0}
-    possible = [path for path in among if size(path) in sizes]
-    groups = equal_files([*own, *possible])
-    return {path for group in groups if own & {*group} for path in group} - own
+    own = {*file_digests(paths).values()} - {None}
+    sizes = {digest.partition(":")[0] for digest in own if digest}
+    return {path for path, digest in file_digests(among, sizes).items() if digest in own}
 
 
 def equal_files(paths: Iterable[str]) -> list[list[str]]:

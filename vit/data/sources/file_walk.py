@@ -53,7 +53,7 @@ LEFT_OUT = {
     "not_a_file": "left out special files (pipes, broken links)",
     "loose_picture": "left out images that lie in no class folder",
 }
-"""Kind, as in vit.data.checks.problems -> what `FolderWalker.notes` says of it."""
+"""Kind, as in vit.data.checks.check_listing -> what `FolderWalker.notes` says of it."""
 
 
 def _is_marked(folder: str) -> bool:

@@ -7,20 +7,20 @@ by their class name, so that this module imports without the library.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data import archives
-from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
+from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
     caption_columns,
     cell_captions,
     cell_group,
+    cell_labels,
     drop_uncaptioned,
-    match_name,
+    find_column,
 )
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
@@ -42,8 +42,6 @@ class ColumnSelection(NamedTuple):
     """The columns of a table that are read."""
 
     image: str
-    is_image: bool
-    """Whether the image column has the feature type Image."""
     is_bytes: bool
     """Whether an image cell is bytes, without a path."""
     label: str = ""
@@ -54,18 +52,6 @@ class ColumnSelection(NamedTuple):
     """Whether a label cell is a list."""
     captions: tuple[str, ...] = ()
     group: str = ""
-
-
-@dataclass(frozen=True)
-class StreamedSplit:
-    """A split of a dataset that is read once, in order."""
-
-    name: str
-    """Empty if it is the only split."""
-    classes: tuple[str, ...]
-    """Class names, if the table declares them."""
-    multilabel: bool
-    rows: Iterator[ImageFile]
 
 
 def is_named(data: str) -> bool:
@@ -82,7 +68,7 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     splits: dict[str, list[ImageRecord]] = {}
     notes: list[str] = []
     multilabel, has_groups = False, []
-    loaded = _load(data, streaming=False)
+    loaded = _load(data)
     names = split_names([*map(str, loaded)])
     for split, rows in loaded.items():
         name = names[str(split)]
@@ -90,27 +76,17 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
             images = plural(len(rows), "image")
             notes.append(f"the split {printable(name)}, {images}, is none that a training reads")
         columns = find_columns(rows.features, spec)
-        cells = {
-            column: rows.data.column(column).to_pylist()
-            for column in (columns.label, *columns.captions, columns.group)
-            if column
-        }
-        labels: list[tuple[str, ...]] | None = [()] * len(rows)
-        if columns.label:
-            labels = read_label_column(cells[columns.label], columns, data)
-        captions: list[tuple[str, ...]] = [()] * len(rows)
-        if columns.captions:
-            captions = [read_captions(cells, row, columns, data) for row in range(len(rows))]
-        if labels is None or (columns.captions and not any(map(any, captions))):
-            images, lack = plural(len(rows), "image"), "labels" if labels is None else "captions"
-            notes.append(f"left out {images} of {name}: they have no {lack}")
+        annotations = read_annotations(rows.data, columns, data)
+        lack = "" if annotations else "labels"
+        if columns.captions and annotations and not any(any(row[2]) for row in annotations):
+            lack = "captions"
+        if lack:
+            notes.append(f"left out {plural(len(rows), 'image')} of {name}: they have no {lack}")
             continue
-        groups = [""] * len(rows)
-        if columns.group:
-            named = enumerate(cells[columns.group])
-            groups = [cell_group(cell, f"{data}, row {row}", 0) for row, cell in named]
-        paths = _image_paths(rows, columns, labels, data)
-        splits[name] = [*map(ImageRecord, paths, labels, groups, captions)]
+        paths = _image_paths(rows, columns, [labels for labels, *_ in annotations], data)
+        splits[name] = [
+            ImageRecord(path, *row) for path, row in zip(paths, annotations, strict=True)
+        ]
         multilabel |= columns.multilabel
         has_groups.append(bool(columns.group))
     if not any(splits.values()):
@@ -127,25 +103,6 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
     return DatasetIndex(root, splits, locations, notes, multilabel, any(has_groups))
 
 
-def stream_splits(spec: DatasetSpec) -> Iterator[StreamedSplit]:
-    """Stream the splits in order, with one image in memory and nothing in the cache.
-
-    Errors are those of `read_dataset`.
-    """
-    from datasets import Image
-
-    splits = _load(spec.data, streaming=True)
-    for split, rows in splits.items():
-        with readable_errors(spec.data):
-            features = rows.features or rows._resolve_features().features
-        columns = find_columns(features, spec)
-        if columns.is_image:
-            rows = rows.cast_column(columns.image, Image(decode=False))
-        name = "" if set(splits) == {"train"} else split_names([*map(str, splits)])[str(split)]
-        streamed = _stream_rows(iter(rows), columns, spec.data)
-        yield StreamedSplit(name, columns.class_names, columns.multilabel, streamed)
-
-
 def split_names(splits: Sequence[str]) -> dict[str, str]:
     """Our names of the splits of a dataset; of two with one name, the second keeps its own."""
     names = {split: split for split in splits}
@@ -155,52 +112,13 @@ def split_names(splits: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _stream_rows(source: Iterator[Any], columns: ColumnSelection, data: str) -> Iterator[ImageFile]:
-    """The images of a split; none if labels are read and no row has one."""
-    unlabelled = 0
-    for number, row in _enumerate_rows(source, data):
-        labels: list[tuple[str, ...]] | None = [()]
-        if columns.label:
-            labels = read_label_column([row[columns.label]], columns, data)
-        unlabelled += labels is None
-        if labels is not None and not unlabelled:
-            cells = {name: [row[name]] for name in columns.captions}
-            captions = tuple(filter(None, read_captions(cells, 0, columns, data)))
-            content, path = _image_bytes(row[columns.image], data, number)
-            yield ImageFile(row_name(path, number), labels[0], content, captions)
-        elif unlabelled <= number:
-            raise DataError(f"{printable(data)}: some images have a label, and others have none")
-
-
-def _enumerate_rows(source: Iterator[Any], data: str) -> Iterator[tuple[int, Any]]:
-    number = 0
-    while True:
-        with readable_errors(data):
-            row = next(source, None)
-        if row is None:
-            return
-        yield number, row
-        number += 1
-
-
-def _image_bytes(cell: Any, data: str, number: int) -> tuple[bytes, str]:
-    """The encoded image in a cell, and its path or an empty text."""
-    content = cell.get("bytes") if isinstance(cell, dict) else cell
-    path = (cell.get("path") or "") if isinstance(cell, dict) else ""
-    if content is None and path:
-        content = Path(_resolve_file(path, data)).read_bytes()
-    if not isinstance(content, bytes):
-        raise DataError(f"{printable(data)}: row {number} has no image")
-    return content, path
-
-
 def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelection:
     """Find the columns that `spec` reads: images, and classes, captions and groups.
 
     Args:
         spec: Names of columns; those that are None are found by their types and usual names.
     """
-    data, group = spec.data, ""
+    data = spec.data
     for setting in ("image_column", "label_column", "caption_column"):
         column = getattr(spec, setting)
         if column is not None and column not in features:
@@ -214,7 +132,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     if not _is_image_feature(feature) or "/" in image:
         raise DataError(f"{printable(data)}: column {printable(image)} has no images ({feature!r})")
     is_bytes = getattr(feature, "dtype", "") in BINARY_DTYPES
-    columns = ColumnSelection(image, _type_name(feature) == "Image", is_bytes)
+    columns = ColumnSelection(image, is_bytes)
     if spec.labels:
         label = spec.label_column or _only_column(
             features, _is_class_label, LABEL_COLUMNS, data, "classes", "label_column"
@@ -242,8 +160,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
         if captions[0] not in texts:
             name, kind = printable(captions[0]), features[captions[0]]
             raise DataError(f"{printable(data)}: column {name} has no captions ({kind!r})")
-    if spec.group:
-        group = match_name([*features], (spec.group.strip().lower(),))
+    group = find_column([*features], spec.group) if spec.group else ""
     return columns._replace(captions=captions, group=group)
 
 
@@ -292,43 +209,39 @@ def _only_column(
     raise DataError(f"{printable(data)}: {problem} ({names}); choose one with {flag}")
 
 
-def read_label_column(
-    cells: Sequence[Any], columns: ColumnSelection, data: str
-) -> list[tuple[str, ...]] | None:
-    """Class names of each row; None if no row has a label."""
-    unlabelled = [cell is None or cell == -1 for cell in cells]
-    if cells and all(unlabelled):
-        return None
-    labels = []
-    for row, (cell, is_missing) in enumerate(zip(cells, unlabelled, strict=True)):
-        if is_missing and (cell is None or columns.class_names):  # -1 may be a class
-            raise DataError(f"{printable(data)}: row {row} has no label, and others have")
-        values = cell if columns.multilabel else [cell]
-        labels.append(tuple(dict.fromkeys(_class_name(one, columns, data, row) for one in values)))
+def read_annotations(
+    table: Any, columns: ColumnSelection, data: str
+) -> list[tuple[tuple[str, ...], str, tuple[str, ...]]]:
+    """Classes, group and captions of each row; none if no row has a label."""
+    names = (columns.label, columns.group, *columns.captions)
+    cells = [table.column(name).to_pylist() if name else None for name in names]
+    labels = cells[0]
+    if labels and all(cell is None or cell == -1 for cell in labels):
+        return []
+    found = []
+    for row in range(len(table)):
+        label, group, *captions = (column and column[row] for column in cells)
+        where = f"{data}, row {row}"
+        texts: list[str] = []
+        for name, cell in zip(columns.captions, captions, strict=True):
+            texts += cell_captions(cell, name, where, 0, is_table=False)
+        classes = _classes(label, columns, where) if columns.label else ()
+        found.append((classes, cell_group(group, where, 0), (*texts,)))
+    return found
+
+
+def _classes(cell: Any, columns: ColumnSelection, where: str) -> tuple[str, ...]:
+    known = columns.class_names
+    if known:
+        numbers = cell if isinstance(cell, list) else [cell]
+        if wrong := [x for x in numbers if not isinstance(x, int) or not 0 <= x < len(known)]:
+            what = "has no label" if wrong[0] in (None, -1) else f"has the label {wrong[0]}"
+            raise DataError(f"{printable(where)} {what}, none of its {len(known)} classes")
+        cell = [known[number] for number in numbers]
+    labels = cell_labels(cell, where, 0)
+    if labels is None:
+        raise DataError(f"{printable(where)} has no label, and others have")
     return labels
-
-
-def read_captions(
-    cells: Mapping[str, Sequence[Any]], row: int, columns: ColumnSelection, data: str
-) -> tuple[str, ...]:
-    """The captions of a row, of which some may be empty."""
-    found: list[str] = []
-    for name in columns.captions:
-        found += cell_captions(cells[name][row], name, f"{data}, row {row}", 0, is_table=False)
-    return tuple(found)
-
-
-def _class_name(value: Any, columns: ColumnSelection, data: str, row: int) -> str:
-    if not columns.class_names:
-        if value is None or value == "":
-            raise DataError(f"{printable(data)}: row {row} has an empty label")
-        return str(value)
-    if not isinstance(value, int) or not 0 <= value < len(columns.class_names):
-        raise DataError(
-            f"{printable(data)}: label {printable(value)} of row {row} is none of its "
-            f"{len(columns.class_names)} classes"
-        )
-    return columns.class_names[value]
 
 
 def row_names(paths: Sequence[str], labels: Sequence[tuple[str, ...]]) -> list[str]:
@@ -353,7 +266,7 @@ def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
-def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
+def _load(data: str) -> dict[Any, Any]:
     """All splits, as `datasets.load_dataset` returns them."""
     try:
         import datasets
@@ -364,7 +277,7 @@ def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
     name = data.removeprefix(PREFIX)
     if not name:
         raise DataError("hf: without a name; expected hf:NAME, hf:NAME:CONFIG or hf:PATH")
-    options: dict[str, Any] = {"streaming": streaming}
+    options: dict[str, Any] = {}
     if os.path.isfile(name):
         if not name.lower().endswith(PARQUET_SUFFIXES):
             raise DataError(f"{printable(data)}: a file that is no .parquet; give its folder")
@@ -372,7 +285,9 @@ def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
     elif os.path.isdir(name):
         options["path"] = name
         if any(os.path.isfile(os.path.join(name, file)) for file in SAVED_FILES):
-            return _load_saved(name, data, streaming=streaming)
+            with readable_errors(data):
+                saved = datasets.load_from_disk(name)
+            return dict(saved) if isinstance(saved, dict) else {"train": saved}
     elif name.startswith(("/", ".", "~")) or name.endswith(PARQUET_SUFFIXES):
         raise DataError(f"{printable(data)}: no such file or folder")
     else:
@@ -381,18 +296,6 @@ def _load(data: str, *, streaming: bool) -> dict[Any, Any]:
     with readable_errors(data):
         splits = datasets.load_dataset(**options)
     return dict(splits)
-
-
-def _load_saved(folder: str, data: str, *, streaming: bool) -> dict[Any, Any]:
-    """All splits of a folder that `save_to_disk` wrote."""
-    import datasets
-
-    with readable_errors(data):
-        saved = datasets.load_from_disk(folder)
-    splits = saved if isinstance(saved, dict) else {"train": saved}
-    return {
-        name: rows.to_iterable_dataset() if streaming else rows for name, rows in splits.items()
-    }
 
 
 class readable_errors:  # noqa: N801

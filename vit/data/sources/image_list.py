@@ -7,7 +7,7 @@
 The data flow, the same for all:
 
     1. list_files     DATA -> the lists, by the split in their names
-    2. list_formats   a list -> its format (table, JSON lines; for captions also COCO, token file)
+    2. list_formats   a list -> its format (table, JSON lines; for captions also COCO)
     3. table_reader   text -> cells or JSON values, with line numbers
     4. list_formats   -> `Row`: named columns and their values
     5. list_columns   the names -> `Columns`: which one is the image, captions, class, split, group
@@ -67,13 +67,15 @@ from vit.text import join_names, plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
-    """An image of a list."""
+    """A row of a list, or the rows of one image."""
 
+    name: str
+    """Of the image, as it is written."""
     line: int
     """The first that names it."""
-    labels: tuple[str, ...]
-    split: str
-    group: str
+    labels: tuple[str, ...] = ()
+    split: str = ""
+    group: str = ""
     captions: tuple[str, ...] = ()
     """In the order of the list; they may be empty or repeated."""
     cells: tuple[str, ...] = ()
@@ -84,111 +86,113 @@ class Entry(NamedTuple):
 
 @dataclass
 class ImageList:
-    """The contents of one list."""
+    """The contents of one list: its `rows`, and once they are placed, one entry for each image."""
 
     path: str
-    entries: dict[str, Entry] = field(default_factory=dict)
-    """By name of the image, as written until `placed` has found the image."""
+    problems: RowErrors = None
+    """Receives errors of rows; None: they are raised, up to ten lines in one error."""
     has_captions: bool = False
     """Whether it is a list of captions, where an image may have a line for each."""
+    rows: list[Entry] = field(default_factory=list)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """By image."""
     columns: Columns | None = None
     """Of the first row."""
     is_table: bool = False
     multilabel: int = 0
     """The first line with several classes, 0 if there is none."""
-    repeats: int = 0
-    """Lines that repeat an earlier one."""
-    errors: RowErrors = None
-    """Receives errors of lines, with names of images as in `entries`; None: the first is raised."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
     guarded_labels: int = 0
     """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
+    bad: BadLines = field(default_factory=BadLines)
 
-    def add(self, name: str, entry: Entry) -> None:
-        """Add a row; an image may occur again if the rows do not contradict each other."""
-        earlier = self.entries.setdefault(name, entry)
-        if earlier is entry:
-            return
+    def report(self, kind: str, error: DataError, *images: str) -> None:
+        """Collect the error of a row, which is left out."""
+        if self.problems is None:
+            self.bad.add(error)
+        else:
+            self.problems.append(RowError(kind, error, images))
+
+    def place(self, find: Callable[[Entry], str | None], notes: list[str]) -> list[Entry]:
+        """Fill `entries` with the images that `find` returns; the rows of which it finds none."""
+        places: dict[str, str | None] = {}
+        lacking, repeats = [], 0
+        for row in self.rows:
+            try:
+                if row.name not in places:
+                    places[row.name] = find(row)
+            except DataError as error:
+                self.report("bad_path", error, row.name)
+                continue
+            image = places[row.name]
+            if image is None:
+                lacking.append(row)
+            else:
+                repeats += self._add(image, row)
+        self.bad.raise_all()
+        if repeats and self.problems is None:
+            lines = plural(repeats, "line")
+            notes.append(f"{printable(self.path)}: left out {lines} that name an image again")
+        return lacking
+
+    def _add(self, image: str, row: Entry) -> bool:
+        """Add a row, unless it contradicts another; whether it only repeats one."""
+        earlier = self.entries.setdefault(image, row)
+        if earlier is row:
+            return False
         for what in ("split", "group"):
-            one, other = getattr(earlier, what), getattr(entry, what)
+            one, other = getattr(earlier, what), getattr(row, what)
             if one != other:
                 both = f"{printable(one) or 'none'} (line {earlier.line}) and {printable(other)}"
-                raise wrong(self.path, f"{name} is in two {what}s, {both}", entry.line)
-        same = {*earlier.labels} == {*entry.labels}
+                text = f"{row.name} is in two {what}s, {both}"
+                self.report("contradiction", wrong(self.path, text, row.line), image)
+                return False
+        same = {*earlier.labels} == {*row.labels}
         if same and not self.has_captions:
-            self._repeat(name, earlier, entry)
-            return
+            self._report_repeated(image, earlier, row)
+            return True
         # each caption of an image has a line, and one of them may give its class
-        if not same and (not self.has_captions or (earlier.labels and entry.labels)):
-            self.relabelled.append((name, earlier, entry))
-        self.entries[name] = earlier._replace(
-            labels=tuple(dict.fromkeys((*earlier.labels, *entry.labels))),
-            captions=earlier.captions + entry.captions,
-            labelled=earlier.labelled or entry.labelled,
+        if not same and (not self.has_captions or (earlier.labels and row.labels)):
+            self.relabelled.append((image, earlier, row))
+        self.entries[image] = earlier._replace(
+            labels=tuple(dict.fromkeys((*earlier.labels, *row.labels))),
+            captions=earlier.captions + row.captions,
+            labelled=earlier.labelled or row.labelled,
         )
+        return False
 
-    def _repeat(self, name: str, earlier: Entry, entry: Entry) -> None:
-        self.repeats += 1
-        if self.errors is not None:
-            again = wrong(self.path, f"{name} again, as in line {earlier.line}", entry.line)
-            self.errors.append(RowError("repeated_line", again, (name,)))
+    def _report_repeated(self, image: str, earlier: Entry, row: Entry) -> None:
+        if self.problems is not None:
+            again = wrong(self.path, f"{row.name} again, as in line {earlier.line}", row.line)
+            self.report("repeated_line", again, image)
 
     def check_single(self) -> None:
         """Require one class an image; in a list of captions, at most one.
 
-        If errors are collected, other images are removed, and of two classes the first one stays.
+        Other images are left out; of two classes the first one stays.
         """
-        if self.multilabel and self.errors is None:
-            raise self._several_labels(self.multilabel)
         first: dict[str, Entry] = {}
-        for name, merged, entry in self.relabelled:
-            earlier = first.setdefault(name, merged)
-            if name in self.entries:
-                self.entries[name] = self.entries[name]._replace(labels=earlier.labels)
-            if {*earlier.labels} == {*entry.labels}:
-                self._repeat(name, earlier, entry)
+        for image, merged, row in self.relabelled:
+            earlier = first.setdefault(image, merged)
+            if image in self.entries:
+                self.entries[image] = self.entries[image]._replace(labels=earlier.labels)
+            if {*earlier.labels} == {*row.labels}:
+                self._report_repeated(image, earlier, row)
             else:
-                error = self.two_labels(name, earlier, entry)
-                skip_or_raise(self.errors, "contradiction", error, name)
-        for name, entry in [*self.entries.items()]:
-            if not entry.labels and not self.has_captions:
-                skip_or_raise(self.errors, "no_label", no_label(self.path, entry.line), name)
-                del self.entries[name]
-            elif len(entry.labels) > 1:
-                skip_or_raise(self.errors, "several_labels", self._several_labels(entry.line), name)
-                del self.entries[name]
-
-    def placed(self, find: Callable[[str, Entry], str | None]) -> tuple["ImageList", list[str]]:
-        """The list by the images that its names mean, and the names that mean none."""
-        found: dict[str, str | None] = {}
-        moved = dataclasses.replace(self, entries={}, relabelled=[])
-        bad = BadLines()
-        for name, entry in self.entries.items():
-            kind = "bad_path"
-            try:
-                found[name] = place = find(name, entry)
-                kind = "contradiction"
-                if place is not None:
-                    moved.add(place, entry)
-            except DataError as error:
-                if self.errors is None:
-                    bad.add(error)
-                else:
-                    skip_or_raise(self.errors, kind, error, name)
-        bad.raise_all()
-        images = {name: place for name, place in found.items() if place is not None}
-        moved.relabelled = [
-            *((images[name], one, two) for name, one, two in self.relabelled if name in images),
-            *moved.relabelled,
-        ]
-        if self.errors is not None:
-            errors = [
-                one._replace(images=tuple(images.get(name, name) for name in one.images))
-                for one in self.errors
-            ]
-            moved.errors = sorted(errors, key=lambda one: getattr(one.error, "line", 0))
-        return moved, [name for name, place in found.items() if place is None]
+                self.report("contradiction", self.two_labels(earlier, row), image)
+        for image, entry in [*self.entries.items()]:
+            if len(entry.labels) > 1:
+                advice = (
+                    "--task multilabel learns several; a name that has a | or ; needs JSON lines"
+                )
+                error = wrong(self.path, f"several labels; {advice}", entry.line)
+                self.report("several_labels", error, image)
+                del self.entries[image]
+            elif not entry.labels and not self.has_captions:
+                self.report("no_label", no_label(self.path, entry.line), image)
+                del self.entries[image]
+        self.bad.raise_all()
 
     def report_merged(self, notes: list[str]) -> None:
         """Report the images whose lines have other labels: an image has all of them.
@@ -196,57 +200,43 @@ class ImageList:
         `vit check` gets each of them, where a cell can have several labels: such lines may be
         contradictions. Of a list with a line for each label there is a note.
         """
-        merged = {name: (one, other) for name, one, other in reversed(self.relabelled)}
+        merged = {image: (one, other) for image, one, other in reversed(self.relabelled)}
         if not merged:
             return
-        if self.errors is not None and self.multilabel:
-            self.errors += [
-                RowError("merged_labels", self._merged(name, *entries), (name,))
-                for name, entries in reversed(merged.items())
-            ]
+        if self.problems is not None and self.multilabel:
+            for image, (one, other) in reversed(merged.items()):
+                own, others = (printable("|".join(x.labels)) or "none" for x in (one, other))
+                text = (
+                    f"{other.name} is labelled {others}, and {own} in line {one.line}: all of "
+                    "them are taken; correct one, or keep both lines"
+                )
+                self.report("merged_labels", wrong(self.path, text, other.line), image)
             return
-        name, (one, other) = [*merged.items()][-1]
+        one, other = [*merged.values()][-1]
         notes.append(
             f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in another "
-            f"line, such as {name} in lines {one.line} and {other.line}: all of them are taken"
+            f"line, such as {other.name} in lines {one.line} and {other.line}: all of them are "
+            "taken"
         )
 
-    def _merged(self, name: str, one: Entry, other: Entry) -> DataError:
-        own, others = (printable("|".join(entry.labels)) or "none" for entry in (one, other))
-        return wrong(
-            self.path,
-            f"{name} is labelled {others}, and {own} in line {one.line}: all of them are taken; "
-            "correct one, or keep both lines",
-            other.line,
-        )
-
-    def _several_labels(self, line: int) -> DataError:
-        advice = "--task multilabel learns several; a name that has a | or ; needs JSON lines"
-        return wrong(self.path, f"several labels; {advice}", line)
-
-    def two_labels(self, name: str, earlier: Entry, entry: Entry) -> DataError:
+    def two_labels(self, earlier: Entry, row: Entry) -> DataError:
         """The error for an image that has another class in another line."""
-        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, entry))
+        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, row))
         return wrong(
             self.path,
-            f"{name} has two labels, {both}, the first in line {earlier.line}; correct one, or "
+            f"{row.name} has two labels, {both}, the first in line {earlier.line}; correct one, or "
             "learn several with --task multilabel",
-            entry.line,
+            row.line,
         )
 
 
 def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
-    """The contents of one list; names of images are not yet looked up in a folder."""
-    errors: RowErrors = None if spec.row_errors is None else []
-    contents = ImageList(path, has_captions=spec.captions, errors=errors)
+    """The rows of one list; names of images are not yet looked up in a folder."""
+    contents = ImageList(path, None if spec.row_errors is None else [], spec.captions)
     columns: dict[tuple[str, ...], Columns] = {}
-    bad = BadLines()
 
     def on_error(error: DataError) -> None:
-        if errors is None:
-            bad.add(error)
-        else:
-            skip_or_raise(errors, "bad_line", error)
+        contents.report("bad_line", error)
 
     for row in read_rows(path, spec, notes, on_error):
         if contents.columns is None:
@@ -255,29 +245,21 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
             columns[tuple(row.names)] = contents.columns
             notes += unused_notes(contents.columns, path, spec)
         try:
-            chosen = _columns_of(row, contents, columns, spec)
+            _add_row(contents, row, _columns_of(row, contents, columns, spec), spec)
         except DataError as error:
             on_error(error)
-            continue
-        try:
-            _add_row(contents, row, chosen, spec)
-        except DataError as error:  # errors are not collected for `vit check`
-            bad.add(error)
-    bad.raise_all()
-    if not contents.entries and not errors:
+    contents.bad.raise_all()
+    if not contents.rows and not contents.problems:
         what = "no captions" if spec.captions else "no images"
         raise wrong(path, f"{what} in it; expected a line for each")
     if contents.is_table:
-        notes += comma_notes(path, (entry.labels for entry in contents.entries.values()))
+        notes += comma_notes(path, (entry.labels for entry in contents.rows))
     if contents.guarded_labels:
         lines = plural(contents.guarded_labels, "line")
         notes.append(
             f"{printable(path)}: {lines} with an apostrophe before =, +, - or @ in the label, as "
             "CSV files of vit have it against formulas: read without it"
         )
-    if contents.repeats and errors is None:
-        lines = plural(contents.repeats, "line")
-        notes.append(f"{printable(path)}: left out {lines} that name an image again")
     return contents
 
 
@@ -303,17 +285,18 @@ def _columns_of(
 
 
 def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec) -> None:
-    """Add a row to `contents`, or skip it and collect its error."""
+    """Add a row to `contents`, or report its error."""
     path, line, values = contents.path, row.line, row.values
-    kind, name = "bad_line", ""
+    written = values.get(columns.image)
+    if not isinstance(written, str):
+        kind = f"is {json_kind(written)}; expected a file name in each line"
+        raise wrong(path, f"{columns.image} {kind}", line)
     try:
-        written = values.get(columns.image)
-        if not isinstance(written, str):
-            kind_found = f"is {json_kind(written)}; expected a file name in each line"
-            raise wrong(path, f"{columns.image} {kind_found}", line)
-        kind = "bad_path"
         name = written_name(written, path, line, outside=spec.allow_outside)
-        kind = "bad_line"
+    except DataError as error:
+        contents.report("bad_path", error)
+        return
+    try:
         captions: list[str] = []
         for column in columns.captions:
             value = values.get(column)
@@ -326,19 +309,21 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
                 contents.guarded_labels += plain != value
                 value = plain
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
-        labelled, labels = labels is not None, labels or ()
-        contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
         split = ""
         if columns.split and spec.reads_splits:
             split = cell_split(values.get(columns.split), path, line)
-        group = cell_group(values.get(columns.group), path, line) if columns.group else ""
-        kind = "contradiction"
-        cells = tuple(
-            cell_group(values.get(column), path, line) if column else "" for column in columns.more
+        group, *cells = (
+            cell_group(values.get(column), path, line) if column else ""
+            for column in (columns.group, *columns.more)
         )
-        contents.add(name, Entry(line, labels, split, group, tuple(captions), cells, labelled))
     except DataError as error:
-        skip_or_raise(contents.errors, kind, error, *filter(None, [name]))
+        contents.report("bad_line", error, name)
+        return
+    labelled, labels = labels is not None, labels or ()
+    contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
+    contents.rows.append(
+        Entry(name, line, labels, split, group, tuple(captions), (*cells,), labelled)
+    )
 
 
 class PlacedList(NamedTuple):
@@ -349,8 +334,8 @@ class PlacedList(NamedTuple):
     contents: ImageList
     base: str
     """Folder that its names are relative to."""
-    entries: dict[str, Entry]
-    """By path."""
+    names: list[str]
+    """Of its images, relative to that folder or absolute."""
 
 
 def read_lists(spec: DatasetSpec) -> DatasetIndex:
@@ -362,7 +347,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     multilabel = spec.multilabel or (
         spec.multilabel is None and any(contents.multilabel for contents in lists)
     )
-    named = {path for one in placed for path in one.entries}
+    named = {path for contents in lists for path in contents.entries}
     for contents in lists:
         if not multilabel and (spec.labels or spec.captions):
             contents.check_single()
@@ -373,14 +358,15 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
             where = f"{printable(contents.path)}, line {contents.multilabel}"
             notes.append(f"{where}: several labels, {advice}")
     if spec.row_errors is not None:
-        placed = _without_errors(placed, spec.row_errors)
+        for contents in lists:
+            spec.row_errors.extend(contents.problems or ())
+        if not any(contents.entries for contents in lists):
+            raise all_skipped_error(spec.row_errors)
         named |= {path for error in spec.row_errors for path in error.images}
     bases = {one.base for one in placed}
     root = found.root or Path(bases.pop() if len(bases) == 1 else spec.images or spec.data)
     if spec.split is None:
-        folders = [
-            folder for one in placed for folder in common_folders(one.base, one.contents.entries)
-        ]
+        folders = [folder for one in placed for folder in common_folders(one.base, one.names)]
         notes += unlisted_notes(named, folders, str(root))
     grouped = [bool(contents.columns and contents.columns.group) for contents in lists]
     if any(grouped) and not all(grouped):
@@ -388,7 +374,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     splits: dict[str, dict[str, ImageRecord]] = {}
     locations: dict[str, str] = {}
     for one in placed:
-        for path, entry in one.entries.items():
+        for path, entry in one.contents.entries.items():
             split = one.split or entry.split
             record = ImageRecord(path, entry.labels, entry.group, entry.captions, entry.cells)
             if earlier := splits.setdefault(split, {}).get(path):  # in another list of captions
@@ -467,9 +453,9 @@ def _with_folder_labels(
         lack = "no label, but others have one" if labelled else "no label and no class folder"
         where = printable(record.path)
         if labelled:
-            one = next(one for one in placed if record.path in one.entries)
-            line = f"{one.contents.path}, line {one.entries[record.path].line}"
-            where += f" ({printable(line)})"
+            found_in = next(x.contents for x in placed if record.path in x.contents.entries)
+            line = found_in.entries[record.path].line
+            where += f" ({printable(found_in.path)}, line {line})"
         error = DataError(f"{where}: {lack}; expected a column label, or folders")
         skip_or_raise(spec.row_errors, "no_label", error, record.path)
     return found
@@ -486,9 +472,9 @@ def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> its list and line, for those that a list names; reads the lists again."""
     requested = set(paths)
     return {
-        path: f"{one.contents.path}, line {entry.line}" if entry.line else one.contents.path
-        for one in _read_files(find_lists(spec), spec, [])
-        for path, entry in one.entries.items()
+        path: f"{contents.path}, line {entry.line}" if entry.line else contents.path
+        for _, contents, *_ in _read_files(find_lists(spec), spec, [])
+        for path, entry in contents.entries.items()
         if path in requested
     }
 
@@ -498,15 +484,16 @@ def images_in(path: str, notes: list[str] | None = None) -> list[str]:
     spec = DatasetSpec(path, allow_outside=True, labels=False, reads_splits=False)
     collected = [] if notes is None else notes
     contents = read_list(path, spec, collected)
-    return [*_placed("", contents, spec, collected).entries]
+    return [*_placed("", contents, spec, collected).contents.entries]
 
 
 def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
     """Image path -> the cells of the first line that names it, by column, as the list has them."""
     found: dict[str, dict[str, Any]] = {}
-    for one in _read_files(find_lists(spec), spec, []):
-        rows = {row.line: row.values for row in read_rows(one.contents.path, spec, [])}
-        found |= {path: rows[entry.line] for path, entry in one.entries.items() if entry.line}
+    for _, contents, *_ in _read_files(find_lists(spec), spec, []):
+        rows = {row.line: row.values for row in read_rows(contents.path, spec, [])}
+        entries = contents.entries.items()
+        found |= {path: rows[entry.line] for path, entry in entries if entry.line}
     return found
 
 
@@ -525,41 +512,31 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
     """The images of a list by path."""
     path = contents.path
-    base = images_folder(path, contents.entries, spec.images, notes, is_table=contents.is_table)
+    written = [row.name for row in contents.rows]
+    base = images_folder(path, written, spec.images, notes, is_table=contents.is_table)
     # a list of captions may name images anywhere, unless their folder is given
     outside = spec.allow_outside or (spec.captions and spec.images is None)
     above = os.path.join(os.path.abspath(base), "")
-    names = folder_names(base)
+    folder = folder_names(base)
     renamed: list[tuple[str, str]] = []
 
-    def find(written: str, entry: Entry) -> str:
-        name = names.find(written, contents.is_table) or tidy_path(written, path, entry.line)
-        check_inside(name, path, entry.line, outside=spec.allow_outside)
+    def path_of(name: str) -> str:
+        return name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name))
+
+    def find(row: Entry) -> str:
+        name = folder.find(row.name, contents.is_table) or tidy_path(row.name, path, row.line)
+        check_inside(name, path, row.line, outside=spec.allow_outside)
         if os.path.isabs(name) and not name.startswith(above) and not outside:
-            raise wrong(path, f"{name} lies outside of {above[:-1]}; {INSIDE}", entry.line)
-        renamed.append((written, name))
-        return name.removeprefix(above)
+            raise wrong(path, f"{name} lies outside of {above[:-1]}; {INSIDE}", row.line)
+        renamed.append((row.name, name.removeprefix(above)))
+        return path_of(name.removeprefix(above))
 
-    contents, _ = contents.placed(find)
+    earlier = len(contents.problems or ())
+    contents.place(find, notes)
+    if contents.problems is not None:  # those of rows that were not placed have a name
+        for at, error in enumerate(contents.problems):
+            if at < earlier or error.kind == "bad_path":
+                images = tuple(map(path_of, error.images))
+                contents.problems[at] = error._replace(images=images)
     notes += suffix_notes(path, renamed)
-    entries = {_path_of(name, base): entry for name, entry in contents.entries.items()}
-    return PlacedList(split, contents, base, entries)
-
-
-def _path_of(name: str, base: str) -> str:
-    return name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name))
-
-
-def _without_errors(placed: Sequence[PlacedList], errors: list[RowError]) -> list[PlacedList]:
-    """The lists without their invalid lines; the errors of those are added to `errors`."""
-    kept: list[PlacedList] = []
-    for one in placed:
-        errors += [
-            error._replace(images=tuple(_path_of(name, one.base) for name in error.images))
-            for error in one.contents.errors or ()
-        ]
-        names = one.contents.entries
-        kept.append(one._replace(entries={_path_of(n, one.base): e for n, e in names.items()}))
-    if not any(one.entries for one in kept):
-        raise all_skipped_error(errors)
-    return kept
+    return PlacedList(split, contents, base, [name for _, name in renamed])

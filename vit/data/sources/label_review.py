@@ -17,10 +17,9 @@ from pathlib import Path
 from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec, refuse_mistaken
 from vit.data.sources.image_list import Entry, ImageList, read_list
 from vit.data.sources.image_names import Find, index_finder, suffix_notes
-from vit.data.sources.input_hints import refuse_mistaken
 from vit.data.sources.list_columns import SEPARATORS
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
@@ -65,23 +64,23 @@ def _placed_list(
     contents = read_list(columns.data, columns, index.notes)
     found: list[tuple[str, str]] = []
 
-    def place(name: str, _: Entry) -> str | None:
-        path = find(name, contents.is_table)
-        found.append((name, relative(path or name, index.root)))
+    def place(row: Entry) -> str | None:
+        path = find(row.name, contents.is_table)
+        found.append((row.name, relative(path or row.name, index.root)))
         return path
 
-    placed, lacking = contents.placed(place)
-    index.notes.extend(suffix_notes(columns.data, found))
     # of a list of labels, those that a person has filled in
-    named = {name for name, entry in contents.entries.items() if entry.labelled}
-    lacking = [name for name in lacking if name in named]
+    absent = {row.name for row in contents.place(place, index.notes) if row.labelled}
+    named = {row.name for row in contents.rows if row.labelled}
+    index.notes.extend(suffix_notes(columns.data, found))
+    lacking = [name for name, _ in found if name in absent]
     if named and len(lacking) == len(named) and required:
         what = plural(len(named), "labelled image" if setting == "labels" else "image")
         raise DataError(
             f"{setting}={printable(columns.data)}: none of its {what}, such as "
             f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
         )
-    return placed, lacking
+    return contents, lacking
 
 
 def _counted(found: Collection[str], noun: str, lacking: Collection[str]) -> str:
@@ -214,7 +213,7 @@ def _checked_labels(
     by_cell = {csv_text(label).strip(): label for label in known} | {one: one for one in known}
     checked = {}
     if contents.relabelled and not index.multilabel:
-        raise contents.two_labels(*contents.relabelled[0])
+        raise contents.two_labels(*contents.relabelled[0][1:])
     for image, entry in contents.entries.items():
         labels = entry.labels
         if len(labels) != 1 and not index.multilabel:

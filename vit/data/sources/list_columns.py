@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from vit.config.parser import nearest
 from vit.data.dataset_types import ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, is_image
 from vit.data.sources.image_names import is_plain
-from vit.data.sources.input_hints import is_image
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.data.workbook import is_workbook
 from vit.errors import DataError
@@ -172,20 +171,14 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
     names = [name.strip() for name in table.names]
     if match_name(names, ((spec.image_column or "").strip().lower(),)):
         return
-    at = next((place for place, name in enumerate(names) if is_image(name)), None)
-    if at is None:
-        return
-    second = "caption" if spec.captions else "label"
-    labels = iter((second, *(f"column{number}" for number in range(3, len(names) + 1))))
-    line = table.delimiter.join(
-        "image" if place == at else next(labels) for place in range(len(names))
-    )
-    raise wrong(
-        path,
-        f"looks like data ({join_names(names, 3)}), not like names of columns; add a line at the "
-        f"top that names them: {line}",
-        table.line,
-    )
+    if any(map(is_image, names)):
+        second = "caption" if spec.captions else "label"
+        raise wrong(
+            path,
+            f"looks like data ({join_names(names, 3)}), not like names of columns; add a line at "
+            f"the top that names them, such as image{table.delimiter}{second}",
+            table.line,
+        )
 
 
 def check_record(

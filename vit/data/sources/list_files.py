@@ -14,7 +14,6 @@ Lists of captions:
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -23,19 +22,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from vit.data.archives import is_inside
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources.dataset_spec import (
+    SPLIT_NAMES,
+    DatasetSpec,
+    refuse_mistaken,
+    refuse_single_images,
+    resolve_folder,
+)
 from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_names import folder_names
-from vit.data.sources.input_hints import refuse_mistaken, refuse_single_images
-from vit.data.sources.list_columns import choose_columns
-from vit.data.sources.list_formats import has_captions, has_classes, read_rows
+from vit.data.sources.list_formats import has_captions, has_classes
 from vit.errors import DataError
 from vit.paths import did_you_mean
 from vit.text import join_names, plural, printable
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
 """Of lists of classes."""
-CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json", ".token"))
+CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json"))
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Names of lists that also count in deeper folders; file names in them are relative to theirs."""
 LAYOUT = (
@@ -137,7 +140,7 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     files = {name: found for name, found in files.items() if found}
     here = _candidates(root, spec)
     if not files:
-        files = _lists_by_name(root, here, spec)
+        files = _lists_by_name(root, here)
     elif here:
         raise _ambiguous([*here, *(path for found in files.values() for path in found)])
     elif "train" not in files:
@@ -152,14 +155,16 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     return ListFiles(files, notes, images or root)
 
 
-def _lists_by_name(root: Path, here: list[str], spec: DatasetSpec) -> dict[str, list[str]]:
+def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
     """The lists of captions by the split in their name, if there are no split folders."""
     metadata = [path for path in here if os.path.basename(path) in METADATA]
     if len(here) == len(metadata) < 2:
         here = _metadata_under(root)
         if here:
             return {"": here}
-        raise _no_list(root, spec)
+        tables = [x for x in _visible(root) if os.path.splitext(x)[1] in CAPTION_SUFFIXES]
+        hint = f" ({join_names(tables)}: give one to see what is wrong with it)" if tables else ""
+        raise DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
     if len(here) == 1:
         return {"": here}
     named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
@@ -222,18 +227,6 @@ def _metadata_under(folder: Path) -> list[str]:
 def _ambiguous(paths: Sequence[str]) -> DataError:
     names = join_names(paths)
     return DataError(f"several lists of captions, give one of them as DATA: {names}")
-
-
-def _no_list(root: Path, spec: DatasetSpec) -> DataError:
-    tables = [name for name in _visible(root) if os.path.splitext(name)[1] in CAPTION_SUFFIXES]
-    if len(tables) == 1:
-        path = str(root / tables[0])
-        spec = dataclasses.replace(spec, data=path)
-        for row in read_rows(path, spec, []):
-            choose_columns(row.names, path, row.header, spec)  # raises what is wrong with it
-            break
-    hint = f" (none of {join_names(tables)} is one)" if tables else ""
-    return DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
 
 
 def images_folder(

@@ -2,46 +2,34 @@
 
     table         CSV or TSV whose header names the columns
     JSON lines    {"file_name": "1.jpg", "label": "cat"}, one object per line
-
-Lists of captions have four more formats:
-
-    pairs         1.jpg, a caption, which may have commas (a table without a header)
-    token file    1.jpg#0<TAB>a caption (Flickr8k; Hodosh, Young and Hockenmaier, 2013)
-    bars          image_name| comment_number| comment (Flickr30k)
-    COCO          {"images": [...], "annotations": [...]} (Chen et al., 2015, arXiv:1504.00325)
+    COCO          {"images": [...], "annotations": [...]} (Chen et al., 2015, arXiv:1504.00325),
+                  for captions only
 
 The content decides the format; the file extension only where the content is damaged.
 """
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.input_hints import has_json_key, is_image
+from vit.data.sources.dataset_spec import DatasetSpec, has_json_key
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
     choose_columns,
     image_column,
-    match_name,
 )
 from vit.data.sources.table_reader import (
     OnError,
     beginning,
-    below_separator,
-    check_width,
     fields,
     json_kind,
     json_records,
     parse_json,
-    read_pairs,
     read_table,
     stop,
-    text_lines,
     whole_text,
     wrong,
 )
@@ -50,13 +38,9 @@ from vit.text import join_names, printable
 
 EXPECTED = (
     "expected a table (CSV, TSV) with a header such as `image,caption`, JSON lines such as "
-    '{"file_name": ..., "text": ...}, a token file, or captions of COCO'
+    '{"file_name": ..., "text": ...}, or captions of COCO'
 )
 DELIMITERS = ",\t;|"
-PAIR_DELIMITERS = ",\t;"
-PAIR = ("image", "caption")
-"""Columns of a list without a header."""
-TOKEN = re.compile(r"([^\t]+)#\d+[ ]*\t(.*)", re.DOTALL)
 
 
 class Row(NamedTuple):
@@ -91,43 +75,14 @@ def read_rows(
 
 def list_format(path: str, spec: DatasetSpec) -> str:
     """A key of `READERS`."""
-    if spec.captions:
-        return _caption_format(path, spec)
-    start = beginning(path).lstrip()[:1]
-    if start == "[":
-        raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
-    return "JSON lines" if start == "{" else "table"
-
-
-def _caption_format(path: str, spec: DatasetSpec) -> str:
-    separator, start = below_separator(beginning(path).lstrip())
-    if separator is not None:
+    first, _, rest = beginning(path).lstrip().partition("\n")
+    if not first.startswith(("{", "[")):
         return "table"
-    first, _, rest = start.partition("\n")
-    if first.startswith(("{", "[")):
+    if spec.captions:
         return _json_format(path, first, single_line=not rest.strip())
-    if TOKEN.match(first):
-        return "token file"
-    if pair_delimiter(first):
-        return "pairs"
-    delimiter = find_delimiter(first, captions=True)
-    names = fields(first, delimiter)
-    named = [name for name in (spec.image_column, spec.caption_column) if name]
-    if not (named or image_column(names) or caption_columns(names)):
-        start = first.strip()[:60] or "nothing"
-        others = ""
-        if len(names) > 1:
-            others = "; if these are names of columns, give --image-column and --caption-column"
-        raise wrong(path, f"no list of captions, it begins with {start!r}; {EXPECTED}{others}")
-    return "bars" if delimiter == "|" else "table"
-
-
-def pair_delimiter(line: str) -> str:
-    """What ends the name of an image at the beginning of a line; empty if there is no such name."""
-    ends = {
-        line.find(mark): mark for mark in PAIR_DELIMITERS if is_image(line.split(mark)[0].strip())
-    }
-    return ends[min(ends)] if ends and min(ends) > 0 else ""
+    if first[0] == "[":
+        raise wrong(path, "a list in JSON; write one object in each line (JSON lines)", 1)
+    return "JSON lines"
 
 
 def _json_format(path: str, first: str, *, single_line: bool) -> str:
@@ -141,13 +96,12 @@ def _json_format(path: str, first: str, *, single_line: bool) -> str:
     return "COCO" if single_line and (parts or isinstance(value, list)) else "JSON lines"
 
 
-def find_delimiter(header: str, *, captions: bool = False) -> str:
+def find_delimiter(header: str) -> str:
     """The delimiter that yields the columns that a list needs, or else the most columns."""
 
     def score(mark: str) -> tuple[int, int]:
         names = fields(header, mark)
-        known = bool(image_column(names)) + (captions and bool(caption_columns(names)))
-        return known, len(names)
+        return bool(image_column(names)) + bool(caption_columns(names)), len(names)
 
     return max(DELIMITERS, key=score)
 
@@ -166,7 +120,7 @@ def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
         return False
     if kind == "COCO":
         return has_json_key(path, "caption")
-    return kind in ("token file", "pairs") or _has_columns(path, spec)
+    return _has_columns(path, spec)
 
 
 def _has_columns(path: str, spec: DatasetSpec) -> bool:
@@ -175,31 +129,15 @@ def _has_columns(path: str, spec: DatasetSpec) -> bool:
         if list_format(path, spec) == "JSON lines":
             names = [*next(json_records(path))[1]]
         else:
-            names = read_table(
-                path, lambda line: find_delimiter(line, captions=spec.captions)
-            ).names
+            names = read_table(path, find_delimiter).names
         choose_columns(names, path, 1, spec)
     except (DataError, StopIteration):
         return False
     return True
 
 
-def _captions_among(names: Sequence[str], spec: DatasetSpec) -> tuple[str, ...]:
-    """The caption columns, that of `spec` if it names one."""
-    column = spec.caption_column
-    if not column:
-        return caption_columns(names)
-    found = match_name(names, (column.strip().lower(),))
-    return (found,) if found else ()
-
-
 def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
-    table = read_table(
-        path,
-        lambda line: find_delimiter(line, captions=spec.captions),
-        on_error,
-        is_text_last=lambda names: spec.captions and bool(_captions_among(names[1:], spec)),
-    )
+    table = read_table(path, find_delimiter, on_error)
     check_header(table, path, spec)
     counts = Counter(name for name in table.names if name.strip())
     repeated = [printable(name) for name, number in counts.items() if number > 1]
@@ -211,55 +149,9 @@ def _table_rows(path: str, spec: DatasetSpec, notes: list[str], on_error: OnErro
     notes += table.blank_notes(path)
 
 
-def _pair_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
-    delimiter = pair_delimiter(beginning(path).lstrip().partition("\n")[0])
-    table = read_pairs(path, PAIR, delimiter, on_error)
-    for line, cells in table.rows:
-        yield Row(line, PAIR, 0, dict(zip(PAIR, cells, strict=True)), delimiter)
-    mark = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
-    notes.append(f"{printable(path)}: no header, so all after the first {mark} is the caption")
-    notes += table.blank_notes(path)
-
-
 def _json_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> Iterator[Row]:
     for line, record in json_records(path, on_error):
         yield Row(line, tuple(record), line, record)
-
-
-def _bar_rows(path: str, _: DatasetSpec, notes: list[str], on_error: OnError) -> Iterator[Row]:
-    names: list[str] = []
-    header, repaired = 0, []
-    for line, text in enumerate(text_lines(path), 1):
-        if not text.strip():
-            continue
-        if not names:
-            names, header = [cell.strip() for cell in text.split("|")], line
-            continue
-        cells = text.split("|", len(names) - 1)
-        if len(cells) == 2 and len(names) == 3:
-            # One line of Flickr30k's well-known file lacks its second bar.
-            cells = [cells[0], *re.split(r"(?<=\d)\s+", cells[1].lstrip(), maxsplit=1)]
-            repaired.append(f"{line}")
-        try:
-            check_width(cells, len(names), path, line)
-        except DataError as error:
-            on_error(error)
-            continue
-        yield Row(line, names, header, dict(zip(names, cells, strict=True)), "|")
-    if repaired:
-        lines = join_names(repaired)
-        notes.append(f"{printable(path)}: no bar after the number in line {lines}; read so")
-
-
-def _token_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> Iterator[Row]:
-    names = ("image", "caption")
-    for line, text in enumerate(text_lines(path), 1):
-        found = TOKEN.match(text)
-        if found:
-            yield Row(line, names, line, dict(zip(names, found.groups(), strict=True)))
-        elif text.strip():
-            expected = "expected IMAGE#NUMBER<TAB>CAPTION"
-            on_error(wrong(path, f"{text.strip()[:60]!r}; {expected}", line))
 
 
 def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
@@ -307,8 +199,5 @@ def _coco_entry(
 READERS: dict[str, Reader] = {
     "COCO": _coco_rows,
     "JSON lines": _json_rows,
-    "bars": _bar_rows,
-    "pairs": _pair_rows,
     "table": _table_rows,
-    "token file": _token_rows,
 }

@@ -7,6 +7,7 @@ the source has none, and notes list what was left out or looks wrong.
 
 import dataclasses
 import difflib
+import glob
 import itertools
 import os
 import unicodedata
@@ -23,23 +24,38 @@ from vit.data.dataset_types import (
     Sample,
     Splits,
 )
-from vit.data.sources import huggingface_datasets, torchvision_datasets
-from vit.data.sources.dataset_spec import LAYOUT, TEST, VAL_NAMES, DatasetSpec, resolve_folder
+from vit.data.sources import builtin_datasets, huggingface_datasets, torchvision_datasets
+from vit.data.sources.dataset_spec import (
+    LAYOUT,
+    TEST,
+    VAL_NAMES,
+    DatasetSpec,
+    no_match_message,
+    resolve_folder,
+)
 from vit.data.sources.dataset_warnings import (
+    class_problems,
     copies_of,
-    count_notes,
     equal_notes,
-    name_notes,
     search_identical,
 )
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_folder import read_folder
-from vit.data.sources.image_list import lines_of, read_lists
+from vit.data.sources.image_list import images_in, lines_of, read_lists
 from vit.data.sources.label_review import apply_review
+from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
-from vit.data.sources.remote_shards import is_remote, read_remote
-from vit.data.sources.tar_shards import is_shards, read_shards
+from vit.data.sources.tar_shards import (
+    download_shards,
+    is_remote,
+    is_shards,
+    list_shard_images,
+    read_remote,
+    read_shards,
+    shard_files,
+)
 from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.data.sources.train_val_split import (
     Fold,
@@ -256,7 +272,8 @@ def open_splits(
         raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
     total = len(train) if index.multilabel else None
     if classes:
-        notes += name_notes(classes) + count_notes(_by_class(train, classes), total)
+        counts = {name: len(paths) for name, paths in _by_class(train, classes).items()}
+        notes += [text for _, text in class_problems(classes, counts, total)]
     if compare:
         seen, measured = (images, test) if test else (train, val)
         parts = _by_labels(seen), _by_labels(measured)
@@ -397,6 +414,13 @@ def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]
     return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
 
+def align_classes(names: Iterable[str], classes: Sequence[str]) -> dict[str, str]:
+    """`names` -> those of `classes`, equal after Unicode normalisation (NFC); without others."""
+    known = {_normalised(name): name for name in classes} | {name: name for name in classes}
+    found = {name: known.get(name, known.get(_normalised(name))) for name in names}
+    return {name: target for name, target in found.items() if target is not None}
+
+
 def match_class_names(
     names: Iterable[str],
     classes: Sequence[str],
@@ -412,18 +436,13 @@ def match_class_names(
     Returns:
         `names` -> `classes`, and notes for the user.
     """
-    known = set(classes)
-    normalised = {_normalised(name): name for name in classes}
-    targets: dict[str, str] = {}
-    notes, unknown = [], []
-    for name in names:
-        target = name if name in known else normalised.get(_normalised(name))
-        if target is None:
-            unknown.append(name)
-            continue
-        if target != name:
-            notes.append(f"{location}/{printable(name)} is class {target!a}, in other Unicode")
-        targets[name] = target
+    targets = align_classes(names := [*names], classes)
+    notes = [
+        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
+        for name, target in targets.items()
+        if target != name
+    ]
+    unknown = [name for name in names if name not in targets]
     if unknown:
         near = difflib.get_close_matches(unknown[0], classes, n=1)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
@@ -538,3 +557,65 @@ def _samples(
         )
         for label, _, position in ordered
     )
+
+
+def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:
+    """The images to predict, in the order of the inputs.
+
+    A folder stands for all images under it; an image list (.csv, .jsonl...), shards and an `hf:`
+    dataset for the images they hold; the name of a built-in dataset, unless a file has that name,
+    for its validation images. A missing file or one that is no image stays in the result, so that
+    its error is reported in its place.
+    """
+    images: list[str] = []
+    for name in inputs:
+        is_glob = glob.has_magic(name) and not os.path.lexists(name) and not is_remote(name)
+        paths = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
+        if not paths:
+            raise DataError(no_match_message(name))
+        if name in builtin_datasets.DATASETS and not os.path.lexists(name):
+            paths = [str(builtin_datasets.DATASETS[name]() / "val")]
+        found = [image for path in paths for image in _expand(path, notes)]
+        # `**` matches folders and the files in them: keep one of each.
+        images += {os.path.normpath(path): path for path in found}.values() if is_glob else found
+    return images
+
+
+def _expand(path: str, notes: list[str] | None) -> list[str]:
+    """The images of a folder, a list or shards; else the path itself."""
+    if os.path.isdir(path):
+        return _list_folder(path, notes)
+    if path.lower().endswith(LIST_SUFFIXES) and os.path.isfile(path):
+        return images_in(path, notes)
+    return _list_packed(path, notes) or [path]
+
+
+def _list_packed(path: str, notes: list[str] | None) -> list[str]:
+    """The images in shards or a named dataset, without their classes; none of other sources."""
+    if is_remote(path) or is_shards(path):
+        files, downloaded = download_shards(path) if is_remote(path) else (shard_files(path), [])
+        images, more = list_shard_images(files, path)
+        more = downloaded + more
+    elif huggingface_datasets.is_named(path) or torchvision_datasets.is_named(path):
+        index = read_source(DatasetSpec(path, labels=False, all_splits=True))
+        images = [record.path for records in index.splits.values() for record in records]
+        more = index.notes
+    else:
+        return []
+    if notes is not None:
+        notes += [f"{printable(path)}: {note}" for note in more]
+    return images
+
+
+def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
+    # Images of unsupported formats are listed too, so that each gets its error.
+    walker = FolderWalker(folder, suffixes=IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
+    images = walker.images(folder)
+    if not images and (packed := _list_packed(folder, notes)):
+        return packed
+    if not images:
+        there = walker.other_files(folder)
+        raise DataError(f"{printable(folder)}: no images in this folder{there}")
+    if notes is not None:
+        notes += [f"{printable(folder)}: {note}" for note in walker.notes()]
+    return images

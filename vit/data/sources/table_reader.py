@@ -12,9 +12,9 @@ import math
 import os
 import re
 import stat
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vit.data.workbook import is_workbook, read_sheet
@@ -207,7 +207,6 @@ MARKS = ' \t\r\n,;|"'
 """Characters of a line without content."""
 IN_HEADER = "but {} in the header; a cell with commas needs quotes around it"
 IN_SHEET = "but {} in the header; the first row has to name the columns, without a title above"
-IN_PAIR = "but {} are expected, the name of an image and its caption"
 
 
 class Table(NamedTuple):
@@ -232,19 +231,11 @@ class Table(NamedTuple):
         return [f"{printable(path)}: left out {rows}, the first in line {self.blank[0]}"]
 
 
-def read_table(
-    path: str,
-    delimiter_of: Callable[[str], str],
-    on_error: OnError = stop,
-    *,
-    is_text_last: Callable[[list[str]], bool] = lambda _names: False,
-) -> Table:
+def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError = stop) -> Table:
     """Open a table; its rows are read lazily.
 
     Args:
         delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
-        is_text_last: Whether columns of these names end with free text, which may have delimiters
-            and needs no quotes; called for two columns only.
     """
     lines = text_lines(path)
     declared: str | None = None
@@ -261,37 +252,8 @@ def read_table(
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
     delimiter = declared or delimiter_of(header)
     names = fields(header, delimiter)
-    if len(names) == 2 and is_text_last(names):
-        lines = quote_text(lines, delimiter)
     rows = _rows(path, lines, line + 1, delimiter, len(names), blank, on_error)
     return Table(names, line, rows, delimiter, blank)
-
-
-def read_pairs(path: str, names: Sequence[str], delimiter: str, on_error: OnError = stop) -> Table:
-    """Open a table of two columns without a header; the second one is free text."""
-    blank: list[int] = []
-    lines = quote_text(text_lines(path), delimiter)
-    return Table(
-        [*names], 0, _rows(path, lines, 1, delimiter, 2, blank, on_error, IN_PAIR), delimiter, blank
-    )
-
-
-def quote_text(lines: Iterable[str], delimiter: str) -> Iterator[str]:
-    """Lines of two cells with the second one in quotes, where it needs and lacks them."""
-    quoted = re.compile(rf'"(?:[^"]|"")*"\s*($|{re.escape(delimiter)})')
-    inside = False  # of a quoted cell of several lines
-    for line in lines:
-        name, mark, rest = line.partition(delimiter)
-        text = rest.strip()
-        odd = line.count('"') % 2 == 1
-        begins = odd and text.startswith('"')
-        if inside or begins or not mark or name.lstrip().startswith('"') or quoted.match(text):
-            inside ^= odd
-            yield line
-        else:
-            end = line[len(line.rstrip("\r\n")) :]
-            doubled = text.replace('"', '""')
-            yield f'{name}{mark}"{doubled}"{end}'
 
 
 def separator(line: str) -> str | None:
@@ -300,61 +262,35 @@ def separator(line: str) -> str | None:
     return found and found[1].replace("\\t", "\t")
 
 
-def below_separator(text: str) -> tuple[str | None, str]:
-    """The delimiter that the first line declares, and the text after it; None if it does not."""
-    first, _, rest = text.partition("\n")
-    declared = separator(first)
-    return declared, text if declared is None else rest
-
-
 def _rows(
     path: str,
-    text: Iterator[str],
+    lines: Iterator[str],
     line: int,
     delimiter: str,
     width: int,
     blank: list[int],
     on_error: OnError,
-    expected: str = IN_HEADER,
 ) -> Iterator[tuple[int, list[str]]]:
-    row: list[str] = []  # the lines of the current row
-    pending: deque[str] = deque()  # lines to parse again, before those of `text`
-
-    def lines() -> Iterator[str]:
-        for line in chain(iter(lambda: pending.popleft() if pending else None, None), text):
-            row.append(line)
-            yield line
-
-    def new_reader() -> Iterator[list[str]]:
-        csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
-        spaces = delimiter != " "
-        return csv.reader(lines(), delimiter=delimiter, skipinitialspace=spaces, strict=True)
-
-    reader = new_reader()
+    csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
+    spaces = delimiter != " "
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     while True:
-        broken = ""
+        began = line + reader.line_num
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            broken = f"not CSV ({error}); a quote inside a quoted cell is doubled"
-        if broken:
-            on_error(wrong(path, broken, line))
-            pending.extendleft(reversed(row[1:]))  # its quote may span valid rows
-            del row[1:]
-            reader, cells = new_reader(), []
+            what = f"not CSV ({error}); a quote inside a quoted cell is doubled"
+            on_error(wrong(path, what, began))
+            return  # its quote may span valid rows
         if cells is None:
             return
         if cells and not any(cell.strip() for cell in cells):
-            blank.append(line)
+            blank.append(began)
+        elif cells and len(cells) != width:
+            expected = IN_SHEET if is_workbook(path) else IN_HEADER
+            on_error(wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", began))
         elif cells:
-            try:
-                check_width(cells, width, path, line, expected)
-            except DataError as error:
-                on_error(error)
-            else:
-                yield line, cells
-        line += len(row)
-        row.clear()
+            yield began, cells
 
 
 def fields(header: str, delimiter: str) -> list[str]:
@@ -366,34 +302,19 @@ def fields(header: str, delimiter: str) -> list[str]:
         return [text[:LONGEST]]
 
 
-def check_width(
-    cells: list[str], width: int, path: str, line: int, expected: str = IN_HEADER
-) -> None:
-    """Refuse a row that has more or fewer than `width` cells; `expected` has the reason."""
-    if len(cells) != width:
-        if expected == IN_HEADER and path.lower().endswith(".xlsx"):
-            expected = IN_SHEET
-        raise wrong(path, f"{plural(len(cells), 'cell')}, {expected.format(width)}", line)
-
-
 def json_records(path: str, on_error: OnError = stop) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line number and value of the JSON objects in a file with one in each line."""
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue
         try:
-            record = _record(text, path, line)
+            record = parse_json(text, path, line)
+            if not isinstance(record, dict):
+                raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
         except DataError as error:
             on_error(error)
         else:
             yield line, record
-
-
-def _record(text: str, path: str, line: int) -> dict[str, Any]:
-    record = parse_json(text, path, line)
-    if not isinstance(record, dict):
-        raise wrong(path, f"{json_kind(record)}; expected an object in each line", line)
-    return record
 
 
 def parse_json(text: str, path: str, line: int = 0) -> Any:

@@ -15,16 +15,19 @@ Source: https://github.com/webdataset/webdataset
 
 import contextlib
 import glob
-import json
+import hashlib
 import os
 import re
+import shutil
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.archives import index_of, read_bytes
+from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
     SPLIT_NAMES,
@@ -44,17 +47,20 @@ from vit.data.sources.list_columns import (
     caption_columns,
     cell_captions,
     cell_group,
+    cell_labels,
     drop_uncaptioned,
-    match_name,
+    find_column,
 )
-from vit.data.sources.table_reader import JSON_CONSTANTS, whole_text
-from vit.data.tar_index import BadShard, TarIndex
-from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.data.sources.table_reader import parse_json, whole_text
+from vit.errors import DataError, error_text
+from vit.file_lock import locked
+from vit.paths import user_cache
+from vit.text import format_megabytes, join_names, plural, printable
 
 MAX_SHARDS = 100_000
 COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
 TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
+BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
 MAX_LABEL_BYTES = 2**24
@@ -144,40 +150,36 @@ def _tars(folder: str) -> list[str]:
 
 def expand_braces(pattern: str) -> list[str]:
     """Expand `{00..02}` and `{train,val}` in every combination, as shells do."""
-    names = []
-    for name in _expand(pattern):
-        names.append(name)
-        if len(names) > MAX_SHARDS:
-            raise DataError(f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer")
+    names = [pattern]
+    while any("{" in name for name in names):
+        expanded: dict[str, None] = {}
+        for name in names:
+            for choice in _expand_innermost(name, pattern):
+                expanded[choice] = None
+                if len(expanded) > MAX_SHARDS:
+                    raise DataError(
+                        f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer"
+                    )
+        names = [*expanded]
     return names
 
 
-def _expand(pattern: str) -> Iterator[str]:
-    start = pattern.find("{")
-    if start < 0:
-        yield pattern
+def _expand_innermost(name: str, pattern: str) -> Iterator[str]:
+    found = BRACES.search(name)
+    if found is None:
+        if "{" in name:
+            text = "a brace is not closed; expected such as {000..099}"
+            raise DataError(f"{printable(pattern)}: {text}")
+        yield name
         return
-    depth, marks = 0, [start]  # the opening brace, its commas, the closing brace
-    for at in range(start, len(pattern)):
-        depth += {"{": 1, "}": -1}.get(pattern[at], 0)
-        if not depth or (depth == 1 and pattern[at] == ","):
-            marks.append(at)
-        if not depth:
-            break
-    if depth:
-        raise DataError(
-            f"{printable(pattern)}: a brace is not closed; expected such as {{000..099}}"
-        )
-    choices = [pattern[one + 1 : other] for one, other in pairwise(marks)]
-    if match := RANGE.fullmatch(choices[0]):
+    choices: Iterable[str] = found[1].split(",")
+    if match := RANGE.fullmatch(found[1]):
         first, last = match.groups()
         width = max(len(first), len(last)) if first[0] == "0" or last[0] == "0" else 0
         step = 1 if int(first) <= int(last) else -1
-        choices = [f"{number:0{width}}" for number in range(int(first), int(last) + step, step)]
+        choices = (f"{n:0{width}}" for n in range(int(first), int(last) + step, step))
     for choice in choices:
-        for middle in _expand(choice):
-            for rest in _expand(pattern[marks[-1] + 1 :]):
-                yield pattern[:start] + middle + rest
+        yield name[: found.start()] + choice + name[found.end() :]
 
 
 def split_of_shard(file: str) -> str:
@@ -244,8 +246,8 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
     notes += more
     annotations = _Annotations(images, members, spec)
     splits: dict[str, list[ImageRecord]] = {}
-    for number, image in enumerate(images):
-        if (record := annotations.record(number)) is not None:
+    for image in images:
+        if (record := annotations.record(image)) is not None:
             splits.setdefault(image.split, []).append(record)
     if errors and not splits:
         raise all_skipped_error(errors)
@@ -394,157 +396,123 @@ class _Annotations:
     """Classes, captions and groups of images in shards, from their folders and sidecar files."""
 
     def __init__(self, images: Sequence[ShardImage], members: _Members, spec: DatasetSpec) -> None:
-        self.images, self.spec, self.errors = images, spec, spec.row_errors
-        self.multilabel = False
-        stems = members.sidecars
-        used = [*(LABEL_SUFFIXES if spec.labels else (".json",)), *([".txt"] * spec.captions)]
-        self.files = {s: [_sidecar(image, stems[s], s) for image in images] for s in used}
-        self._add_notes(members)
-        self.class_names: dict[str, str] = {}
-        self.label_suffix = self.group_key = ""
-        if spec.labels:
-            self.class_names = _read_class_tables(members.class_tables)
-            self.known_names = {*self.class_names.values()}
-            self.label_suffix = next((s for s in LABEL_SUFFIXES if any(self.files[s])), "")
-        keys = self._first_keys() if spec.group or self.label_suffix == ".json" else None
-        if spec.group:
-            self.group_key = match_name([*(keys or ())], (spec.group.strip().lower(),))
-        if spec.labels:
-            if self.label_suffix == ".json" and keys is not None and not {"label", "labels"} & keys:
-                self.label_suffix = ""
-                if not (spec.captions or self.group_key):
-                    note = "left out NAME.json beside images: they have neither label nor labels"
-                    members.notes.append(note)
-            self._report_unlabelled()
+        self.spec, self.multilabel = spec, False
+        texts = len(members.sidecars[".txt"])
+        if texts and not spec.captions:
+            note = f"left out {plural(texts, 'text')} (.txt): captions are no classes"
+            members.notes.append(note)
+        self.files: dict[str, dict[str, str]] = {}
+        """Suffix -> the member beside each image by its path, empty where there is none."""
+        for suffix in (*(LABEL_SUFFIXES if spec.labels else (".json",)), *[".txt"] * spec.captions):
+            stems = members.sidecars[suffix]
+            self.files[suffix] = {one.path: _sidecar(one, stems, suffix) for one in images}
+            used = {f"{image.file}/{self.files[suffix][image.path]}" for image in images}
+            lone = sorted({f"{file}/{stem}{suffix}" for file, stem in stems} - used)
+            if lone and spec.row_errors is None:
+                note = f"left out {plural(len(lone), 'file')} {suffix} beside no image"
+                members.notes.append(note)
+            for path in lone if spec.row_errors is not None else ():
+                error = DataError(f"{printable(path)}: no image beside, so it is left out")
+                skip_or_raise(spec.row_errors, "lone_label", error, path)
+        self.class_names = _read_class_tables(members.class_tables) if spec.labels else {}
+        suffixes = [s for s in LABEL_SUFFIXES if spec.labels and any(self.files[s].values())]
+        self.label_suffix = next(iter(suffixes), "")
+        keys = self._first_keys(images) if spec.group or self.label_suffix == ".json" else None
+        self.group_key = find_column([*(keys or ())], spec.group) if spec.group else ""
+        if self.label_suffix == ".json" and keys is not None and not {"label", "labels"} & keys:
+            self.label_suffix = ""
+            if not (spec.captions or self.group_key):
+                note = "left out NAME.json beside images: they have neither label nor labels"
+                members.notes.append(note)
 
-    def record(self, number: int) -> ImageRecord | None:
-        """The image with this index; None if its error is collected."""
-        image, group = self.images[number], ""
+    def _first_keys(self, images: Sequence[ShardImage]) -> set[str] | None:
+        """Keys of the first readable .json; None if there is none."""
+        for image in images:
+            with contextlib.suppress(DataError):  # of a damaged one: raised by `record`
+                if name := self.files[".json"][image.path]:
+                    return {*_read_object(image, name)}
+        return None
+
+    def record(self, image: ShardImage) -> ImageRecord | None:
+        """The record of an image; None if its error is collected."""
+        kind, path = "no_label", image.path
         try:
-            texts = self._text_captions(number)
-            from_json = self.spec.captions and texts is None
-            reads_json = from_json or self.label_suffix == ".json" or bool(self.group_key)
-            json_file = self.files[".json"][number] if reads_json else ""
-            values = _read_object(image, json_file) if json_file else {}
-            labels = self._labels(number, values) if self.spec.labels else ()
-            if labels is None:
-                return None
-            captions = self._captions(image, values if texts is None else texts)
-            if self.group_key:
-                group = cell_group(values.get(self.group_key), image.path, 0)
+            labels = self._folder(image) if self.spec.labels and not self.label_suffix else ()
+            if self.label_suffix and not self.files[self.label_suffix][path]:
+                raise _error(image, f"no {self.label_suffix} beside, which others have")
+            kind = "bad_label"
+            values = self._values(image)
+            if self.label_suffix:
+                labels = self._labels(image, values)
+            captions = self._captions(image, values) if self.spec.captions else ()
+            group = cell_group(values.get(self.group_key), path, 0) if self.group_key else ""
         except DataError as error:
-            skip_or_raise(self.errors, "bad_label", error, image.path)
+            skip_or_raise(self.spec.row_errors, kind, error, path)
             return None
-        return ImageRecord(image.path, labels, group, captions)
+        return ImageRecord(path, labels, group, captions)
 
-    def _labels(self, number: int, values: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Class names of an image; None if it has none, which was reported."""
-        image = self.images[number]
-        if not self.label_suffix:
-            return (image.name.split("/")[0],) if "/" in image.name else None
-        file = self.files[self.label_suffix][number]
-        if not file:
-            return None
-        value: Any
+    @staticmethod
+    def _folder(image: ShardImage) -> tuple[str, ...]:
+        folder, slash, _ = image.name.partition("/")
+        if not slash:
+            raise _error(image, f"without a class; {LAYOUT}")
+        return (folder,)
+
+    def _values(self, image: ShardImage) -> dict[str, Any]:
+        """What the files beside an image say, by key: the columns that a list would have."""
+        values: dict[str, Any] = {}
+        text = self.files[".txt"][image.path] if self.spec.captions else ""
+        if text and self.spec.caption_column in (None, TEXT_COLUMN):
+            values[TEXT_COLUMN] = _read_text(image.file, text).splitlines()
+        reads_json = (self.spec.captions and not values) or self.label_suffix == ".json"
+        if (reads_json or self.group_key) and (name := self.files[".json"][image.path]):
+            values = _read_object(image, name) | values
         if self.label_suffix == ".cls":
-            value = _read_text(image.file, file).strip()
-            if not value or "\n" in value:
-                raise _error(image, "its .cls is not the name or number of one class")
-        else:
-            value = values.get("labels", values.get("label"))
-            listed = value if isinstance(value, list) else [value]
-            valid = all(isinstance(v, str | int) and not isinstance(v, bool) for v in listed)
-            if not valid or "" in listed or isinstance(value, list) != ("labels" in values):
-                raise _error(
-                    image, 'its .json has no "label" (a name or number) or "labels" (a list)'
-                )
-        self.multilabel |= isinstance(value, list)
-        names = value if isinstance(value, list) else [value]
-        return tuple(dict.fromkeys(self._class_name(name, image) for name in names))
+            values["label"] = _read_text(image.file, self.files[".cls"][image.path]).strip()
+            values.pop("labels", None)
+        return values
 
-    def _class_name(self, value: str | int, image: ShardImage) -> str:
+    def _labels(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Class names of an image."""
+        value = values.get("labels", values.get("label"))
+        self.multilabel |= isinstance(value, list)
+        if self.label_suffix == ".cls" and (not value or "\n" in value):
+            raise _error(image, "its .cls is not the name or number of one class")
+        if isinstance(value, list):
+            value = [self._class_name(one, image) for one in value]
+        labels = cell_labels(self._class_name(value, image), image.path, 0)
+        if labels is None:
+            raise _error(image, 'its .json has no "label" (a name or number) or "labels" (a list)')
+        return labels
+
+    def _class_name(self, value: Any, image: ShardImage) -> Any:
         """The name of a class of a file: a number of JSON is one, text a name before a number."""
-        table, label = self.class_names, str(value)
-        is_name, number_of = label in self.known_names, table.get(label, label)
-        if self.label_suffix == ".cls" and is_name and number_of != label:
+        table = self.class_names
+        if not table or type(value) not in (str, int):
+            return value
+        label, names = str(value), table.values()
+        if self.label_suffix == ".cls" and label in names and table.get(label, label) != label:
             raise _error(
                 image,
                 f"its .cls is {label!r}, the name of a class and the number of another, "
-                f"{number_of!r}; write NAME.json, where "
+                f"{table[label]!r}; write NAME.json, where "
                 '{"label": "1"} is a name and {"label": 1} a number',
             )
-        if not table or (is_name and isinstance(value, str)):
+        if label in names and (isinstance(value, str) or label not in table):
             return label
-        if label in table or is_name:
-            return table.get(label, label)
-        known = plural(len(table), "class", "classes")
-        raise _error(
-            image, f"label {label!r} is none of the {known} in classes.json or classes.txt"
-        )
-
-    def _text_captions(self, number: int) -> dict[str, list[str]] | None:
-        """The lines of an image's .txt as a column; None if captions come from elsewhere."""
-        file = self.files[".txt"][number] if self.spec.captions else ""
-        if not file or self.spec.caption_column not in (None, TEXT_COLUMN):
-            return None
-        return {TEXT_COLUMN: _read_text(self.images[number].file, file).splitlines()}
+        if label not in table:
+            known = plural(len(table), "class", "classes")
+            tables = " or ".join(CLASS_TABLES)
+            raise _error(image, f"label {label!r} is none of the {known} in {tables}")
+        return table[label]
 
     def _captions(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
         """The captions in the columns of `values` that a list of captions would have."""
-        if not self.spec.captions:
-            return ()
         chosen = self.spec.caption_column
         names = (chosen,) if chosen else (TEXT_COLUMN, *caption_columns([*values]))
         cells = ((name, values[name]) for name in names if name in values)
         found = (cell_captions(v, name, image.path, 0, is_table=False) for name, v in cells)
         return tuple(caption for captions in found for caption in captions)
-
-    def _first_keys(self) -> set[str] | None:
-        """Keys of the first .json, or of the first readable one; None if there is none."""
-        for image, name in zip(self.images, self.files[".json"], strict=True):
-            raises = self.errors is None and self.label_suffix == ".json"
-            with contextlib.suppress(*(() if raises else (DataError,))):
-                if name:
-                    return {*_read_object(image, name)}
-        return None
-
-    def _add_notes(self, members: _Members) -> None:
-        """Notes about unused sidecar files; if errors are collected, one for each file."""
-        texts = len(members.sidecars[".txt"])
-        if texts and not self.spec.captions:
-            members.notes.append(
-                f"left out {plural(texts, 'text')} (.txt): captions are no classes"
-            )
-        for suffix, names in self.files.items():
-            stems = members.sidecars[suffix]
-            if self.errors is None:
-                if orphans := len(stems) - len(set(names) - {""}):
-                    files = plural(orphans, "file")
-                    members.notes.append(f"left out {files} {suffix} beside no image")
-                continue
-            used = {(image.file, n) for image, n in zip(self.images, names, strict=True) if n}
-            for file, stem in sorted(stems):
-                if (file, stem + suffix) not in used:
-                    path = f"{file}/{stem}{suffix}"
-                    error = DataError(f"{printable(path)}: no image beside, so it is left out")
-                    skip_or_raise(self.errors, "lone_label", error, path)
-
-    def _report_unlabelled(self) -> None:
-        suffix, data = self.label_suffix, printable(self.spec.data)
-        if suffix:
-            pairs = zip(self.images, self.files[suffix], strict=True)
-            missing = [image.path for image, name in pairs if not name]
-            reason = f"no {suffix} beside, which others have"
-            error = f"without {suffix} beside, which others have: "
-            error += join_names(missing, 3)
-        else:
-            missing = [image.path for image in self.images if "/" not in image.name]
-            reason = f"without a class; {LAYOUT}"
-            error = f"without a class, such as {printable(missing[0] if missing else '')}; {LAYOUT}"
-        if missing and self.errors is None:
-            raise DataError(f"{data}: {plural(len(missing), 'image')} {error}")
-        for path in missing:
-            skip_or_raise(self.errors, "no_label", DataError(f"{printable(path)}: {reason}"), path)
 
 
 def _sidecar(image: ShardImage, stems: Collection[tuple[str, str]], suffix: str) -> str:
@@ -576,17 +544,10 @@ def _read_text(file: str, name: str) -> str:
 
 
 def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
-    record = _parse_json(_read_text(image.file, name), f"{image.file}/{name}")
+    record = parse_json(_read_text(image.file, name), f"{image.file}/{name}")
     if not isinstance(record, dict):
         raise _error(image, 'its .json is no object such as {"label": "cat"}')
     return dict(record)
-
-
-def _parse_json(text: str, location: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=JSON_CONSTANTS.get)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{printable(location)}: no JSON ({printable(error)})") from None
 
 
 def _read_class_tables(files: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -604,7 +565,7 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
     if location.endswith(".txt"):
         table: Any = text.splitlines()
     else:
-        table = _parse_json(text, location)
+        table = parse_json(text, location)
     if isinstance(table, list):
         table = {str(number): name for number, name in enumerate(table)}
     if isinstance(table, dict) and all(type(value) is int for value in table.values()):
@@ -616,3 +577,166 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
         shape = "expected a list of different names, or an object of them by number"
         raise DataError(f"{printable(location)}: not the names of classes; {shape}")
     return dict(table)
+
+
+RESERVED_BYTES = 2**28
+"""Space to leave free on the disk of the cache."""
+COPY_BYTES = 2**22
+VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
+"""Keys of fsspec's file info that identify a version; over HTTP there is nothing else."""
+
+
+def is_remote(data: str) -> bool:
+    """Whether `data` is an address such as s3://bucket/train-{0000..0099}.tar."""
+    scheme, colon, _ = data.partition("://")
+    if scheme == "file" and ".tar" not in data:
+        return False  # a path, which its reader names
+    return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
+
+
+def read_remote(spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of remote shards, downloading the missing ones."""
+    paths, notes = download_shards(spec.data)
+    index = read_shards(spec, paths)
+    key = hashlib.blake2b(spec.data.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    root = index.root
+    if str(root).endswith(".tar") or ".tar/" in f"{root}/":  # names are unique in all shards
+        root = _cache() / f"{key}.tar" / f"{root}/".partition(".tar/")[2]
+    return replace(index, root=root, notes=notes + index.notes)
+
+
+def _cache() -> Path:
+    return user_cache() / "shards"
+
+
+def download_shards(data: str) -> tuple[list[str], list[str]]:
+    """Download the shards at the address `data` that are not in the cache.
+
+    Returns:
+        Paths of the local copies, and a note about those that were downloaded now.
+    """
+    filesystem, addresses = _list_addresses(data)
+    cache = _cache()
+    shards = [(address, *_local_path(filesystem, address, cache)) for address in addresses]
+    missing = [shard for shard in shards if not _has_size(*shard[1:])]
+    notes = []
+    if missing:
+        total = sum(size for *_, size in missing)
+        _check_space(cache, total)
+        for number, (address, path, size) in enumerate(missing, 1):
+            progress = f"{number} of {len(missing)}, {format_megabytes(size)}"
+            print(
+                f"vit: {printable(f'copying shard {progress}: {address}')}",
+                file=sys.stderr,
+                flush=True,
+            )
+            _copy(filesystem, address, path, size)
+        copied = plural(len(missing), "shard")
+        notes.append(f"copied {copied}, {format_megabytes(total)}, to {cache}")
+    return [str(path) for _, path, _ in shards], notes
+
+
+def _list_addresses(data: str) -> tuple[Any, list[str]]:
+    """The fsspec file system of `data`, and the sorted paths of its shards there."""
+    if COMPRESSED.search(data):
+        raise DataError(f"{printable(data)}: compressed; unpack such shards once, where they are")
+    try:
+        from fsspec import core
+    except ImportError:
+        raise DataError(
+            f'{printable(data)} needs fsspec: pip install "vit-toolkit[shards]"'
+        ) from None
+    addresses: list[str] = []
+    filesystem = None
+    for name in expand_braces(data):
+        with _readable_errors(data):
+            filesystem, path = core.url_to_fs(name)
+            if not path.lower().endswith(".tar"):
+                patterns = [f"{path.rstrip('/')}/*.tar", f"{path.rstrip('/')}/*/*.tar"]
+                matches = [match for pattern in patterns for match in filesystem.glob(pattern)]
+            else:
+                matches = filesystem.glob(path) if set("*?[") & set(path) else [path]
+        if not matches:
+            raise DataError(f"{printable(name)}: there are no shards (*.tar)")
+        addresses += map(str, matches)
+    return filesystem, sorted(set(addresses))
+
+
+def _local_path(filesystem: Any, address: str, cache: Path) -> tuple[Path, int]:
+    """Path of the local copy of a shard, and its size in bytes."""
+    with _readable_errors(address):
+        info = filesystem.info(address)
+        size = info.get("size")
+        versions = (str(info[name]) for name in VERSION_KEYS if info.get(name))
+        version = next(versions, None) or filesystem.ukey(address)
+    if not isinstance(size, int) or info.get("type") != "file":
+        raise DataError(f"{printable(address)}: no file of a known size")
+    identity = "\0".join([str(filesystem.protocol), address, str(size), version])
+    key = hashlib.blake2b(identity.encode("utf-8", "replace"), digest_size=12).hexdigest()
+    folder, name = address.rstrip("/").split("/")[-2:] if "/" in address else ("", address)
+    # The last folder is kept, because its name may be that of the split.
+    return cache / key / _safe_name(folder) / _safe_name(name), size
+
+
+def _safe_name(name: str) -> str:
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    return safe[-120:].lstrip(".") or "_"
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _check_space(cache: Path, total: int) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache).free
+    except OSError as error:
+        raise DataError(f"{printable(cache)}: cannot be written ({error.strerror})") from None
+    if total + RESERVED_BYTES > free:
+        raise DataError(
+            f"{printable(cache)}: the shards take {format_megabytes(total)} and "
+            f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on a "
+            "larger disk"
+        )
+
+
+def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
+    """Download to a temporary file, check its size, and rename it to `path`."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent / ".lock"), _readable_errors(address):
+            if _has_size(path, size):  # another process was faster
+                return
+            number, temporary = tempfile.mkstemp(prefix=".copying-", dir=path.parent)
+            with os.fdopen(number, "wb") as target, filesystem.open(address, "rb") as source:
+                shutil.copyfileobj(source, target, COPY_BYTES)
+                target.flush()
+                os.fsync(target.fileno())
+            if (copied := os.path.getsize(temporary)) != size:
+                raise DataError(
+                    f"{printable(address)}: {copied:,} of {size:,} bytes were received; try again"
+                )
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _readable_errors(address: str) -> Iterator[None]:
+    """Turn any error of a file system into a DataError of one line."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{printable(address)}: no such shard") from None
+    except Exception as error:  # each kind of storage has exceptions of its own
+        reason = f"{type(error).__name__}: {error_text(error)}"
+        raise DataError(f"{printable(address)}: cannot be reached ({reason})") from None

@@ -25,6 +25,7 @@ from vit.data.dataset_types import Splits
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
+from vit.evaluation.runs_table import SUMMARY_FILE
 from vit.file_lock import lock_file
 from vit.tasks.task import get_task
 from vit.text import printable, quoted
@@ -44,7 +45,7 @@ TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
-    *(DISTANCE_FILE, PATHS_FILE),
+    *(DISTANCE_FILE, PATHS_FILE, SUMMARY_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"

@@ -27,7 +27,7 @@ from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.held_out_split import HeldOutSplit, read_split
 from vit.errors import ConfigError
-from vit.evaluation.class_increment import ClassChange
+from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
 from vit.text import Notify, join_names, plural, printable, quoted

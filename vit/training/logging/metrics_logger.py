@@ -11,6 +11,8 @@ from typing import Any
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
+from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
+from vit.event_log import METRICS_FILE, read_event_log
 from vit.tasks.task import Task
 from vit.text import plural, printable, quoted
 from vit.training.distributed.collectives import on_main
@@ -19,7 +21,7 @@ from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
 from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation
-from vit.weights.safetensors_io import explain_write_errors
+from vit.weights.safetensors_io import explain_write_errors, write_text
 
 MAX_WAIT_SHARE = 0.15
 """Share of an epoch spent waiting for data above which a note is logged."""
@@ -77,7 +79,7 @@ class MetricsLogger:
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
         if self.main:
-            self.metrics = MetricsFile(folder / "metrics.jsonl")
+            self.metrics = MetricsFile(folder / METRICS_FILE)
 
     def start(self, *, metrics_bytes: int) -> None:
         """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker.
@@ -135,6 +137,7 @@ class MetricsLogger:
     def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:
         """Write and log the event of an epoch."""
         self._write(event)
+        self._write_summary()
         lost = f"  {measured.failed} unreadable" if measured.failed else ""
         speed = ""
         if event["images_per_second"]:  # a probe, which is epoch 0, has none
@@ -156,6 +159,7 @@ class MetricsLogger:
     def soup(self, event: dict[str, Any]) -> None:
         """Write and log the event of an average of epochs."""
         self._write(event)
+        self._write_summary()
         members = ", ".join(map(str, event["epochs"]))
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
         self.notify(f"soup of epochs {members}: {self.run.task.format_result(event)}{worse}")
@@ -188,6 +192,13 @@ class MetricsLogger:
         for opened in (self.metrics, self.progress, self.tracking):
             if opened is not None:
                 opened.close()
+
+    def _write_summary(self) -> None:
+        """Write summary.json, which `vit runs` reads."""
+        if self.main:
+            events = read_event_log(self.folder / METRICS_FILE, "epoch", "soup").events
+            facts = summarize_run(events, flatten(self.run.config))
+            write_text(self.folder / SUMMARY_FILE, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:

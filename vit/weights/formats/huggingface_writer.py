@@ -55,6 +55,7 @@ class TransformersClass:
 
 MULTIPLE = "a feed-forward part of a whole multiple of dim"
 BASE: dict[str, tuple[Any, ...]] = {
+    "stem": ("linear",),
     "norm": ("layernorm",),
     "norm_order": ("pre",),
     "qk_norm": (False,),
@@ -162,7 +163,7 @@ def traits_of(config: ModelConfig) -> Traits:
     all_placed = config.num_positioned_prefix_tokens == config.num_prefix_tokens
     table = {"rotary": f"rotary ({config.rotary_grid})", "learned_rotary": "learned and rotary"}
     table["relative"] = "relative"
-    same = ("norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
+    same = ("stem", "norm", "norm_order", "qk_norm", "norm_pre", "class_token", "feedforward")
     return {
         **{name: getattr(config, name) for name in (*same, "pooling", "patch_bias")},
         "registers": config.registers if config.registers < 2 else "several",

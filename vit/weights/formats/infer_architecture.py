@@ -68,8 +68,7 @@ def infer_config(
     notes: list[str] = []
     settings = {**_sizes(state), **known}
     settings |= _parts(state, settings)
-    if "position" not in settings:
-        settings |= _position(state, settings)
+    settings |= _position(state, settings)
     if "num_heads" not in settings:
         settings["num_heads"] = _heads(state, settings, notes)
     if "norm_eps" not in settings:
@@ -127,6 +126,14 @@ def _parts(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str
     if "attn_pool.latent" in state:
         pooling = "attention"
     pooling = settings.get("pooling", pooling)
+    registers, head = settings["registers"], state.get("head.weight")
+    if registers and head is not None and head.shape[1] == (1 + registers) * settings["dim"]:
+        pooling = "class_token_registers"
+    inner = [f"blocks.0.{part}.norm.weight" in state for part in ("attn", "mlp")]
+    if any(inner):
+        settings = {**settings, "norm_order": "sub" if inner[0] else "sub_mlp"}
+    if "patch_embed.norm.weight" in state:
+        settings = {**settings, "stem": "linear_norm"}
     norms = [name for name in ("norm", "fc_norm") if f"{name}.weight" in state]
     if len(norms) > 1:
         raise WeightsError(f"there are both norm and fc_norm; {REMEDY}")
@@ -143,31 +150,34 @@ def _parts(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str
         "proj_bias": "blocks.0.attn.proj.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "patch_bias": settings.get("stem") == "conv" or "patch_embed.proj.bias" in state,
+        **{name: settings[name] for name in ("norm_order", "stem") if name in settings},
     }
 
 
 def _position(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
     table, periods, biases = state.get("pos_embed"), state.get(PERIODS), bias_table(state)
-    patch_size, registers = settings["patch_size"], settings["registers"]
+    patch_size, size = settings["patch_size"], settings.get("image_size")
     if table is not None and (periods is not None or biases is not None):
         raise WeightsError(f"there are both pos_embed and {biases or PERIODS}; {REMEDY}")
+    if biases is not None:
+        prefix = settings["class_token"] or settings["registers"] > 0
+        side = bias_table_side(biases, state[biases], prefix=prefix)
+        return {"position": "relative", "image_size": size or side * patch_size}
     if periods is not None:
         whole = USUAL_SIDE // patch_size * patch_size
-        return {"position": "rotary", "image_size": whole, **_rotary_temperature(periods)}
-    if biases is not None:
-        prefix = settings["class_token"] or registers > 0
-        side = bias_table_side(biases, state[biases], prefix=prefix)
-        return {"position": "relative", "image_size": side * patch_size}
-    if table is None:
+        return {"position": "rotary", "image_size": size or whole, **_rotary_temperature(periods)}
+    rotary = "rotary_grid" in settings
+    if table is None and size is None:
         raise WeightsError(f"there is no pos_embed: positions may be rotary; {REMEDY}")
+    if table is None:
+        return {"position": "rotary" if rotary else "none"}
     if table.ndim != 3:
         raise WeightsError(f"pos_embed {tuple(table.shape)} is no table of positions")
-    token = int(settings["class_token"])
-    choices = {"none": 0, "class_token": token, "all": token + registers}
-    rows = table.shape[1]
-    grids = {
-        placed: side for placed in choices.values() if (side := square_side(rows - placed)) > 0
-    }
+    rows, token = table.shape[1], int(settings["class_token"])
+    choices = {"none": 0, "class_token": token, "all": token + settings["registers"]}
+    sides = {placed: square_side(rows - placed) for placed in choices.values()}
+    grids = {placed: side for placed, side in sides.items() if side and side * patch_size == size}
+    grids = grids or {placed: side for placed, side in sides.items() if side}
     if len(grids) != 1:
         found = " or ".join(f"{side} x {side} and {placed}" for placed, side in grids.items())
         raise WeightsError(
@@ -175,11 +185,11 @@ def _position(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
             f"before them); {REMEDY}"
         )
     placed, side = next(iter(grids.items()))
-    usual = 0 if registers else token
+    usual = 0 if settings["registers"] else token
     name = next(name for name, number in choices.items() if number == placed)
     return {
-        "position": "learned",
-        "image_size": side * patch_size,
+        "position": "learned_rotary" if rotary else "learned",
+        "image_size": size or side * patch_size,
         "prefix_positions": "auto" if placed == usual else name,
     }
 

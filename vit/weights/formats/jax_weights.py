@@ -1,39 +1,65 @@
 """Reads .npz weights of the original JAX code of the Vision Transformer.
 
 The first code (github.com/google-research/vision_transformer) and its successor
-(github.com/google-research/big_vision) name and order some parts differently.
+(github.com/google-research/big_vision) name some parts differently.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.config import DataConfig, ModelConfig
+from vit.config import DataConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.text import join_names, printable
+from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
-    PATCH_WEIGHT,
     State,
+    Table,
     check_fit,
     flatten_patches,
+    fuse_qkv,
     meta_model,
-    square_side,
+    rename,
+    to_float32,
 )
 
 Array = NDArray[Any]
-Arrays = dict[str, Array]
 
 PREFIXES = ("opt/target/", "params/img/", "params/", "")
 KERNEL = "embedding/kernel"
-POSITION_TABLE = "Transformer/posembed_input/pos_embedding"
+STACKED = "Transformer/encoderblock/"
+POOL = "MAPHead_0.MultiHeadDotProductAttention_0"
+# Names with dots, and `weight` for kernels and scales; {l} is the prefix of a block.
+NAMES: Table = (
+    (r"embedding.{p}", "patch_embed.proj.{p}"),
+    (r"cls", "cls_token"),
+    (r"(?:Transformer.posembed_input.)?pos_embedding", "pos_embed"),
+    (r"{l}LayerNorm_0.{p}", "blocks.{b}.norm1.{p}"),
+    (r"{l}MultiHeadDotProductAttention_[01].{qkv}.{p}", "blocks.{b}.attn.{qkv}.{p}"),
+    (r"{l}MultiHeadDotProductAttention_[01].out.{p}", "blocks.{b}.attn.proj.{p}"),
+    (r"{l}LayerNorm_[12].{p}", "blocks.{b}.norm2.{p}"),
+    (r"{l}MlpBlock_[03].Dense_0.{p}", "blocks.{b}.mlp.fc1.{p}"),
+    (r"{l}MlpBlock_[03].Dense_1.{p}", "blocks.{b}.mlp.fc2.{p}"),
+    (r"Transformer.encoder_norm.{p}", "norm.{p}"),
+    (r"MAPHead_0.probe", "attn_pool.latent"),
+    (rf"{POOL}.query.{{p}}", "attn_pool.q.{p}"),
+    (rf"{POOL}.key.{{p}}", "attn_pool.k.{p}"),
+    (rf"{POOL}.value.{{p}}", "attn_pool.v.{p}"),
+    (rf"{POOL}.out.{{p}}", "attn_pool.proj.{p}"),
+    (r"MAPHead_0.LayerNorm_0.{p}", "attn_pool.norm.{p}"),
+    (r"MAPHead_0.MlpBlock_0.Dense_0.{p}", "attn_pool.mlp.fc1.{p}"),
+    (r"MAPHead_0.MlpBlock_0.Dense_1.{p}", "attn_pool.mlp.fc2.{p}"),
+    (r"head.{p}", "head.{p}"),
+)
+TABLE = tuple((name.replace("{l}", "Transformer.encoderblock_{b}."), ours) for name, ours in NAMES)
+USUAL = {"norm_eps": 1e-6, "activation": "gelu", "layer_scale": 0.0}
 # Errors caused by malformed arrays.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError)
 NOTE = (
@@ -42,23 +68,15 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class BlockNames:
-    """Indices in the module names of a block."""
-
-    attention: int
-    norm2: int
-    mlp: int
-
-
-FIRST = BlockNames(attention=1, norm2=2, mlp=3)
-BIG_VISION = BlockNames(attention=0, norm2=1, mlp=0)
-
-
 def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     """Convert the arrays of an .npz file."""
     try:
-        config, state, notes = _read(arrays)
+        inside, notes = _select(arrays)
+        heads = next((a.shape[1] for name, a in inside.items() if name.endswith("key/kernel")), 0)
+        parts = {_dotted(name): _tensor(name, array) for name, array in inside.items()}
+        state = _join(rename(parts, TABLE, "the JAX code"))
+        config, _ = infer_config(state, {**USUAL, "num_heads": heads})
+        state = flatten_patches(state)
         check_fit(state, meta_model(config))
     except FAULTS as error:
         raise WeightsError(f"{printable(where)}: {printable(error)}") from None
@@ -71,7 +89,8 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     )
 
 
-def _read(arrays: Mapping[str, Array]) -> tuple[ModelConfig, State, tuple[str, ...]]:
+def _select(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
+    """The arrays of the network, one for each block, and notes on the others."""
     prefix = next((p for p in PREFIXES if f"{p}{KERNEL}" in arrays), None)
     if prefix is None:
         raise WeightsError(f"{KERNEL} is missing: these are not a Vision Transformer's in JAX")
@@ -82,138 +101,37 @@ def _read(arrays: Mapping[str, Array]) -> tuple[ModelConfig, State, tuple[str, .
     if old:
         old += [name for name in inside if name.startswith("head/")]
         notes.append(f"left out: {join_names(old, limit=4)} (a head of two layers)")
-    left = _unstacked({name: array for name, array in inside.items() if name not in old})
-    depth = len({m[1] for n in left if (m := re.match(r"Transformer/encoderblock_(\d+)/", n))})
-    state, heads, placed = _tensors(left, depth)
-    if left:
-        raise WeightsError(f"there is no place for {join_names(left, 3)}")
-    config = _config(state, depth=depth, heads=heads, placed=placed)
-    return config, flatten_patches(state), tuple(notes)
-
-
-def _unstacked(arrays: Arrays) -> Arrays:
-    """Split arrays that are stacked over all blocks."""
-    single: Arrays = {}
-    for name, array in arrays.items():
-        start, _, rest = name.partition("Transformer/encoderblock/")
-        if start or not rest:
+    single: dict[str, Array] = {}
+    for name, array in inside.items():
+        if name.startswith(STACKED):
+            rest = name.removeprefix(STACKED)
+            single |= {f"{STACKED[:-1]}_{i}/{rest}": part for i, part in enumerate(array)}
+        elif name not in old:
             single[name] = array
-        else:
-            blocks = {f"Transformer/encoderblock_{i}/{rest}": a for i, a in enumerate(array)}
-            single |= blocks
-    return single
+    return single, notes
 
 
-def _tensors(left: Arrays, depth: int) -> tuple[State, int, int]:
-    """Return tensors by our names, number of heads and of prefix positions; consumes `left`."""
-    kernel = _take(left, KERNEL, axes=4)
-    if kernel.shape[0] != kernel.shape[1]:
-        raise WeightsError(f"{KERNEL} {tuple(kernel.shape)} has no square patches")
-    state = {PATCH_WEIGHT: kernel.permute(3, 2, 0, 1)}
-    state["patch_embed.proj.bias"] = _take(left, "embedding/bias")
-    if "cls" in left:
-        state["cls_token"] = _take(left, "cls")
-    big = POSITION_TABLE not in left
-    state["pos_embed"] = _take(left, "pos_embedding" if big else POSITION_TABLE)
-    names, heads = BIG_VISION if big else FIRST, 0
-    for number in range(depth):
-        heads = _block(left, state, number, names)
-    _norm(left, state, "Transformer/encoder_norm", "norm")
-    if "MAPHead_0/probe" in left:
-        _pool(left, state)
-    if "head/kernel" in left:
-        _dense(left, state, "head", "head")
-    placed = 0 if big else int("cls_token" in state)
-    return {name: tensor.contiguous() for name, tensor in state.items()}, heads, placed
+def _dotted(name: str) -> str:
+    return re.sub(r"\.(kernel|scale)$", ".weight", name.replace("/", "."))
 
 
-def _block(left: Arrays, state: State, number: int, names: BlockNames) -> int:
-    """Convert one block, and return its number of heads."""
-    theirs, ours = f"Transformer/encoderblock_{number}", f"blocks.{number}"
-    attention = f"{theirs}/MultiHeadDotProductAttention_{names.attention}"
-    _norm(left, state, f"{theirs}/LayerNorm_0", f"{ours}.norm1")
-    parts = [_heads_in(left, f"{attention}/{part}") for part in ("query", "key", "value")]
-    state[f"{ours}.attn.qkv.weight"] = torch.cat([weight for weight, _, _ in parts])
-    state[f"{ours}.attn.qkv.bias"] = torch.cat([bias for _, bias, _ in parts])
-    _heads_out(left, state, f"{attention}/out", f"{ours}.attn.proj")
-    _norm(left, state, f"{theirs}/LayerNorm_{names.norm2}", f"{ours}.norm2")
-    _mlp(left, state, f"{theirs}/MlpBlock_{names.mlp}", f"{ours}.mlp")
-    return parts[0][2]
-
-
-def _pool(left: Arrays, state: State) -> None:
-    attention = "MAPHead_0/MultiHeadDotProductAttention_0"
-    state["attn_pool.latent"] = _take(left, "MAPHead_0/probe")
-    query, key, value = (_heads_in(left, f"{attention}/{p}") for p in ("query", "key", "value"))
-    state["attn_pool.q.weight"], state["attn_pool.q.bias"] = query[:2]
-    state["attn_pool.kv.weight"] = torch.cat([key[0], value[0]])
-    state["attn_pool.kv.bias"] = torch.cat([key[1], value[1]])
-    _heads_out(left, state, f"{attention}/out", "attn_pool.proj")
-    _norm(left, state, "MAPHead_0/LayerNorm_0", "attn_pool.norm")
-    _mlp(left, state, "MAPHead_0/MlpBlock_0", "attn_pool.mlp")
-
-
-def _heads_in(left: Arrays, theirs: str) -> tuple[Tensor, Tensor, int]:
-    """Weight, bias and number of heads of an input projection (dim, heads, head_dim)."""
-    kernel = _take(left, f"{theirs}/kernel", axes=3)
-    return kernel.flatten(1).T, _take(left, f"{theirs}/bias").flatten(), kernel.shape[1]
-
-
-def _heads_out(left: Arrays, state: State, theirs: str, ours: str) -> None:
-    """Convert an output projection (heads, head_dim, dim)."""
-    state[f"{ours}.weight"] = _take(left, f"{theirs}/kernel", axes=3).flatten(0, 1).T
-    state[f"{ours}.bias"] = _take(left, f"{theirs}/bias")
-
-
-def _mlp(left: Arrays, state: State, theirs: str, ours: str) -> None:
-    for number in (0, 1):
-        _dense(left, state, f"{theirs}/Dense_{number}", f"{ours}.fc{number + 1}")
-
-
-def _dense(left: Arrays, state: State, theirs: str, ours: str) -> None:
+def _tensor(name: str, array: Array) -> Tensor:
+    """`array` with torch's order of axes."""
+    # copied, since torch takes no arrays that cannot be written
+    tensor = torch.from_numpy(np.array(array))
+    heads = re.search(r"/(query|key|value)/(kernel|bias)$", name)
+    if heads:  # (dim, heads, head_dim), or without dim
+        return tensor.flatten(1).T if heads[2] == "kernel" else tensor.flatten()
+    if name == KERNEL:
+        return tensor.permute(3, 2, 0, 1) if tensor.ndim == 4 else tensor
     # the head of some fine-tuned networks is a 1x1 convolution
-    kernel = _take(left, f"{theirs}/kernel")
-    state[f"{ours}.weight"] = kernel.flatten(0, -2).T
-    state[f"{ours}.bias"] = _take(left, f"{theirs}/bias")
+    return tensor.flatten(0, -2).T if name.endswith("/kernel") else tensor
 
 
-def _norm(left: Arrays, state: State, theirs: str, ours: str) -> None:
-    state[f"{ours}.weight"] = _take(left, f"{theirs}/scale")
-    state[f"{ours}.bias"] = _take(left, f"{theirs}/bias")
-
-
-def _take(left: Arrays, name: str, axes: int | None = None) -> Tensor:
-    """Remove an array from `left`, and return it as float32."""
-    if name not in left:
-        raise WeightsError(f"{name} is missing")
-    array = left.pop(name)
-    if axes is not None and array.ndim != axes:
-        raise WeightsError(f"{name} {array.shape} has not {axes} axes")
-    if array.dtype.kind != "f":
-        raise WeightsError(f"{name} holds {array.dtype}, not numbers with a fraction")
-    return torch.from_numpy(np.array(array, dtype=np.float32))
-
-
-def _config(state: State, *, depth: int, heads: int, placed: int) -> ModelConfig:
-    dim, channels, patch_size, _ = state[PATCH_WEIGHT].shape
-    token, patches = "cls_token" in state, state["pos_embed"].shape[1] - placed
-    side = square_side(patches)
-    if depth == 0 or side == 0:
-        raise WeightsError(f"{depth} blocks and {patches} places are not a square image's")
-    pooling: Literal["attention", "class_token", "mean"] = "class_token" if token else "mean"
-    if "attn_pool.latent" in state:
-        pooling = "attention"
-    return ModelConfig(
-        image_size=side * patch_size,
-        patch_size=patch_size,
-        channels=channels,
-        dim=dim,
-        depth=depth,
-        num_heads=heads,
-        hidden_dim=len(state["blocks.0.mlp.fc1.bias"]),
-        num_classes=len(state["head.bias"]) if "head.bias" in state else 0,
-        class_token=token,
-        pooling=pooling,
-        prefix_positions="none" if placed < token else "auto",
-        final_norm="tokens" if pooling == "mean" else "auto",
-    )
+def _join(state: State) -> State:
+    joined = fuse_qkv(to_float32(state))
+    for part in ("weight", "bias"):
+        if f"attn_pool.k.{part}" in joined:
+            pair = (joined.pop(f"attn_pool.k.{part}"), joined.pop(f"attn_pool.v.{part}"))
+            joined[f"attn_pool.kv.{part}"] = torch.cat(pair)
+    return {name: tensor.contiguous() for name, tensor in joined.items()}

@@ -18,6 +18,7 @@ from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
     WRAPPERS,
     State,
+    from_naflex,
     substitute,
     wrapper_prefix,
 )
@@ -105,7 +106,7 @@ def to_timm_names(state: Mapping[str, Tensor]) -> tuple[State, tuple[str, ...]]:
     if head := [name for name in plain if name.startswith("pre_logits.")]:
         head += [name for name in plain if name.startswith("head.")]
         plain = _drop(plain, head, "a head of two layers", notes, limit=4)
-    renamed = substitute(_apply_bias_masks(plain), SIMPLE)
+    renamed = substitute(_apply_bias_masks(from_naflex(plain)), SIMPLE)
     return _fold_class_position(renamed), tuple(notes)
 
 

@@ -37,6 +37,12 @@ TIMM_NAMES: Table = (
     (rf"^shared_rel_pos\.{BIAS_TABLE}$", SHARED_BIAS),
     (r"\.attn\.([qkv])_proj\.", r".attn.\1."),
 )
+NAFLEX_NAMES: Table = (
+    (r"^embeds\.(cls_token|reg_token|pos_embed)$", r"\1"),
+    (r"^embeds\.(proj|norm)\.", r"patch_embed.\1."),
+)
+FREQUENCIES = "rope.freqs"  # timm's learned ones of all blocks
+DISTILLED = "head_dist"
 
 # Placeholders of a rename table: {b} is the index of a block, {p} weight or bias.
 PLACEHOLDERS = {
@@ -200,6 +206,19 @@ def reorder_rotary_channels(
     return ordered
 
 
+def from_naflex(state: Mapping[str, Tensor]) -> State:
+    """Convert timm's NaFlexViT, whose patches are rows of pixels, to its VisionTransformer."""
+    matrix, table = state.get("embeds.proj.weight"), state.get("embeds.pos_embed")
+    if matrix is None or table is None:
+        return dict(state)
+    side = square_side(matrix.shape[1] // 3)
+    if matrix.shape[1] != 3 * side**2 or table.ndim != 4 or table.shape[1] != table.shape[2]:
+        raise WeightsError("embeds: not square patches of RGB and a square grid of positions")
+    renamed = substitute(state, NAFLEX_NAMES)
+    pixels = matrix.reshape(len(matrix), side, side, 3).permute(0, 3, 1, 2)
+    return renamed | {PATCH_WEIGHT: pixels, "pos_embed": table.flatten(1, 2)}
+
+
 def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     """Convert tensors of timm's Vision Transformers to our names; patches stay a convolution.
 
@@ -210,7 +229,7 @@ def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(ours)))
+    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(_join_heads(ours))))
     return whole if packed else _unpack(whole)
 
 
@@ -232,6 +251,11 @@ def convert_timm(
         notes.append(f"left out: {join_names(biases, 3)} (all zeros, and the network has none)")
         ours = {name: tensor for name, tensor in ours.items() if name not in biases}
     if order is not None:
+        if (freqs := ours.pop(FREQUENCIES, None)) is not None:  # (2, depth, heads, head_dim / 2)
+            rows_first = freqs.flip(0) if order.columns_first else freqs
+            parts = enumerate(rows_first.unbind(1))
+            ours |= {f"blocks.{number}.attn.rope.freqs": part for number, part in parts}
+            order = RotaryOrder(order.interleaved, columns_first=False)  # a pair has both axes
         ours = reorder_rotary_channels(ours, order, config.num_heads)
     return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)
 
@@ -239,12 +263,29 @@ def convert_timm(
 def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     """Convert our tensors of the network `config` to those of the equivalent timm network."""
     theirs = dict(state)
-    if config.stem == "linear":
+    if config.stem != "conv":
         matrix, side = theirs[PATCH_WEIGHT], config.patch_size
         theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
     if not config.is_rotary:
         return theirs
     return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
+
+
+def _join_heads(state: State) -> State:
+    """One head of the class token and the distillation token, with the mean of the two outputs."""
+    joined = dict(state)
+    if f"{DISTILLED}.weight" in joined and "dist_token" in joined:
+        _put(joined, "reg_token", joined.pop("dist_token"))
+    for part in ("weight", "bias"):
+        second = joined.pop(f"{DISTILLED}.{part}", None)
+        if second is None:
+            continue
+        first = joined.get(f"head.{part}")
+        if first is None or first.shape != second.shape:
+            raise WeightsError(f"{DISTILLED}.{part} is there without a head.{part} of its shape")
+        both = torch.cat([first, second], 1) if part == "weight" else first + second
+        joined[f"head.{part}"] = both / 2
+    return joined
 
 
 def _fill_key_biases(state: State) -> State:

@@ -52,19 +52,37 @@ POOLINGS = {
     "class_token": "token",
     "mean": "avg",
     "attention": "map",
+    "attention_all": "map",
     "class_token_mean": "",
+    "class_token_registers": "",
     "none": "",
 }
 CROP_MODES = {"crop": "center", "squash": "squash"}
-GRIDS = {"index": "cat", "centred": "dinov3"}
+GRIDS = {"index": "cat", "index_1": "cat", "centred": "dinov3", "mixed": "mixed"}
+SUB_ORDERS = ("pre", "sub", "sub_mlp")  # norm orders of timm's Eva
 # Settings that timm cannot build. Sinusoidal tables are no obstacle: they are stored as weights.
 REFUSALS: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
-    ("norm_order={c.norm_order}", lambda c: c.norm_order != "pre"),
-    ("pooling=class_token_mean", lambda c: c.pooling == "class_token_mean"),
+    (
+        "norm_order={c.norm_order}",
+        lambda c: c.norm_order not in (SUB_ORDERS if c.is_rotary else ("pre",)),
+    ),
+    (
+        "pooling={c.pooling}",
+        lambda c: c.pooling in ("class_token_mean", "class_token_registers"),
+    ),
+    (
+        "pooling=attention_all with position={c.position}",
+        lambda c: c.pooling == "attention_all" and not c.is_rotary,
+    ),
     (
         "patch_bias={c.patch_bias} with norm_pre={c.norm_pre}",
-        lambda c: c.stem == "linear" and c.patch_bias == c.norm_pre,
+        lambda c: c.stem != "conv" and c.patch_bias == c.norm_pre,
     ),
+    (
+        "stem=linear_norm with norm={c.norm}, norm_eps={c.norm_eps:g}, feedforward={c.feedforward}",
+        lambda c: c.stem == "linear_norm" and not _is_aimv2(c),
+    ),
+    ("rotary_grid=mixed", lambda c: c.rotary_grid == "mixed"),
     # timm's Eva has no argument for the patch embedding
     ("stem=conv with position={c.position}", lambda c: c.stem == "conv" and c.is_rotary),
     (
@@ -211,7 +229,7 @@ def model_args(config: ModelConfig) -> dict[str, Any]:
         "pre_norm": config.norm_pre,
         "final_norm": last != "none",
         "fc_norm": last == "pooled",
-        "embed_norm_layer": "",
+        **({} if config.stem == "linear_norm" else {"embed_norm_layer": ""}),
         "act_layer": "silu" if gated else config.activation,
     }
 
@@ -236,14 +254,16 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
     scale = {"init_values": config.layer_scale} if config.layer_scale else {}
     ratio = mlp_ratio(config.dim, config.feedforward_dim)
     pool = {"attn_pool_num_heads": config.num_heads, "attn_pool_mlp_ratio": ratio}
+    pools = {"attention": pool}
+    pools["attention_all"] = {"attn_pool_num_heads": 8, "attn_pool_mlp_ratio": 4.0}
     return {
         **scale,
         **({"ref_feat_shape": [reference] * 2} if scaled else {}),
-        **(pool if config.pooling == "attention" else {}),
+        **pools.get(config.pooling, {}),
         "attn_type": "rope",  # this one has key biases
         "qkv_fused": True,
-        "scale_mlp": False,
-        "scale_attn_inner": False,
+        "scale_mlp": config.norm_order != "pre",
+        "scale_attn_inner": config.norm_order == "sub",
         "swiglu_mlp": config.feedforward == "swiglu",
         "swiglu_align_to": int(config.feedforward == "swiglu"),  # separate gate and value
         "num_reg_tokens": config.registers,
@@ -251,7 +271,7 @@ def _eva_args(config: ModelConfig, last: str) -> dict[str, Any]:
         "use_rot_pos_emb": True,
         "rope_type": GRIDS[config.rotary_grid],
         "rope_temperature": config.rotary_temperature,
-        "rope_grid_offset": 0.0,
+        "rope_grid_offset": float(config.rotary_grid == "index_1"),
         "rope_grid_indexing": "ij",
         "rope_rotate_half": True,
         "use_post_norm": False,
@@ -265,6 +285,12 @@ def first_convolution(config: ModelConfig) -> str:
     """Name of the first convolution, whose input channels are those of the images."""
     inner = config.stem == "conv" and config.stem_depth > 1
     return "patch_embed.convs.0" if inner else "patch_embed.proj"
+
+
+def _is_aimv2(config: ModelConfig) -> bool:
+    """Whether the base architecture has the same norm after its patches."""
+    plain = (config.norm, config.norm_eps, config.feedforward) == ("rmsnorm", 1e-5, "swiglu")
+    return plain and config.position != "relative" and not config.is_rotary
 
 
 def _has_table(config: ModelConfig) -> bool:

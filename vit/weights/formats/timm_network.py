@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, WeightsError
-from vit.model.patch_embed import ConvStem
 from vit.paths import user_cache
 from vit.text import join_names, printable
 from vit.weights.formats.infer_architecture import bias_table, infer_config
@@ -41,6 +40,7 @@ from vit.weights.formats.state_dict_names import (
     bias_table_side,
     check_fit,
     convert_timm,
+    from_naflex,
     meta_model,
     rename_timm,
     square_side,
@@ -48,7 +48,7 @@ from vit.weights.formats.state_dict_names import (
 
 MODULES = (
     *("vision_transformer", "deit", "eva", "beit"),
-    *("vision_transformer_relpos", "timm_conv_stem"),
+    *("vision_transformer_relpos", "timm_conv_stem", "naflexvit"),
 )
 """Modules of timm whose networks can be read, and our plug-in."""
 FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
@@ -68,6 +68,11 @@ SMALL_WIDTHS = ((128, 2), (48, 1))
 PROOF_BLOCKS, PROOF_CLASSES = 2, 10
 SMALL = 1e-3
 """Scale of noisy tokens: their variance is that of the epsilons, so another epsilon is seen."""
+ADDED = re.compile(
+    r"token|pos_embed|patch_embed\..*bias|norm_pre|(attn\.proj|fc2)\.(weight|bias)"
+    r"|embeds\.proj\.bias"
+)
+"""Tensors that add to the tokens, except for the projection of the patches."""
 TOLERANCE = 2e-5
 """Largest difference of outputs, relative to the largest output; real ones are below 2e-6."""
 
@@ -203,14 +208,12 @@ def is_supported(name: str) -> bool:
 @cache
 def _is_expressible(architecture: str, width: tuple[int, int]) -> bool:
     """As `is_supported`, proven on a small network."""
-    import timm
-
     sizes = {"depth": 1, "img_size": 32, "patch_size": 8, "embed_dim": width[0]}
     sizes["num_heads"] = width[1]
+    patches = {PATCH_WEIGHT: torch.empty(width[0], 3, 8, 8, device="meta")}
     try:
-        with torch.device("meta"):
-            model = timm.create_model(architecture, **sizes)
-        timm_facts(architecture, sizes, {}, model.state_dict())
+        model, _ = _build(architecture, sizes, {}, patches)
+        timm_facts(architecture, sizes, {}, from_naflex(model.state_dict()))
     except (WeightsError, *REFUSALS):
         return False
     return True
@@ -242,6 +245,9 @@ def _build(
     if patch is None:
         raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
     first = state.get(FIRST_CONVOLUTION, patch)
+    if timm.models.is_model_in_modules(base, ["naflexvit"]):
+        model_args = {key: value for key, value in model_args.items() if key != "img_size"}
+        about = {}  # it takes images of any size
     args["num_classes"] = 0 if head is None else len(head)
     args["in_chans"] = first.shape[1] if first.ndim == 4 else 3
     size = model_args.get("img_size") or (about.get("input_size") or (None,))[-1]
@@ -259,69 +265,88 @@ def _build(
 
 
 def _arguments() -> set[str]:
-    from timm.models import Beit, Eva, VisionTransformer, VisionTransformerRelPos
+    from timm.models import Beit, Eva, NaFlexVitCfg, VisionTransformer, VisionTransformerRelPos
 
-    kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos)
+    kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos, NaFlexVitCfg)
     known = {name for kind in kinds for name in inspect.signature(kind).parameters}
     return {*known, "base", *STEM_ARGUMENTS}
 
 
+def _patches(model: Any) -> tuple[int, int]:
+    """Side of a patch, and of the images, in pixels."""
+    if hasattr(model, "embeds"):  # NaFlexViT takes any image: that of its table
+        side, (rows, columns) = model.embeds.patch_size[0], model.embeds.pos_embed.shape[1:3]
+        sizes = (rows * side, columns * side)
+    else:
+        side, sizes = model.patch_embed.patch_size[0], model.patch_embed.img_size
+    if sizes[0] != sizes[1]:
+        raise WeightsError(
+            f"it has images of {sizes[0]} x {sizes[1]} pixels, and this network squares"
+        )
+    return side, sizes[0]
+
+
 def _image_size(model: Any, state: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
     """Image size that the position table belongs to, a multiple of the patch size, and notes."""
-    side, requested = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
-    whole = requested // side * side
-    table, patches = bias_table(state), 0
+    side, requested = _patches(model)
+    grid, own = requested // side, from_naflex(model.state_dict())
+    table, patches = bias_table(state), grid
     if table is not None:
         patches = bias_table_side(table, state[table], prefix=model.num_prefix_tokens > 0)
-    elif "pos_embed" in state and model.pos_embed is not None:
+    elif "pos_embed" in state and "pos_embed" in own:
         table, rows = "pos_embed", state["pos_embed"].shape[1]
-        prefix = model.pos_embed.shape[1] - model.patch_embed.num_patches
+        prefix = own["pos_embed"].shape[1] - grid**2
         patches = square_side(rows - prefix)
         if not patches:
             raise WeightsError(
                 f"pos_embed has {rows} rows, which are no square and the {prefix} that it has for "
                 "other tokens"
             )
-    size = patches * side or whole
+    size = patches * side
     if size == requested:
         return size, ()
-    if size == whole:
+    if patches == grid:
         return size, (f"image_size={size}: of {requested} pixels timm reads only whole patches",)
     return size, (f"image_size={size}, which {table} is for; {requested} is usual",)
 
 
 def unproven_config(model: Any, image_size: int) -> ModelConfig:
     """ModelConfig of timm's network, from its tensors and attributes."""
-    rows, columns = model.patch_embed.img_size
-    if rows != columns:
-        raise WeightsError(f"it has images of {rows} x {columns} pixels, and this network squares")
     if model.global_pool not in POOLINGS:
         raise WeightsError(f"global_pool={model.global_pool!r} is not supported")
-    state = rename_timm(model.state_dict())
-    config, _ = infer_config(state, {"image_size": image_size, **_attributes(model)})
-    own_size = model.patch_embed.img_size[0] // config.patch_size * config.patch_size
-    whole = replace(config, image_size=own_size)
-    check_fit(convert_timm(state, whole, _rotary_order(model))[0], meta_model(whole))
-    return config
+    state = rename_timm(from_naflex(model.state_dict()))
+    side, pixels = _patches(model)
+    known = {"image_size": pixels // side * side, **_attributes(model)}
+    config, _ = infer_config(state, known)
+    check_fit(convert_timm(state, config, _rotary_order(model))[0], meta_model(config))
+    return replace(config, image_size=image_size)
 
 
 def _attributes(model: Any) -> dict[str, Any]:
     """Settings that its tensors do not determine."""
     block = model.blocks[0]
     known: dict[str, Any] = {
-        "pooling": POOLINGS[model.global_pool],
+        "pooling": _pooling(model),
+        "norm_order": "res_post" if "Post" in type(block).__name__ else "pre",
         "num_heads": block.attn.num_heads,
         "norm_eps": float(block.norm1.eps),
         "activation": _activation(block.mlp),
         "layer_scale": _layer_scale(block),
-        **_position(model),
+        **(_rotary(model.rope) if getattr(model, "rope", None) is not None else {}),
     }
-    stem: Any = model.patch_embed
-    if isinstance(stem, ConvStem):  # of timm_conv_stem.py
-        convolutions: Any = stem.stem
-        known |= {"stem": "conv", "patch_size": stem.side, "channels": stem.channels}
-        known |= convolutions
+    stem: Any = getattr(model, "patch_embed", None)
+    if hasattr(stem, "stem"):  # of timm_conv_stem.py
+        known |= {"stem": "conv", "patch_size": stem.side, "channels": stem.channels, **stem.stem}
     return known
+
+
+def _pooling(model: Any) -> str:
+    pooling, heads = POOLINGS[model.global_pool], model.blocks[0].attn.num_heads
+    # timm's Eva has no choice, and pools all tokens
+    prefix = model.num_prefix_tokens and getattr(model, "pool_include_prefix", True)
+    if pooling == "attention" and (prefix or model.attn_pool.num_heads != heads):
+        return "attention_all"
+    return pooling
 
 
 def _activation(mlp: Any) -> str:
@@ -340,27 +365,14 @@ def _layer_scale(block: Any) -> float:
     return float(getattr(part, "init_values", None) or SMALL_SCALE)
 
 
-def _position(model: Any) -> dict[str, Any]:
-    if bias_table(model.state_dict()) is not None:
-        return {"position": "relative"}
-    rope, table = getattr(model, "rope", None), getattr(model, "pos_embed", None)
-    names = {(False, False): "none", (True, False): "learned"}
-    names |= {(False, True): "rotary", (True, True): "learned_rotary"}
-    settings: dict[str, Any] = {"position": names[table is not None, rope is not None]}
-    if table is not None and model.num_prefix_tokens:
-        registers = model.num_prefix_tokens > (model.cls_token is not None)
-        placed = table.shape[1] - model.patch_embed.num_patches
-        usual = 0 if registers else model.num_prefix_tokens
-        shown = {0: "none", model.num_prefix_tokens: "all"}.get(placed, "class_token")
-        settings["prefix_positions"] = "auto" if placed == usual else shown
-    return settings | (_rotary(rope) if rope is not None else {})
-
-
 def _rotary(rope: Any) -> dict[str, Any]:
+    if hasattr(rope, "freqs"):
+        return {"rotary_grid": "mixed"}
     centred = hasattr(rope, "periods")  # DINOv3's
     reference = None if centred else rope.ref_feat_shape
+    offset = "index_1" if rope.grid_offset == 1 else "index"
     return {
-        "rotary_grid": "centred" if centred else "index",
+        "rotary_grid": "centred" if centred else offset,
         "rotary_temperature": float(rope.temperature),
         "rotary_reference": reference[0] if reference else None,
     }
@@ -370,7 +382,7 @@ def _rotary_order(model: Any) -> RotaryOrder | None:
     rope: Any = getattr(model, "rope", None)
     if rope is None:
         return None
-    return RotaryOrder(not rope.rotate_half, rope.grid_indexing == "xy")
+    return RotaryOrder(not getattr(rope, "rotate_half", False), rope.grid_indexing == "xy")
 
 
 @torch.inference_mode()
@@ -385,14 +397,13 @@ def prove(name: str, args: Mapping[str, Any], facts: TimmFacts) -> None:
     theirs = timm.create_model(name.partition(".")[0], **{**args, **few}).eval()
     state = _noise(theirs.state_dict())
     theirs.load_state_dict(state)
-    pixels = theirs.patch_embed.img_size[0]
-    whole = pixels // facts.config.patch_size * facts.config.patch_size
+    side, pixels = _patches(theirs)
+    whole = pixels // side * side
     config = replace(facts.config, **few, image_size=whole)
     ours = meta_model(config)
-    ours.load_state_dict(
-        convert_timm(rename_timm(state), config, facts.rotary_order)[0], assign=True
-    )
-    images = SMALL * torch.randn(2, config.channels, pixels, pixels, generator=_generator())
+    renamed = rename_timm(from_naflex(state))
+    ours.load_state_dict(convert_timm(renamed, config, facts.rotary_order)[0], assign=True)
+    images = SMALL * torch.randn(1, config.channels, pixels, pixels, generator=_generator())
     expected = theirs(images)
     outputs = ours.eval()(images[..., :whole, :whole])
     difference = float((outputs - expected).abs().max() / expected.abs().max())
@@ -408,19 +419,16 @@ def _generator() -> torch.Generator:
 
 
 def _noise(state: Mapping[str, Tensor]) -> State:
-    """Random tensors of the shapes in `state`: small tokens, large norms, matrices in between."""
+    """Random tensors of the shapes in `state`, so small where they are added to the tokens."""
     generator = _generator()
     noise: State = {}
     for name, tensor in sorted(state.items()):
         drawn = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim < 2 and name.endswith(("weight", "gamma_1", "gamma_2", "gamma")):
-            noise[name] = (1 + 0.3 * drawn) * (SMALL if name.startswith("norm_pre") else 1)
-        elif name.endswith("running_var"):
-            noise[name] = 1 + drawn.square()
+        if name.endswith("running_var"):
+            drawn = drawn.square().add_(1)
         elif tensor.ndim > 1 and name.endswith("weight"):
-            fan_in = tensor[0].numel()
-            tokens = name.endswith((".proj.weight", "fc2.weight")) and "patch_embed" not in name
-            noise[name] = drawn * fan_in**-0.5 * (SMALL if tokens else 1)
-        else:
-            noise[name] = SMALL * drawn
+            drawn *= tensor[0].numel() ** -0.5
+        elif name.endswith(("weight", "gamma", "gamma_1", "gamma_2")):
+            drawn = 1 + 0.3 * drawn
+        noise[name] = drawn * (SMALL if ADDED.search(name) else 1)
     return noise

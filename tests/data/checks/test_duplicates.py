@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance
 
-from vit.data.checks import near_duplicates
+from vit.data.checks import duplicates
+from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import downscaled, encode_thumbnail
-from vit.data.checks.near_duplicates import find_near_duplicates
 
 
 def scene(seed: int, width: int = 96, height: int = 72) -> Image.Image:
@@ -60,14 +60,14 @@ def test_known_images_are_not_compared_with_each_other(monkeypatch):
     shown += bright  # of two known ones, and of a known and a new one
     sides = [72] * len(shown)
     compared = []
-    search = near_duplicates._similar_in_block
+    search = duplicates._similar_in_block
 
     def counted(rows, top, left, table, window):
         compared.append(len(rows) * len(table))
         return search(rows, top, left, table, window)
 
-    monkeypatch.setattr(near_duplicates, "ROWS", 8)
-    monkeypatch.setattr(near_duplicates, "_similar_in_block", counted)
+    monkeypatch.setattr(duplicates, "ROWS", 8)
+    monkeypatch.setattr(duplicates, "_similar_in_block", counted)
     assert {pair[:2] for pair in find_near_duplicates(shown, sides)} == {(1, 69), (65, 70)}
     whole = sum(compared)
     compared.clear()
@@ -108,19 +108,19 @@ def test_images_without_details_are_not_compared():
 
 def test_candidates_among_many_similar_images_are_bounded_to_the_nearest(monkeypatch):
     tables = [torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)]
-    row, column, window = near_duplicates._search_rows(tables, 0, 64)
+    row, column, window = duplicates._search_rows(tables, 0, 64)
     similar = tables[0] @ tables[0].T
     similar.fill_diagonal_(-2)
-    expected = similar.topk(near_duplicates.NEAREST, dim=1).indices.sort(dim=1).values
+    expected = similar.topk(duplicates.NEAREST, dim=1).indices.sort(dim=1).values
     assert not window.any()
-    assert row.bincount().tolist() == [near_duplicates.NEAREST] * 64
+    assert row.bincount().tolist() == [duplicates.NEAREST] * 64
     assert torch.equal(column.view(64, -1).sort(dim=1).values, expected)
 
 
 def test_candidates_among_few_similar_images_are_all_found():
     tables = [torch.nn.functional.normalize(torch.randn(64, 40), dim=1) for _ in range(2)]
     tables[1][9] = tables[0][40]
-    row, column, window = near_duplicates._search_rows(tables, 0, 64)
+    row, column, window = duplicates._search_rows(tables, 0, 64)
     assert (row.tolist(), column.tolist(), window.tolist()) == ([40], [9], [1])
 
 

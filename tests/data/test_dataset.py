@@ -6,9 +6,15 @@ import torch
 from PIL import Image
 
 from vit.data.checks.unreadable_images import exclude_images
-from vit.data.dataset import ConstantTransform, ImageDataset
-from vit.data.dataset_types import NO_LABEL, Sample, Splits
-from vit.data.multilabel_targets import MultiHot, has_multilabel, labels_of, to_multilabel
+from vit.data.dataset import ConstantTransform, ImageDataset, MultiHot
+from vit.data.dataset_types import (
+    NO_LABEL,
+    Sample,
+    Splits,
+    has_multilabel,
+    labels_of,
+    to_multilabel,
+)
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage
