@@ -14,22 +14,13 @@ from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
-    *(
-        "vit.config",
-        "vit.cpu_cores",
-        "vit.errors",
-        "vit.event_log",
-        "vit.file_lock",
-        "vit.json_values",
-    ),
-    *(
-        "vit.memory_allocator",
-        "vit.paths",
-        "vit.quick_imports",
-        "vit.score_calibration",
-        "vit.stop_signals",
-    ),
-    *("vit.text", "vit.version"),
+    f"vit.{name}"
+    for name in (
+        *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log", "file_lock"),
+        "json_values",
+        *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
+        *("text", "version"),
+    )
 }
 LEVEL_1 = {
     *("vit.model", "vit.precision"),
@@ -39,10 +30,7 @@ LEVEL_2 = {
     *("vit.weights", "vit.weights.formats", "vit.evaluation", "vit.tasks"),
     *("vit.generation", "vit.exported", "vit.output"),
 }
-TRAINING = {
-    f"vit.training.{name}"
-    for name in ("autotune", "checkpoint", "distributed", "finetune", "logging")
-}
+TRAINING = {f"vit.training.{name}" for name in ("checkpoint", "distributed", "finetune", "logging")}
 LEVEL_3 = {"vit.training", *TRAINING, "vit.inference", "vit.export", "vit.serving"}
 NUMERIC = {"torch", "numpy"}
 
@@ -50,6 +38,8 @@ NUMERIC = {"torch", "numpy"}
 # A sub-package has a rule of its own: it is no part of the package around it. A rule may name a
 # single module of another package.
 ALLOWED = {
+    "vit.atomic_files": {"vit.errors", "vit.text"},
+    "vit.benchmark": set(),
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
     "vit.event_log": {"vit.text"},
@@ -106,13 +96,6 @@ ALLOWED = {
         *NUMERIC, "accelerate", *LEVEL_0, *LEVEL_1, *LEVEL_2,
         *("vit.training.distributed", "vit.training.finetune", "vit.training.logging"),
         *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
-    },
-    "vit.training.autotune": {
-        *NUMERIC, "accelerate", "psutil", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
-        *("vit.training.distributed", "vit.training.logging"),
-        *("vit.training.batch_norm_statistics", "vit.training.compilation"),
-        *("vit.training.lr_schedule", "vit.training.setup", "vit.training.training_loaders"),
-        *("vit.training.training_loop", "vit.training.training_state"),
     },
     "vit.training": {
         *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
@@ -298,6 +281,31 @@ def test_only_tasks_config_and_commands_compare_the_name_of_a_task():
                 compared.append(file.relative_to(ROOT / "vit").as_posix())
     assert any(name.startswith("config/") for name in compared), "the search finds none at all"
     assert not [name for name in compared if not name.startswith(exempt)]
+
+
+def test_one_module_renames_finished_files():
+    """The others use its writers; sorted images must not replace a file, which no rename checks."""
+    renaming = set()
+    for file in sorted((ROOT / "vit").rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match call:
+                case ast.Call(ast.Attribute(ast.Name("os"), "replace" | "rename")) | ast.Call(
+                    ast.Attribute(_, "replace" | "rename"), [_], []
+                ):
+                    renaming.add(file.relative_to(ROOT / "vit").as_posix())
+    assert renaming == {"atomic_files.py", "output/sort_into_folders.py"}
+
+
+def test_one_module_times_networks():
+    """The others show progress or choose how to decode; deadlines are by time.monotonic."""
+    timing = {
+        file.relative_to(ROOT / "vit").as_posix()
+        for file in (ROOT / "vit").rglob("*.py")
+        if "perf_counter" in file.read_text(encoding="utf-8")
+    }
+    progress = {"training/logging/training_progress.py", "training/training_loop.py"}
+    decoding = {"data/image_cache.py", "data/checks/unreadable_images.py"}
+    assert timing == {"benchmark.py", *progress, *decoding}
 
 
 def test_a_block_has_no_ifs():

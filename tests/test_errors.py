@@ -1,26 +1,10 @@
-"""Names are safe to print, and errors survive the way from a loader process."""
+"""Errors survive the way from a loader process, and each has a text."""
 
 import pickle
 
 import pytest
 
 from vit.errors import BadImage, error_text
-from vit.text import printable
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("cat.jpg", "cat.jpg"),
-        ("mèo 猫.jpg", "mèo 猫.jpg"),
-        ("a\x1b[31mb", "a\\x1b[31mb"),
-        ("a\rb\nc", "a\\rb\\nc"),
-        ("a\u202eb", "a\\u202eb"),
-        (b"a\xff.jpg", "a\\udcff.jpg"),
-    ],
-)
-def test_printable(name, shown):
-    assert printable(name) == shown
 
 
 def test_a_bad_image_survives_pickling():

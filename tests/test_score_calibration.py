@@ -112,11 +112,11 @@ def test_a_set_ends_before_the_level_is_exceeded():
     calibration = ScoreCalibration.from_dict(WHOLE)
     scores = [0.5, 0.3, 0.15, 0.05]
     assert calibration.set_level(0.8) == 0.5
-    assert calibration.set_size(scores, 0.8) == 2
-    assert calibration.set_size(scores, 0.79) == 1  # nothing before the first class
-    assert calibration.set_size([1.0, 0.0, 0.0], 0.9) == 1
+    assert calibration.prediction_set(range(4), scores, 0.8) == [0, 1]
+    assert calibration.prediction_set(range(4), scores, 0.79) == [0]  # nothing before the first
+    assert calibration.prediction_set(range(3), [1.0, 0.0, 0.0], 0.9) == [0]
     assert calibration.set_level(0.805) == calibration.set_level(0.81)  # the next higher coverage
-    assert calibration.set_size(scores, 0.999) == 4
+    assert calibration.prediction_set((3, 1, 0, 2), scores, 0.999) == [3, 1, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def test_printable_text_is_returned_as_it_is_and_any_other_character_is_escaped(
     shown = {c for c in map(chr, range(sys.maxunicode + 1)) if printable(c) == c}
     safe = {c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] != "C"}
     assert shown == (safe | {"\u200c", "\u200d"}) - {"\u2028", "\u2029"}
+    assert printable("a\x1b[31m\r\u202eb") == "a\\x1b[31m\\r\\u202eb"
+    assert printable(b"a\xff.jpg") == "a\\udcff.jpg"
     monkeypatch.setattr(text, "_escape", None)  # which costs most of the time of long lists
     assert printable("caf\u00e9/\u732b 1.jpg") == "caf\u00e9/\u732b 1.jpg"
 

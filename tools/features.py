@@ -106,7 +106,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Fine-tune, probe, LoRA, new classes",
-        "training/finetune config/finetune_config evaluation/class_increment",
+        "training/finetune config/finetune_config ",
         *("train", LABELS, DATA, "torch"),
         tests="training/finetune",
     ),
@@ -131,7 +131,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Cross-validate",
-        "training/cross_validation inference/fold_soup inference/out_of_fold",
+        "training/cross_validation ",
         *("train", CLASSES, "folder list", "torch"),
     ),
     Capability(
@@ -142,7 +142,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Several processes and GPUs",
-        "training/distributed training/batch_norm_statistics commands/launcher "
+        "training/distributed training/batch_norm_statistics "
         "inference/process_group",
         *("train pretrain predict", TASKS, DATA, "torch"),
         tests="training/distributed commands/test_predict_processes training/children",
@@ -181,7 +181,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Tar shards, local and remote",
-        "data/sources/tar_shards data/sources/remote_shards data/archives",
+        "data/sources/tar_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
@@ -214,7 +214,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Suggest images to label",
-        "inference/suggest inference/active_learning output/review_list commands/suggest_command",
+        "inference/suggest commands/suggest_command",
         *("suggest", TASKS, "folder list", "torch"),
     ),
     Capability(
@@ -226,7 +226,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Predict and serve on a cluster (Ray)",
-        "inference/ray_inference inference/remote_files serving/ray_deployment",
+        "inference/ray_inference serving/ray_deployment",
         *("predict serve", LABELS, "list", "torch onnx openvino"),
         "inference/ray_child",
     ),
@@ -236,7 +236,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Explain predictions",
-        "inference/attribution inference/attribution_plot inference/deletion_metric",
+        "inference/attribution inference/attribution_plot ",
         *("predict", LABELS, "folder list", "torch"),
     ),
     Capability(
@@ -329,7 +329,6 @@ CAPABILITIES: Sequence[Capability] = (
         "8 bits and half precision",
         "export/quantization export/float16",
         *("export", CLASSES, DATA, FILES),
-        "export/test_gptq",
     ),
     Capability(
         "OpenVINO", "export/export_openvino exported/openvino_session", "export predict serve",
@@ -342,9 +341,9 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors text paths precision cpu_cores memory_allocator "
-        "quick_imports commands config/parser config/merge_settings config/config_section "
-        "config/stored_config",
+        "__init__ __main__ version errors json_values text paths precision cpu_cores "
+        "memory_allocator quick_imports commands config/parser config/merge_settings "
+        "config/config_section config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),
     Capability(
@@ -467,4 +466,7 @@ def page(root: Path) -> str:
 
 
 if __name__ == "__main__":
+    unowned = [f"{path} has no capability" for path, name in owners(ROOT).items() if not name]
+    if wrong := stale_names(ROOT) + unowned:
+        raise SystemExit("\n".join(["correct CAPABILITIES in tools/features.py:", *wrong]))
     PAGE.write_text(page(ROOT), encoding="utf-8")

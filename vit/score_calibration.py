@@ -15,6 +15,7 @@ classes does not change, so the answers stay the same.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import takewhile
 from typing import Any
 
 from vit.errors import ConfigError
@@ -103,27 +104,15 @@ class ScoreCalibration:
         """Classes in the prediction set of an image, the most probable first.
 
         It is never empty, except of a multi-label network, whose image may have no class.
-
-        Args:
-            probabilities: Theirs, in this order.
         """
-        levels = self.class_levels(coverage)
-        if levels is None:
-            return list(order[: self.set_size(probabilities, coverage)])
         scores = zip(order, self.inclusion_scores(probabilities), strict=True)
-        return [
-            index
-            for index, score in scores
-            if (level := levels[index]) is None or score <= level + ROUNDING
-        ]
-
-    def set_size(self, probabilities: Sequence[float], coverage: float) -> int:
-        """Number of classes in a prediction set that covers all classes together."""
+        place = coverage_place(coverage)
+        if place is not None and place < len(self.class_set_levels):
+            levels = self.class_set_levels[place]
+            if levels is not None:  # the sets cover each class on its own
+                return [index for index, score in scores if is_within(score, levels[index])]
         level = self.set_level(coverage)
-        if level is None:
-            return len(probabilities)
-        scores = enumerate(self.inclusion_scores(probabilities))
-        return next((n for n, score in scores if score > level + ROUNDING), len(probabilities))
+        return [index for index, _ in takewhile(lambda pair: is_within(pair[1], level), scores)]
 
     def inclusion_scores(self, probabilities: Iterable[float]) -> Iterator[float]:
         """Score of each class, which rises; of `probabilities`, the highest first.
@@ -144,12 +133,6 @@ class ScoreCalibration:
         place = coverage_place(coverage)
         return None if self.set_levels is None or place is None else self.set_levels[place]
 
-    def class_levels(self, coverage: float) -> tuple[float | None, ...] | None:
-        """The same for each class on its own; None if the sets cover all classes together."""
-        place = coverage_place(coverage)
-        covered = place is not None and place < len(self.class_set_levels)
-        return self.class_set_levels[place] if covered and place is not None else None
-
     def select(
         self,
         classes: Sequence[str],
@@ -161,11 +144,7 @@ class ScoreCalibration:
         reject: bool = False,
         sets: float | None = None,
     ) -> dict[str, Any]:
-        """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set.
-
-        Args:
-            reject: Whether answers may be unknown.
-        """
+        """Fields of a Prediction: the reason if its answer is `unknown`, and its prediction set."""
         found: dict[str, Any] = {}
         if reject:
             confidence, answer = probabilities[0], classes[order[0]]
@@ -268,6 +247,11 @@ def check_decisions(
             f"reject with threshold={threshold:g}: what is right was measured at the thresholds of "
             "the network's classes; leave one of the two out"
         )
+
+
+def is_within(score: float, level: float | None) -> bool:
+    """Whether a class of this score is in a set of this level."""
+    return level is None or score <= level + ROUNDING
 
 
 def coverage_place(coverage: float) -> int | None:

@@ -4,46 +4,19 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
+from tests.inference.captioners import save_captioner
 from vit.commands.main import main
-from vit.config import AugmentConfig, Config, DecoderConfig, ModelConfig, TrainingConfig
-from vit.data.captions.tokenizer import train_tokenizer
-from vit.data.preprocessing import Preprocessing
 from vit.export import export_formats, verification
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.predictor import Predictor
-from vit.model.build import build_captioner
-from vit.weights.saved_model import save_model
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder of the smallest captioner."""
-    tokenizer = train_tokenizer(["a cat", "a cat", "a dog", "a dog"])
-    settings = ModelConfig(
-        image_size=8, patch_size=4, dim=16, depth=1, num_heads=2, num_classes=0, pooling="none"
-    )
-    decoder = DecoderConfig(decoder_depth=1, caption_tokens=6, vocab_size=tokenizer.size)
-    config = Config(
-        training=TrainingConfig(task="caption"),
-        augment=AugmentConfig(mixup=0.0, cutmix=0.0),
-        model=settings,
-        decoder=decoder,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = build_captioner(settings, decoder).eval()
-    save_model(
-        folder := tmp_path_factory.mktemp("run"),
-        model,
-        config=config,
-        classes=(),
-        preprocessing=Preprocessing(image_size=(8, 8)),
-        tokenizer=tokenizer,
-    )
-    return folder
+    """A run folder of a captioner."""
+    return save_captioner(tmp_path_factory.mktemp("run"))
 
 
 def export(*words):
@@ -122,40 +95,25 @@ def test_a_classifier_becomes_one_verified_file(tiny_run, tmp_path, capsys, tiny
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("name", "flags", "message"),
     [
-        ("--tokens", "tokens=True: a captioner is exported in fp32 with its usual outputs"),
-        ("--opset 20", "opset=20: a captioner is exported in fp32 with its usual outputs"),
-        ("--precision fp16", "precision='fp16': a captioner is exported in fp32"),
-        ("--to torch", "writes captions, and becomes onnx alone"),
-        ("--max-drop 0.1", "max_drop=0.1: nothing is measured without validation data"),
+        ("a.onnx", "--tokens", "tokens=True: a captioner is exported in fp32 with its usual"),
+        ("a.onnx", "--opset 20", "opset=20: a captioner is exported in fp32 with its usual"),
+        ("a.onnx", "--precision fp16", "precision='fp16': a captioner is exported in fp32"),
+        ("a.onnx", "--max-drop 0.1", "max_drop=0.1: nothing is measured without validation data"),
+        ("a.pt2", "", "to='torch': RUN writes captions, and becomes onnx alone"),
+        ("a.xml", "", "to='openvino': RUN writes captions, and becomes onnx alone"),
+        ("a.pt2", "--to torch", "writes captions, and becomes onnx alone"),
+        ("a.pt", "", "a.pt: name it .onnx, such as a.onnx"),
+        ("none/a.onnx", "", "there is no folder"),
+        ("folder.onnx", "--overwrite", "is no ordinary file"),
     ],
 )
-def test_options_of_classifiers_are_refused_for_a_captioner(run, tmp_path, capsys, flags, message):
-    out = tmp_path / ("a.pt2" if "torch" in flags else "a.onnx")
-    assert export(run, "--out", out, *flags.split()) == 2
-    assert message in said(capsys)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.pt", "a.pt: name it .onnx, such as a.onnx"),
-        ("none/a.onnx", "there is no folder"),
-        ("folder.onnx", "is no ordinary file"),
-    ],
-)
-def test_output_paths_are_checked_before_the_export(run, tmp_path, capsys, name, message):
+def test_impossible_exports_are_refused_in_one_line(run, tmp_path, capsys, name, flags, message):
     (tmp_path / "folder.onnx").mkdir()
-    assert export(run, "--out", tmp_path / name, "--overwrite") == 2
-    assert message in said(capsys)
-
-
-@pytest.mark.parametrize("name", ["a.pt2", "a.xml"])
-def test_the_suffix_of_the_file_selects_the_format(run, tmp_path, capsys, name):
-    assert export(run, "--out", tmp_path / name) == 2
-    assert "writes captions, and becomes onnx alone" in said(capsys)
+    assert export(run, "--out", tmp_path / name, *flags.split()) == 2
+    assert message.replace("RUN", str(run)) in said(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.onnx"]
 
 
 def test_a_missing_run_is_a_one_line_error(tmp_path, capsys):

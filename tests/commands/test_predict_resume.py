@@ -415,7 +415,8 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name(
     fsync, replace = os.fsync, Path.replace
 
     def record_fsync(handle):
-        events.append(os.readlink(f"/proc/self/fd/{handle}").split("/")[-1])
+        if (path := Path(os.readlink(f"/proc/self/fd/{handle}"))).is_file():
+            events.append(path.name)
         fsync(handle)
 
     def record_replace(path, target):

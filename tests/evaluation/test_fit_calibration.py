@@ -27,7 +27,7 @@ def coverage_and_size(draws: int, share: float) -> tuple[float, float]:
         covered += float((scores[200:] <= level).double().mean()) / draws
         calibration = make_calibration([level] * len(COVERAGES))
         ordered = probabilities[200].sort(descending=True).values.tolist()
-        sizes += calibration.set_size(ordered, share) / draws
+        sizes += len(calibration.prediction_set(range(8), ordered, share)) / draws
     return covered, sizes
 
 
@@ -87,8 +87,8 @@ def test_a_set_has_the_true_class_if_its_score_is_at_most_the_level():
         level = calibration.set_level(share)
         for row, label, score in zip(probabilities, labels, scores.tolist(), strict=True):
             ordered, order = row.sort(descending=True, stable=True)
-            named = order[: calibration.set_size(ordered.tolist(), share)]
-            assert bool((named == label).any()) == (score <= level)
+            named = calibration.prediction_set(order.tolist(), ordered.tolist(), share)
+            assert (int(label) in named) == (score <= level)
 
 
 def test_the_score_is_the_papers():
@@ -104,7 +104,8 @@ def test_few_images_allow_only_the_set_of_all_classes():
         pytest.approx(0.3),
         None,
     ]
-    assert make_calibration([None] * len(COVERAGES)).set_size([0.9, 0.06, 0.04], 0.9) == 3
+    every = make_calibration([None] * len(COVERAGES))
+    assert every.prediction_set(range(3), [0.9, 0.06, 0.04], 0.9) == [0, 1, 2]
 
 
 def test_sets_by_class_cover_each_class_on_its_own():

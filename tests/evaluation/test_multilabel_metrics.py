@@ -132,10 +132,9 @@ def test_a_sure_and_wrong_answer_has_a_finite_loss():
     assert math.isfinite(summarize_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])
 
 
-@pytest.mark.parametrize("scores", [torch.full((1, 2), math.nan), torch.zeros(0, 2)])
-def test_what_cannot_be_scored_is_refused(scores):
-    with pytest.raises(ValueError, match=r"finite|at least one"):
-        summarize_multilabel(scores, torch.zeros(len(scores), 2), "ab", (0.5, 0.5))
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="finite"):
+        summarize_multilabel(torch.full((1, 2), math.nan), torch.zeros(1, 2), "ab", (0.5, 0.5))
 
 
 def test_no_other_threshold_has_a_higher_f1(drawn):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from vit.evaluation.intervals import number_groups, share_interval
 from vit.generation.generation_config import Search
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
-from vit.tasks.captioning import score_notes
+from vit.tasks.captioning import CaptionEvaluation
 from vit.training.train import train
 from vit.weights.saved_model import load_run
 
@@ -213,7 +214,7 @@ def test_a_decoder_that_ignores_the_images_gives_a_warning(run, data):
 )
 def test_the_warning_depends_on_a_margin_of_one_percent(count, shuffled, exact, warned):
     scores = {"count": count, "loss": 2.0, "loss_shuffled": shuffled, "exact": exact}
-    assert len(score_notes(scores, 0)) == warned
+    assert len(CaptionEvaluation.notes(SimpleNamespace(unended=0), scores)) == warned
 
 
 @pytest.mark.auto_precision

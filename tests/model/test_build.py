@@ -259,6 +259,17 @@ def test_the_mlp_of_attention_pooling_has_the_activation_beside_swiglu():
     assert isinstance(model.attn_pool.mlp.act, nn.ReLU)
 
 
+def test_reset_classifier_initialises_the_head_to_zeros():
+    model = create_model("vit_tiny_patch16_224", depth=1, image_size=32).bfloat16()
+    model.reset_classifier(5)
+    assert model.num_classes == 5
+    assert model.head.weight.dtype == torch.bfloat16
+    assert not model.head.weight.any()
+    model.reset_classifier(0)
+    assert model.num_classes == 0
+    assert model(torch.zeros(1, 3, 32, 32).bfloat16()).shape == (1, 192)
+
+
 @pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
 def test_gradients_of_every_option_equal_finite_differences(options):
     """Along random directions of images and all parameters, against differences in float64."""

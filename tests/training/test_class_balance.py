@@ -23,7 +23,7 @@ from vit.tasks.losses import (
 )
 from vit.training.finetune.finetuning import check_unused_settings
 from vit.training.train import train
-from vit.weights.model_card import best_event
+from vit.weights.convert import best_event
 
 LABELS = torch.tensor([0] * 12 + [1] * 3 + [3] * 6)
 COUNTS = torch.bincount(LABELS, minlength=4)

@@ -245,7 +245,7 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
         f"{mean['loss']:.4f}",
     ]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    (tmp_path / "fold-1/rows.jsonl").unlink()  # as after an earlier version
+    (tmp_path / "fold-1/rows.jsonl").unlink()  # a kill after its training
     assert main(["train", "--resume", "--out", out]) == 0
     again = capsys.readouterr()
     assert again.out == printed

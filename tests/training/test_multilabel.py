@@ -25,13 +25,14 @@ from vit.evaluation.multilabel_metrics import choose_thresholds, f1_scores
 from vit.evaluation.runs_table import read_run
 from vit.inference.evaluate import evaluate
 from vit.score_calibration import COVERAGES
+from vit.tasks.finished_run import ValidationLogits
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.multilabel import MultiLabel
-from vit.tasks.task import ValidationLogits, calibrated_activation
+from vit.tasks.task import calibrated_activation
 from vit.training.train import train
 from vit.training.tune import tune
 from vit.weights import saved_model
-from vit.weights.model_card import best_event, describe_score
+from vit.weights.convert import best_event, describe_score
 from vit.weights.saved_model import load_run
 
 TINY = {

@@ -30,7 +30,7 @@ from vit.training.data_setup import open_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.final_report import report
 from vit.training.plan import plan_training
-from vit.training.teacher import NetworkTeacher, with_teacher
+from vit.training.teacher import with_teacher
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.safetensors_io import read_tensors, write_tensors
@@ -74,14 +74,19 @@ def student(tiny_config, teacher, cache):
 def asked() -> Iterator[list[int]]:
     """The number of images of each forward pass of a teacher, so far."""
     counts: list[int] = []
-    probabilities = NetworkTeacher.probabilities
+    original = teachers.network_teacher
 
-    def counted(self, images):
-        counts.append(len(images))
-        return probabilities(self, images)
+    def counting(*given):
+        found = original(*given)
+
+        def counted(images):
+            counts.append(len(images))
+            return found.probabilities(images)
+
+        return dataclasses.replace(found, probabilities=counted)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(NetworkTeacher, "probabilities", counted)
+        patched.setattr(teachers, "network_teacher", counting)
         yield counts
 
 

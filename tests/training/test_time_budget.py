@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from vit.config import Config, DataConfig, ModelConfig, TrainingConfig
-from vit.config.parser import with_settings
+from vit import benchmark
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
-from vit.training.autotune import time_lower_bound
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.train import train
-from vit.training.training_loop import patch_size_at
 from vit.training.training_state import Step
 from vit.training.validation import Validation
 
@@ -67,7 +64,8 @@ def clock(monkeypatch):
     clock = Clock()
     for name, value in {"SAVE": 0.0, "DISK": float("inf"), "REPORT": 0.0}.items():
         monkeypatch.setattr(time_budget, name, value)
-    monkeypatch.setattr(time_budget, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    for module in (time_budget, benchmark):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(time_budget, "train_one_step", clock.train_one_step)
     monkeypatch.setattr(time_budget, "validate", clock.validate)
     return clock
@@ -149,46 +147,6 @@ def test_images_that_grow_cost_less_at_first(clock, fit):
     assert full.training.steps < steps
 
 
-def test_graphs_of_all_sizes_are_compiled_before_steps_are_planned(clock, fit):
-    _, said, fitted = fit(100.0, time="10m", compile=True, **GROWING)
-    assert {*clock.steps} == {*range(8, 36, 4)}  # in the run, none of these compiles again
-    spent, costs = clock.now - 100, fit_costs(said)
-    assert spent > 7 * COMPILING
-    assert costs == (STEP, VALIDATION)
-    assert fitted.training.steps > (600 - spent - COMPILING) / STEP  # none is set aside again
-
-
-def test_graphs_of_all_patch_sizes_are_compiled_before_steps_are_planned(clock, fit, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(
-        time_budget,
-        "make_steps",
-        lambda run, _, numbers: compiled.extend(patch_size_at(run.config, n) for n in numbers),
-    )
-    sizes = (4, 8, 16)
-    fit(100.0, time="10m", compile=True, image_size=32, patch_size=32, patch_sizes=sizes)
-    assert {*compiled} == {*sizes, 32}
-
-
-def test_the_validation_of_captions_is_measured_whole_after_compiling(monkeypatch):
-    asked = []
-    training = TrainingConfig(
-        task="caption", caption_samples=800, start_image_size=8, growth_epochs=1
-    )
-    config = Config(data=DataConfig(data="x"), training=training, model=ModelConfig(**SIZES))
-
-    def time_validation(run, *_):
-        asked.append(run.config.training.caption_samples)
-        run.config = with_settings(run.config, caption_samples=10)
-
-    monkeypatch.setattr(time_budget, "time_validation", time_validation)
-    monkeypatch.setattr(time_budget, "make_steps", lambda *_: None)
-    run = SimpleNamespace(config=config, step=0)
-    time_budget.compile_sizes(run, SimpleNamespace(train=(), val=()), SimpleNamespace(lap=int))
-    assert asked == [800]
-    assert run.config == config
-
-
 def test_the_last_whole_epoch_has_images_of_full_size(clock, fit):
     config, _, _ = fit(clock.now, time="5m", **GROWING)
     sides = [image_side(time_budget.with_growth(config, 4.3), epoch, 5) for epoch in range(5)]
@@ -254,9 +212,7 @@ def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
         clock.now += clock.validation
         return real(*given)
 
-    for module in (trainer, time_lower_bound):
-        now = SimpleNamespace(perf_counter=clock, monotonic=clock)
-        monkeypatch.setattr(module, "time", now)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(training_loop, "train_one_step", train_one_step)
     monkeypatch.setattr(trainer, "validate", validate)
     config = tiny_config(warmup_epochs=None, time=f"{seconds}s", schedule="wsd")

@@ -6,11 +6,11 @@ import dataclasses
 import re
 import typing
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vit.commands.command_parser import SETTING
-from vit.config import SourceConfig
-from vit.config.inference_config import InferenceConfig, settings_of, split_settings
+from vit.config import Section, SourceConfig
+from vit.config.inference_config import InferenceConfig, check_together, settings_of, split_settings
 from vit.config.parser import Setting, all_settings, choices_of
 from vit.config.presets import preset
 from vit.errors import ConfigError
@@ -19,6 +19,7 @@ from vit.generation.generation_config import Search
 if TYPE_CHECKING:
     from vit.data.sources.dataset_spec import DatasetSpec
 
+T = TypeVar("T", bound=Section)
 SEARCH_FLAGS = {"top_k": "sample_top_k"}  # --top-k is that of classes
 """Field of vit.generation.generation_config.Search -> its flag, where they differ."""
 
@@ -92,6 +93,13 @@ def checked_settings(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
     checked = {name: checked[name] for name in given}
     search = search_from_args(args)
     return checked if search is None else {**checked, "search": search}
+
+
+def options_of(args: argparse.Namespace, kind: type[T]) -> T:
+    """The options of a command, a dataclass, from the flags of its fields."""
+    options: T = split_settings(checked_settings(args, kind), "this command", kind)[0]
+    check_together(options)
+    return options
 
 
 def count(word: str) -> int:

@@ -1,10 +1,32 @@
 """`vit convert`: any source of weights becomes a folder that another library opens."""
 
 import argparse
+from dataclasses import dataclass
 
-from vit.commands.command_options import count
+from vit.commands.command_options import add_fields, options_of
 from vit.commands.command_output import notify
+from vit.config.config_section import Section
 from vit.text import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Options of `vit convert`."""
+
+    overwrite: bool = False
+    """Replace FOLDER where it exists."""
+    merge_tokens: int | None = None
+    """0 leaves out the merging that SOURCE was trained with, which no other library has."""
+    image: str | None = None
+    """Image on which both libraries are compared (default: the sheet of digits)."""
+    push: str | None = None
+    """OWNER/NAME: upload FOLDER to the Hugging Face hub as well."""
+    private: bool = False
+    """Make a new repository of --push private."""
+
+    def __post_init__(self) -> None:
+        if self.merge_tokens is not None:
+            self.check_at_least(0, "merge_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,40 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", required=True, choices=["timm", "huggingface"], help="whose folder it becomes"
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace FOLDER where it exists")
-    parser.add_argument(
-        "--merge-tokens",
-        type=count,
-        metavar="N",
-        help="0 leaves out the merging that SOURCE was trained with, which no other library has",
-    )
-    parser.add_argument(
-        "--image",
-        metavar="FILE",
-        help="image on which both libraries are compared (default: the sheet of digits)",
-    )
-    parser.add_argument(
-        "--push", metavar="OWNER/NAME", help="upload FOLDER to the Hugging Face hub as well"
-    )
-    parser.add_argument(
-        "--private", action="store_true", help="make a new repository of --push private"
-    )
+    add_fields(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
+    options = options_of(args, Options)
+
     from vit.weights.convert import convert_model
 
-    url = convert_model(
-        args.source,
-        args.to,
-        args.out,
-        overwrite=args.overwrite,
-        merge_tokens=args.merge_tokens,
-        image=args.image,
-        push=args.push,
-        private=args.private,
-        notify=notify,
-    )
+    url = convert_model(args.source, args.to, args.out, notify=notify, **vars(options))
     print(f"written: {printable(args.out)}")
     if url is not None:
         print(f"pushed: {url}")

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import write_text
 from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
 from vit.config.data_config import RANDAUGMENT
 from vit.config.parser import flatten, make_config, read_stored_settings
@@ -80,9 +81,7 @@ def write_paths(folder: Path, config: Config) -> None:
                 (folder / LISTS).mkdir(exist_ok=True)
                 (folder / copy).write_bytes(content)
                 record[name] |= {"copy": copy, "sha256": hashlib.sha256(content).hexdigest()}
-    beside = folder / f".{PATHS_FILE}.tmp"
-    beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    beside.replace(folder / PATHS_FILE)
+    write_text(folder / PATHS_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def located(

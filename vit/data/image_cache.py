@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from vit.atomic_files import rename_file
 from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError
 from vit.file_lock import lock_file, locked
@@ -230,12 +231,7 @@ class _Builder:
 
     def build(self, advance: Callable[[int], object]) -> ImageCache:
         """Build the cache, after `reserve_space`; an OSError if it cannot be written."""
-        try:
-            return ImageCache(self.file, self._write_file(advance))
-        except FileNotFoundError:
-            raise DataError(
-                f"{printable(self.file)} was deleted while it was built; start again"
-            ) from None
+        return ImageCache(self.file, self._write_file(advance))
 
     def _write_file(self, advance: Callable[[int], object]) -> Index:
         """Decode all images into the file, which gets its name when it is complete."""
@@ -260,7 +256,7 @@ class _Builder:
                 output.write(header_of(body) + body)
                 output.flush()
                 os.fsync(output.fileno())
-            unfinished.replace(self.file)
+            rename_file(unfinished, self.file)
         finally:
             unfinished.unlink(missing_ok=True)
         return self.index

@@ -126,7 +126,6 @@ def accuracy_slices(
 
     Args:
         right: Whether each answer is right; None for an image that is left out.
-        groups: The group of each image, (images,); None of independent images.
     """
     rows = (_slices_of(right, one, groups) for one in features)
     found = list(itertools.chain.from_iterable(rows))
@@ -179,7 +178,6 @@ def worth_images(hits: Tensor, groups: Tensor | None) -> tuple[int, int]:
 
     Args:
         hits: Whether each answer is right, (images,).
-        groups: The group of each, (images,); None of independent images.
     """
     if groups is None:
         return len(hits), int(hits.sum())

@@ -75,7 +75,6 @@ def write_caption_report(
     """Write `folder`/report.html.
 
     Args:
-        events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Captions of the validation images that were measured, at least one.
     """
     images, epochs = outcomes.images, select_epochs(events)

@@ -38,15 +38,7 @@ class Outcomes:
     @staticmethod
     def of(probabilities: Tensor, labels: Tensor) -> "Outcomes":
         """Outcomes of `probabilities`, (images, classes), under the true `labels`, (images,)."""
-        if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-            raise ValueError(
-                f"probabilities {tuple(probabilities.shape)} and labels {tuple(labels.shape)}: "
-                "need (images, classes) and (images,)"
-            )
         probabilities, labels = probabilities.double(), labels.long()
-        classes = probabilities.shape[1]
-        if bool(((labels < 0) | (labels >= classes)).any()):
-            raise ValueError(f"labels must be from 0 to {classes - 1}, one of {classes} classes")
         if not bool(probabilities.isfinite().all()):
             raise ValueError("a probability is not a finite number")
         order = ranking(probabilities)
@@ -107,8 +99,6 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
     without an image has count 0.
     """
     count = len(outcomes)
-    if count == 0:
-        raise ValueError("no image to score")
     hit = outcomes.ranks == 0
     right = int(hit.sum())
     hits, labelled, answered = (
@@ -156,7 +146,6 @@ def calibration_error(confidences: Tensor, right: Tensor) -> float:
 
     Args:
         confidences: Probability of each answer, (images,).
-        right: Whether each answer is right, (images,).
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """

@@ -52,10 +52,7 @@ def write_classification_report(
     """Write `folder`/report.html.
 
     Args:
-        events: Lines of metrics.jsonl, with at least one epoch.
         outcomes: Of the validation images that could be read, at least one, with raw scores.
-        paths: Their files, in the same order.
-        groups: The group of each image; None of independent images.
     """
     epochs = select_epochs(events)
     score = {"score_key": "val_top1", "score_name": "Top-1"}
@@ -156,9 +153,7 @@ class MultilabelOutcomes:
 
     Args:
         probabilities: (images, classes), float64.
-        targets: 1 where an image has a class, (images, classes).
         raw: Probabilities without calibration; those above if None.
-        groups: The group of each image; None of independent images.
     """
 
     probabilities: Tensor

@@ -56,7 +56,6 @@ def class_thresholds(own: Tensor, labels: Tensor, classes: int) -> Tensor:
 
     Args:
         own: Probability of the label of each image, (images,).
-        labels: (images,).
     """
     count = torch.bincount(labels, minlength=classes)
     means = own.new_zeros(classes).scatter_add_(0, labels, own) / count.clamp(min=1)

@@ -274,20 +274,15 @@ def set_levels(
     scores: Tensor, coverages: Sequence[float], groups: Tensor | None = None
 ) -> list[float | None]:
     """The level q of each coverage; None where so few images allow the set of all classes only."""
-    if groups is not None:
-        return _group_levels(scores, coverages, groups)
+    if groups is not None:  # the smallest score below which are groups enough, counted by parts
+        ordered_scores, order = scores.sort()
+        reached = groups.bincount().double().reciprocal()[groups[order]].cumsum(0)
+        needed = (count_present(groups) + 1) * torch.tensor(coverages, dtype=torch.float64) - 1e-9
+        places = torch.searchsorted(reached, needed).tolist()
+        return [float(ordered_scores[place]) if place < len(scores) else None for place in places]
     ordered, count = scores.sort().values.tolist(), len(scores)
     ranks = [math.ceil((count + 1) * coverage - 1e-9) for coverage in coverages]
     return [ordered[rank - 1] if rank <= count else None for rank in ranks]
-
-
-def _group_levels(scores: Tensor, coverages: Sequence[float], groups: Tensor) -> list[float | None]:
-    """As `set_levels`: the smallest score below which are groups enough, counted by parts."""
-    ordered, order = scores.sort()
-    reached = groups.bincount().double().reciprocal()[groups[order]].cumsum(0)
-    needed = (count_present(groups) + 1) * torch.tensor(coverages, dtype=torch.float64) - 1e-9
-    found = torch.searchsorted(reached, needed).tolist()
-    return [float(ordered[place]) if place < len(ordered) else None for place in found]
 
 
 def class_set_levels(
@@ -301,7 +296,6 @@ def class_set_levels(
 
     Args:
         scores: Of `set_scores`, (images,).
-        labels: (images,).
     """
     of_class = [labels == index for index in range(classes)]
     fewest = count_rarest(labels, classes, groups)

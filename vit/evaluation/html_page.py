@@ -80,11 +80,7 @@ def shorten(text: str, limit: int = 300) -> str:
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A small JPEG inside a page.
-
-    Args:
-        width, height: In pixels.
-    """
+    """A small JPEG inside a page."""
 
     source: str
     width: int

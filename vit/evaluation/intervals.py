@@ -78,9 +78,6 @@ def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
     """95 % interval of the share of `hits`, (images,); Wilson's of independent images.
 
     With fewer than 5 groups it is [0, 1].
-
-    Args:
-        groups: The group of each image; None of independent ones.
     """
     images, right = len(hits), int(hits.sum())
     if groups is None:
@@ -178,8 +175,6 @@ def bootstrap(
     """95 % intervals of metrics; the same for the same images. None where a draw has no value.
 
     Args:
-        groups: The group of each image; None of independent ones.
-        resamples: Draws at most.
         few: Whether there are too few images for any interval, as with too few groups.
     """
     whole = statistics(torch.ones(1, images, dtype=torch.float64))
@@ -270,7 +265,6 @@ def multilabel_intervals(
 
     Args:
         probabilities: (images, classes).
-        targets: 1 where an image has a class, (images, classes).
         decisions: 1 where it is predicted, (images, classes).
     """
     probabilities, truth = probabilities.double(), targets.double()

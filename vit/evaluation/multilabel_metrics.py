@@ -72,28 +72,23 @@ def average_precisions(scores: Tensor, targets: Tensor, weights: Tensor | None =
 
     Args:
         scores: (images, classes); a higher one means yes.
-        targets: 1 where an image has a class, (images, classes).
         weights: How often each image counts in each resample, (resamples, images); once if None.
 
     Returns:
         (classes,) float64; (classes, resamples) with `weights`.
     """
     counts = torch.ones(1, len(scores), dtype=torch.float64) if weights is None else weights
-    found = torch.stack(
-        [
-            _average_precision(rank_images(*column), counts)
-            for column in zip(scores.unbind(1), targets.unbind(1), strict=True)
-        ]
-    )
+    rows = []
+    for column in zip(scores.unbind(1), targets.unbind(1), strict=True):
+        ranked = rank_images(*column)
+        ordered = counts[:, ranked.order]
+        right = (ordered * ranked.hits).cumsum(1)[:, ranked.ends]
+        predicted = ordered.cumsum(1)[:, ranked.ends]
+        gains = right.diff(dim=1, prepend=right.new_zeros(len(right), 1))
+        total = (gains * right / predicted.clamp(min=1)).sum(1)
+        rows.append(total / right[:, -1])  # 0 / 0 is NaN
+    found = torch.stack(rows)
     return found.squeeze(1) if weights is None else found
-
-
-def _average_precision(ranked: RankedImages, weights: Tensor) -> Tensor:
-    counts = weights[:, ranked.order]
-    right = (counts * ranked.hits).cumsum(1)[:, ranked.ends]
-    predicted = counts.cumsum(1)[:, ranked.ends]
-    gains = right.diff(dim=1, prepend=right.new_zeros(len(right), 1))
-    return (gains * right / predicted.clamp(min=1)).sum(1) / right[:, -1]  # 0 / 0 is NaN
 
 
 def map_interval(scores: Tensor, targets: Tensor, groups: Tensor | None = None) -> Interval:
@@ -183,7 +178,6 @@ def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[floa
 
     Args:
         probabilities: (images, classes), float64.
-        targets: 1 where an image has a class, (images, classes).
 
     Returns:
         Thresholds, and the numbers of the classes that keep 0.5 for that reason.
@@ -197,16 +191,12 @@ def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[floa
             few.append(index)
             thresholds.append(DEFAULT_THRESHOLD)
         else:
-            thresholds.append(_best_threshold(rank_images(scores.double(), own), positives))
+            ranked = rank_images(scores.double(), own)
+            f1 = 2 * ranked.hits.cumsum(0)[ranked.ends] / (positives + ranked.ends + 1)
+            below = torch.cat([ranked.scores[1:], ranked.scores.new_zeros(1)])
+            cuts = ((ranked.scores + below) / 2)[f1 == f1.max()]
+            thresholds.append(float(cuts[(cuts - DEFAULT_THRESHOLD).abs().argmin()]))
     return thresholds, few
-
-
-def _best_threshold(ranked: RankedImages, positives: int) -> float:
-    right = ranked.hits.cumsum(0)[ranked.ends]
-    f1 = 2 * right / (positives + ranked.ends + 1)
-    below = torch.cat([ranked.scores[1:], ranked.scores.new_zeros(1)])
-    cuts = ((ranked.scores + below) / 2)[f1 == f1.max()]
-    return float(cuts[(cuts - DEFAULT_THRESHOLD).abs().argmin()])
 
 
 def summarize_multilabel(
@@ -227,12 +217,6 @@ def summarize_multilabel(
     In `per_class`, undefined precision, recall and F1 are 0, and an undefined average precision is
     None. `map_interval` takes `groups` of images as independent, if given.
     """
-    shape = (len(probabilities), len(classes))
-    if probabilities.shape != shape or targets.shape != shape or not shape[0]:
-        raise ValueError(
-            f"probabilities {tuple(probabilities.shape)} and labels {tuple(targets.shape)}: need "
-            "(images, classes) both, and at least one image"
-        )
     if not bool(probabilities.isfinite().all()):
         raise ValueError("a probability is not a finite number")
     probabilities = probabilities.double()

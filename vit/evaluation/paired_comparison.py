@@ -114,15 +114,12 @@ class PairedComparison:
     """Two classifiers on the same images.
 
     Args:
-        count: Number of images, at least 1.
         difference: Score of B minus that of A: accuracy or mAP.
         interval: Its 95 % interval; [-1, 1] of too few groups.
         p_value: Probability of so large a difference where neither is better.
-        sides: The scores of A and of B.
         effective: Number of independent images that say as much about the difference.
         error: Standard error of a difference of mAP; NaN where it is not known: fewer than 5 parts
             or groups of images, one without which no class is left, or none that changes it.
-        groups: Number of groups of images that are alike; None of independent images.
     """
 
     count: int
@@ -183,9 +180,7 @@ class PairedComparison:
         """From the scores of two multi-label networks.
 
         Args:
-            targets: 1 where an image has a class, (images, classes).
             right: Whether each answer has all classes right, (images,) both.
-            groups: The group of each image, (images,); None of independent ones.
         """
         a, b = maps
         difference, left_out = b.value - a.value, b.left_out - a.left_out
@@ -291,7 +286,6 @@ def compare_all_pairs(
 
     Args:
         right: Whether each answer is right, (classifiers, images).
-        groups: The group of each image, (images,); None of independent images.
         scores: Of each multi-label classifier the probabilities, (images, classes).
         targets: 1 where an image has a class of a multi-label classifier, (images, classes).
     """
@@ -340,8 +334,6 @@ class RunsComparison:
     """Every two of several classifiers on the same images: the result of `vit compare`.
 
     Args:
-        names: Of the runs, at least two.
-        pairs: By the places of both.
         disagreements: Images that some of them get right.
         failed: Unreadable images, each {"image", "error"}.
     """

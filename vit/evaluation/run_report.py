@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.parser import all_settings, as_typed, flatten, make_config
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
-from vit.weights.safetensors_io import write_text
 
 REPORT_FILE = "report.html"
 NOT_LISTED = {"data", "model", "num_classes", "workers"}
@@ -54,11 +54,7 @@ class RunFacts:
 def write_run_report(
     folder: Path, template: str, *, facts: RunFacts, epochs: Sequence[Event], **values: Any
 ) -> None:
-    """Write `folder`/report.html.
-
-    Args:
-        epochs: Its epochs, at least one.
-    """
+    """Write `folder`/report.html."""
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
     page = render_page(
         template,
@@ -78,9 +74,6 @@ def write_run_report(
 
 def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | None]:
     """Speed and time of a training, and the size of its weights.
-
-    Args:
-        epochs: Its epochs, at least one.
 
     Returns:
         `images_per_second` (the median), `data_wait` (the mean; None in older runs), `seconds`, and

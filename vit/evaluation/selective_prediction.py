@@ -58,10 +58,7 @@ def precision_threshold(
 
     Args:
         confidences: Probability of each answer, (images,); negative for one that is never given.
-        right: Whether each answer is right, (images,).
-        target: The share, in (0, 1).
         error: Probability with which the share may be missed.
-        groups: The group of each image, (images,); None of independent images.
 
     Returns:
         None if these images prove no threshold: they are too few, or too many answers are wrong.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vit.atomic_files import open_atomic
 from vit.errors import ConfigError, VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import write_onnx
@@ -29,7 +30,6 @@ from vit.export.verification import Verification, verify
 from vit.paths import path_argument
 from vit.text import Notify, print_to_stderr, printable
 from vit.weights.load_model import load_model
-from vit.weights.safetensors_io import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +191,8 @@ def write_torch(job: ExportJob) -> Exported:
         extra_files["license.txt"] = run.license
     extra_files["classes.json"] = json.dumps(list(run.classes), ensure_ascii=False)
 
-    def save(beside: Path) -> None:
-        with open(beside, "wb") as file:
-            torch.export.save(program, file, extra_files=extra_files)
-
-    atomic_write(job.path, save)
+    with open_atomic(job.path) as file:
+        torch.export.save(program, file, extra_files=extra_files)
     return Exported(((job.path, job.path.stat().st_size),), largest)
 
 

@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors, rename_file, write_bytes
 from vit.errors import ConfigError, RunError
 from vit.export import export_captioner, export_classifier
 from vit.export.export_accuracy import compare
@@ -36,7 +36,6 @@ from vit.export.quantization import quantize
 from vit.export.sample_images import SampleImages, calibration_images, validation_samples
 from vit.exported.onnx_session import OnnxSession
 from vit.text import printable
-from vit.weights.safetensors_io import atomic_write, explain_write_errors
 
 DATA = ".data"
 SMALL_BYTES = 1024
@@ -117,8 +116,8 @@ def _write_captioner(job: ExportJob) -> Exported:
         contents.append(to_onnx(part, metadata[part.name]).SerializeToString())
         difference = max(difference, check_equal(part, contents[-1]))
     files = tuple(zip((job.path, decoder), map(len, contents), strict=True))
-    for (path, size), content in zip(files, contents, strict=True):
-        atomic_write(path, partial(Path.write_bytes, data=content), size)
+    for (path, _), content in zip(files, contents, strict=True):
+        write_bytes(path, content)
     return Exported(files, difference)
 
 
@@ -160,9 +159,9 @@ def publish(staged: Path, path: Path) -> tuple[tuple[Path, int], ...]:
             path.unlink(missing_ok=True)
     if new.exists():
         written.append((old, new.stat().st_size))
-        atomic_write(old, new.replace)
+        rename_file(new, old)
     elif old.exists():
         with explain_write_errors(old):
             old.unlink()
-    atomic_write(path, staged.replace)
+    rename_file(staged, path)
     return tuple(written)

@@ -8,18 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vit.atomic_files import atomic_file
 from vit.errors import VitError
 from vit.export.export_onnx import classifier_file
 from vit.export.export_options import Exported, ExportJob, ExportOptions, check_output_path
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.weights.safetensors_io import atomic_write
 
 SUFFIX, WEIGHTS = ".xml", ".bin"
 TOLERANCES = {"fp32": 2e-2, "fp16": 3e-2, "int8": 8e-2}
@@ -67,8 +66,8 @@ def convert(graph: Path | bytes, path: Path, *, images: Sequence[Array] | None =
         # the weights first: their digest then differs from that in an older .xml
         for suffix in (WEIGHTS, SUFFIX):
             source = beside.with_suffix(suffix)
-            copy = partial(shutil.copyfile, source)
-            atomic_write(path.with_suffix(suffix), copy, source.stat().st_size)
+            with atomic_file(path.with_suffix(suffix), source.stat().st_size) as target:
+                shutil.copyfile(source, target)
     return difference
 
 

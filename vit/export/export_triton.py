@@ -12,16 +12,15 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
+from vit.atomic_files import explain_write_errors, write_bytes
 from vit.errors import ConfigError, RunError
 from vit.export.export_onnx import classifier_file, publish
 from vit.export.export_options import Exported, ExportJob, ExportOptions
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
 from vit.text import printable
-from vit.weights.safetensors_io import atomic_write, explain_write_errors
 
 CONFIG, LABELS, GRAPH, VERSION = "config.pbtxt", "labels.txt", "model.onnx", "1"
 MAX_BATCH = 32
@@ -43,7 +42,7 @@ def write_triton(job: ExportJob) -> Exported:
             files = publish(staged, graph)
         for name, text in ((LABELS, labels), (CONFIG, config)):
             content = text.encode()
-            atomic_write(folder / name, partial(Path.write_bytes, data=content), len(content))
+            write_bytes(folder / name, content)
             files += ((folder / name, len(content)),)
     except BaseException:
         if created is not None:

@@ -94,42 +94,24 @@ def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -
     return graph.finish({**metadata, "precision": "int8", "calibration": json.dumps(calibration)})
 
 
-@dataclass(frozen=True)
-class PackedProjection:
-    """One product whose output is split into parts, such as queries, keys and values.
-
-    Args:
-        nodes: MatMul, perhaps Add, Reshape, Transpose and Split, in order.
-        weights: (dim, heads x head_dim)
-        bias: (heads x head_dim,), or None.
-    """
-
-    nodes: list[Any]
-    source: str
-    weights: Array
-    bias: Array | None
-    shape: Array
-    parts: list[int]
-
-
 def split_qkv(graph: Graph) -> int:
     """Split the packed projections of a graph; returns their number."""
     replacements: dict[str, list[Any]] = {}
     removed: set[str] = set()
-    found = [packed for split in graph.nodes if (packed := _packed_projection(graph, split))]
-    for packed in found:
-        replacements[packed.nodes[-1].output[0]] = _split_parts(graph, packed, removed)
-        removed |= {name for each in packed.nodes[:-1] for name in each.output}
+    found = [nodes for split in graph.nodes if (nodes := _packed_projection(graph, split))]
+    for nodes in found:
+        replacements[nodes[-1].output[0]] = _split_parts(graph, nodes, removed)
+        removed |= {name for each in nodes[:-1] for name in each.output}
     graph.nodes = [each for each in graph.nodes if not removed & {*each.output}]
     _replace(graph, replacements)
     graph.index()
     return len(found)
 
 
-def _packed_projection(graph: Graph, split: Any) -> PackedProjection | None:
-    """The projection whose last node is `split`, or None."""
-    if split.op_type != "Split" or attribute(split, "axis") != 1 or len(split.input) != 2:
-        return None
+def _packed_projection(graph: Graph, split: Any) -> list[Any]:
+    """MatMul, perhaps Add, Reshape, Transpose and `split`; empty if `split` is another one."""
+    if split.op_type != "Split" or attribute(split, "axis") != 1:
+        return []
     nodes = [split]
     for kind in ("Transpose", "Reshape", "Add", "MatMul"):
         inputs = nodes[0].input[: 2 if "Add" in (kind, nodes[0].op_type) else 1]
@@ -138,38 +120,30 @@ def _packed_projection(graph: Graph, split: Any) -> PackedProjection | None:
         if producer is not None and graph.only_consumer(producer.output[0]) is not None:
             nodes.insert(0, producer)
         elif kind != "Add":
-            return None
-    product, (reshape, transpose) = nodes[0], nodes[-3:-1]
-    biases = [name for name in nodes[1].input if name in graph.constants] if len(nodes) == 5 else []
-    names = [product.input[1], reshape.input[1], split.input[1], *biases]
-    constant = all(name in graph.constants for name in names) and len(biases) == len(nodes) - 4
-    if not constant or attribute(transpose, "perm") != HEADS_FIRST:
-        return None
-    weights, shape, parts, *bias = map(graph.array, names)
-    if len(shape) != 4 or shape[HEADS] != parts.sum():
-        return None
-    if any(each.shape[-1:] != (shape[HEADS] * shape[3],) for each in (weights, *bias)):
-        return None
-    return PackedProjection(
-        nodes, product.input[0], weights, bias[0] if bias else None, shape, [*parts]
-    )
+            return []
+    return nodes
 
 
-def _split_parts(graph: Graph, packed: PackedProjection, removed: set[str]) -> list[Any]:
+def _split_parts(graph: Graph, packed: list[Any], removed: set[str]) -> list[Any]:
     """Nodes of the separate products; the outputs of merged factors are added to `removed`."""
-    nodes, width, start = [], int(packed.shape[3]), 0
-    for name, heads in zip(packed.nodes[-1].output, packed.parts, strict=True):
+    product, second, *_ = packed
+    reshape, _, split = packed[-3:]
+    all_weights, shape = graph.array(product.input[1]), graph.array(reshape.input[1])
+    biases = second.input if second.op_type == "Add" else ()
+    all_biases = [graph.array(name) for name in biases if name in graph.constants]
+    nodes, width, start = [], int(shape[3]), 0
+    for name, heads in zip(split.output, graph.array(split.input[1]), strict=True):
         columns = slice(start * width, (start + heads) * width)
         start += heads
         factor = _merge_factor(graph, name, removed)
-        weights = graph.constant(f"{name}/weights", packed.weights[:, columns] * factor)
+        weights = graph.constant(f"{name}/weights", all_weights[:, columns] * factor)
         last = f"{name}/product"
-        nodes.append(node("MatMul", [packed.source, weights], [last]))
-        if packed.bias is not None:
-            bias = graph.constant(f"{name}/bias", packed.bias[columns] * factor)
+        nodes.append(node("MatMul", [product.input[0], weights], [last]))
+        for values in all_biases:
+            bias = graph.constant(f"{name}/bias", values[columns] * factor)
             nodes.append(node("Add", [last, bias], [f"{name}/flat"]))
             last = f"{name}/flat"
-        shape = packed.shape.copy()
+        shape = shape.copy()
         shape[HEADS] = heads
         shape_name = graph.constant(f"{name}/shape", shape)
         nodes.append(node("Reshape", [last, shape_name], [f"{name}/heads"]))

@@ -14,7 +14,6 @@ length penalty is different; this one is that of transformers.
 """
 
 from bisect import insort
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,58 +24,46 @@ from vit.generation.logits_processors import LogitsProcessor, stable_topk
 
 
 class Candidates(NamedTuple):
-    """Best next tokens of each row, on the CPU, each (rows, candidates).
-
-    Args:
-        ids: Token ids.
-        ranks: Their log probabilities, after the repetition penalty.
-        scores: Their log probabilities before the penalty.
-    """
+    """Best next tokens of each row, on the CPU, each (rows, candidates)."""
 
     ids: Tensor
     ranks: Tensor
+    """Their log probabilities, after the repetition penalty."""
     scores: Tensor
+    """Their log probabilities before the penalty."""
 
 
-@dataclass(frozen=True)
-class Beams:
-    """The open beams of all images, the best first, on the CPU; sums are in float64.
+class Beams(NamedTuple):
+    """The open beams of all images, the best first, on the CPU; sums are in float64."""
 
-    Args:
-        images: Index of each image in the result.
-        tokens: (images, beams, tokens) int64.
-        ranks: Sums of log probabilities after the penalty, (images, beams).
-        scores: Sums of log probabilities before it, (images, beams).
-        parents: Index of the beam of the last step that each one continues, (images, beams).
-    """
-
-    images: list[int]
+    images: Tensor
+    """Index of the image in the result, (images, beams)."""
     tokens: Tensor
+    """(images, beams, tokens) int64."""
     ranks: Tensor
+    """Sums of log probabilities after the penalty, (images, beams)."""
     scores: Tensor
+    """Sums of log probabilities before it, (images, beams)."""
     parents: Tensor
+    """Index of the beam of the last step that each one continues, (images, beams)."""
 
     @staticmethod
     def start(images: int) -> "Beams":
         """One empty beam for each image."""
         zeros = torch.zeros(images, 1, dtype=torch.float64)
         none = torch.zeros(images, 1, 0, dtype=torch.long)
-        return Beams(list(range(images)), none, zeros, zeros, zeros.long())
+        return Beams(torch.arange(images).unsqueeze(1), none, zeros, zeros, zeros.long())
 
     def expand(self, candidates: Candidates) -> "Beams":
         """All continuations by the candidates, the best first."""
-        images, width, _ = self.tokens.shape
-        ids, ranks, scores = (part.view(images, width, -1) for part in candidates)
-        ranks, order = (
-            (self.ranks.unsqueeze(2) + ranks).flatten(1).sort(dim=1, descending=True, stable=True)
-        )
+        ids, ranks, scores = (part.view(*self.ranks.shape, -1) for part in candidates)
+        sums = (self.ranks.unsqueeze(2) + ranks).flatten(1)
+        ranks, order = sums.sort(dim=1, descending=True, stable=True)
         parents = order // ids.shape[2]
-        row = torch.arange(images).unsqueeze(1)
-        return replace(
-            self,
-            tokens=torch.cat(
-                [self.tokens[row, parents], ids.flatten(1).gather(1, order).unsqueeze(2)], dim=2
-            ),
+        grown = self.select_beams(parents)
+        newest = ids.flatten(1).gather(1, order).unsqueeze(2)
+        return grown._replace(
+            tokens=torch.cat([grown.tokens, newest], dim=2),
             ranks=ranks,
             scores=(self.scores.unsqueeze(2) + scores).flatten(1).gather(1, order),
             parents=parents,
@@ -85,15 +72,7 @@ class Beams:
     def select_beams(self, positions: Tensor) -> "Beams":
         """The beams at `positions`, (images, kept), of each image."""
         row = torch.arange(len(self.images)).unsqueeze(1)
-        return Beams(self.images, *(part[row, positions] for part in self._tensors()))
-
-    def select_images(self, positions: list[int]) -> "Beams":
-        """The beams of the images at `positions`."""
-        images = [self.images[i] for i in positions]
-        return Beams(images, *(part[positions] for part in self._tensors()))
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.ranks, self.scores, self.parents
+        return Beams(*(part[row, positions] for part in self))
 
 
 class BeamHypotheses:
@@ -155,7 +134,7 @@ def collect_finished(
         has_end = ids[-1] == end
         score = float(beams.scores[image, beam])
         hypothesis = make_hypothesis(ids[:-1] if has_end else ids, score, ended=has_end)
-        finished[beams.images[image]].add(hypothesis, float(beams.ranks[image, beam]))
+        finished[int(beams.images[image, 0])].add(hypothesis, float(beams.ranks[image, beam]))
 
 
 def beam_search(
@@ -193,12 +172,12 @@ def beam_search(
         best = beams.ranks[:, 0].tolist()
         open_images = [
             position
-            for position, image in enumerate(beams.images)
+            for position, image in enumerate(beams.images[:, 0].tolist())
             if not finished[image].is_complete(best[position], length)
         ]
         if not open_images:
             break
-        beams = beams.select_images(open_images)
+        beams = Beams(*(part[open_images] for part in beams))
         parents = (torch.tensor(open_images).unsqueeze(1) * width + beams.parents).flatten()
         if not torch.equal(parents, torch.arange(images * width)):
             decoder.select_rows(parents.to(device))

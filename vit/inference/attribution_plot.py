@@ -20,6 +20,7 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError, explain_full_memory
@@ -38,7 +39,6 @@ from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
 from vit.text import Notify, printable
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TILE = 208
 """Pixels of the longer side of an image in the plot."""
@@ -155,7 +155,8 @@ def _plot_classes(
 
 def _write(path: Path, plot: Image.Image, record: object) -> None:
     png = path.with_name(f"{path.name}.png")
-    atomic_write(png, lambda beside: plot.save(beside, format="PNG"))
+    with open_atomic(png) as file:
+        plot.save(file, format="PNG")
     (path.parent / OUTPUT_MARKER).touch()
     write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
 

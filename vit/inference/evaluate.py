@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from vit.atomic_files import open_atomic
 from vit.config import SourceConfig
 from vit.config.inference_config import (
     EvaluationConfig,
@@ -47,7 +48,7 @@ from vit.evaluation.classification_report import check_page
 from vit.evaluation.intervals import count_groups, number_groups
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
 from vit.inference.predictor import ImageOutput, PathLike, Predictor, open_evaluated
-from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
     Layout,
@@ -145,7 +146,7 @@ def _measure_with_rows(
     if rows.style == "xlsx":
         lines = [rows.header]
         scores = measured(write=lambda outputs, samples: lines.extend(rows.lines(outputs, samples)))
-        with atomic_file(resolve_link(out)) as book:
+        with open_atomic(resolve_link(out)) as book:
             write_workbook(book, map(str.encode, lines), shares=rows.predictor.shares)
         return scores
     with open_output(out) as file:

@@ -18,7 +18,6 @@ Source: Wortsman et al., "Model soups", arXiv:2203.05482.
 
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vit.atomic_files import atomic_folder, open_atomic, write_text
 from vit.config.merge_settings import LABEL_ERRORS_FILE, ROWS_FILE, SOUP_FOLDER
 from vit.config.parser import write_settings
 from vit.config.stored_config import stored_config, write_paths
@@ -37,7 +37,6 @@ from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.confident_learning import (
-    SuspectRow,
     find_suspect_rows,
     read_labeled_rows,
     weak_predictions,
@@ -47,13 +46,11 @@ from vit.evaluation.temperature_scaling import fit_temperature, mean_loss
 from vit.inference.evaluate import evaluate_held_out
 from vit.inference.evaluation_data import load_samples
 from vit.inference.predictor import Predictor
-from vit.output.output_file import atomic_file
-from vit.output.prediction_results import csv_row, to_json
+from vit.output.prediction_results import to_json, write_review_list
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
-from vit.text import Notify, csv_mark, csv_text, plural, printable, quoted
+from vit.text import Notify, plural, printable, quoted
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 from vit.weights.saved_model import (
     WEIGHTS_FILE,
     LoadedRun,
@@ -167,11 +164,11 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
     header = "Settings of a cross-validation.\nRepeat it: vit train --config THIS"
     record = json.loads((run / SPLIT_FILE).read_text("utf-8"))
     record |= {"fold": None, "val": [], "val_digests": []}
-    beside = out.with_name(f".{out.name}.tmp")
-    with explain_write_errors(out.parent):
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        atomic_write(beside / "config.yaml", lambda path: write_settings(path, whole, header))
+    delete_fold_soup(out.parent)
+    with atomic_folder(out) as beside:
+        if out.exists():  # with files of somebody else, such as an exported one
+            shutil.copytree(out, beside, dirs_exist_ok=True)
+        write_settings(beside / "config.yaml", whole, header)
         write_paths(beside, whole)
         write_text(beside / SPLIT_FILE, json.dumps(record, indent=1) + "\n")
         serialize_model(
@@ -183,13 +180,6 @@ def write_soup(out: Path, run: Path, soup: LoadedRun, scaling: ScoreCalibration 
         ).write(beside)
         if scaling is not None:
             store_calibration(beside, scaling)
-        delete_fold_soup(out.parent)
-        if out.exists():  # with files of somebody else, such as an exported one
-            for path in beside.iterdir():
-                os.replace(path, out / path.name)
-            beside.rmdir()
-        else:
-            beside.rename(out)
 
 
 def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
@@ -235,8 +225,7 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
     With several labels an image the rows have the score of every class: predictions end at the
     thresholds, which differ between folds.
     """
-    config = stored_config(run)
-    several = config.training.multilabel
+    several = stored_config(run).training.multilabel
     return evaluate_held_out(run, out=run / ROWS_FILE, all_scores=several)
 
 
@@ -250,10 +239,10 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         Lines for the user.
     """
     single = True
-    with atomic_file(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
+    with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):
             rows = folder / f"fold-{fold}" / ROWS_FILE
-            if not rows.is_file():  # of an earlier version
+            if not rows.is_file():  # it was killed between its training and its rows
                 evaluate_fold(rows.parent)
             with open(rows, encoding="utf-8") as file:
                 for line in file:
@@ -266,7 +255,14 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         return lines
     found = read_labeled_rows(path)
     suspects = find_suspect_rows(found)
-    write_label_errors(errors, suspects)
+    listed_errors = [
+        (
+            *(one.row.image, one.row.label, repr(one.row.label_score)),
+            *(one.likely, repr(one.likely_score), repr(one.margin)),
+        )
+        for one in suspects
+    ]
+    write_review_list(str(errors), COLUMNS, listed_errors)
     listed = "" if labels is None else f" --labels {quoted(labels)}"
     weak = weak_predictions(found)
     return [
@@ -276,14 +272,3 @@ def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -
         f"{listed} --rows {quoted(path)} --html FILE",
         *([] if weak is None else [f"note: {weak}"]),
     ]
-
-
-def write_label_errors(path: Path, suspects: Sequence[SuspectRow]) -> None:
-    """Write suspected labels as CSV, with a byte order mark where Excel needs it."""
-    names = (text for one in suspects for text in (one.row.image, one.row.label, one.likely))
-    with atomic_file(path, "w", encoding="utf-8", newline="") as out:
-        out.write(csv_mark(names) + csv_row(COLUMNS))
-        for one in suspects:
-            texts = [csv_text(one.row.image), csv_text(one.row.label)]
-            likely = [csv_text(one.likely), repr(one.likely_score), repr(one.margin)]
-            out.write(csv_row([*texts, repr(one.row.label_score), *likely]))

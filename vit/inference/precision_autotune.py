@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.atomic_files import write_text
+from vit.benchmark import timed
 from vit.config import ModelConfig
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, RunError
@@ -25,7 +26,6 @@ from vit.evaluation.classification_metrics import ranking
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
 from vit.text import Notify, printable
-from vit.weights.safetensors_io import write_text
 
 ROUNDS = 3
 MIN_BATCHES = 100
@@ -36,13 +36,6 @@ PRECISIONS: tuple[Precision, Precision] = ("fp32", "bf16")
 
 Predict = Callable[[Sequence[Tensor], Precision], Tensor]
 Timer = Callable[[Callable[[], Tensor]], tuple[float, Tensor]]
-
-
-def timed(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Seconds that `compute` takes, and its result."""
-    began = time.perf_counter()
-    result = compute()
-    return time.perf_counter() - began, result
 
 
 @dataclass(frozen=True)

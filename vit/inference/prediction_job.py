@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vit.atomic_files import explain_write_errors
 from vit.config.inference_config import (
     InferenceConfig,
     PredictionConfig,
@@ -31,15 +32,12 @@ from vit.inference.predictor import Predictor, model_files, open_predictor
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
-    SingleProcess,
-    current_process_group,
     world_size,
 )
 from vit.output.output_file import (
     check_distinct,
     check_folder,
     check_output,
-    explain_write_errors,
     is_device,
     open_output,
 )
@@ -122,7 +120,7 @@ def predict(
     engine = select_engine(config.model, config.engine)
     config = replace(config, engine=engine, format=config.format or default_format(config, engine))
     check_prediction(config, inference)
-    group = current_process_group()
+    group = ProcessGroup()
     output = None
     if engine != "ray" and file_of(config) is not None and config.explain is None:
         output = ResumableOutput(str(config.out), config.embeddings, processes=group.processes)
@@ -253,7 +251,7 @@ def run_on_ray(
 def open_predictor_on_all(
     config: PredictionConfig,
     inference: InferenceConfig,
-    group: SingleProcess | ProcessGroup,
+    group: ProcessGroup,
     images: list[str],
     output: ResumableOutput | None,
 ) -> Predictor:
@@ -294,7 +292,7 @@ class PredictionJob:
     inference: InferenceConfig
     images: list[str]
     predictor: Predictor
-    group: SingleProcess | ProcessGroup
+    group: ProcessGroup
     notify: Notify
     progress: Callable[[int, int], object]
     totals: Counter[str] = field(default_factory=Counter)

@@ -27,26 +27,8 @@ class ProcessFailed(VitError):
         self.exit_code = code
 
 
-class SingleProcess:
-    """A single process, with the interface of a ProcessGroup."""
-
-    rank, processes = 0, 1
-
-    def device(self, requested: str | None) -> str | None:
-        return requested
-
-    def run_on_main(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def run_on_all(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-
 class ProcessGroup:
-    """The processes started by a launcher, seen from one of them.
+    """The processes started by a launcher, seen from one of them; or this one.
 
     Attributes:
         rank: Index of this process.
@@ -54,13 +36,15 @@ class ProcessGroup:
     """
 
     def __init__(self) -> None:
+        self.rank, self.processes = 0, 1
+        if (started := world_size()) == 1:
+            return
         from accelerate import PartialState
 
         with warnings.catch_warnings():  # accelerate warns about its choice of OMP_NUM_THREADS
             warnings.simplefilter("ignore")
             state = PartialState(cpu=True, timeout=TIMEOUT)
         self.rank, self.processes = int(state.process_index), int(state.num_processes)
-        started = int(os.environ["WORLD_SIZE"])
         if self.processes != started:
             raise RunError(
                 f"{started} processes were started, and {self.processes} can work together"
@@ -69,6 +53,8 @@ class ProcessGroup:
 
     def device(self, requested: str | None) -> str | None:
         """Device of this process: one GPU each, where there are GPUs and no other is requested."""
+        if self.processes == 1:
+            return requested
         if requested is not None and ":" in requested:
             raise ConfigError(
                 f"device={requested!r}: {self.processes} processes take a device each; "
@@ -85,16 +71,14 @@ class ProcessGroup:
 
     def run_on_main(self, function: Callable[[], T]) -> T:
         """Call `function` in process 0 and return its result, or raise its error, in all."""
-        from accelerate.utils import broadcast_object_list
-
-        result = self.run_on_all(function if self.rank == 0 else lambda: None)
-        box: list[Any] = [result]
-        broadcast_object_list(box)
-        broadcast: T = box[0]
-        return broadcast
+        result: Any = self.run_on_all(function if self.rank == 0 else lambda: None)
+        first: T = self.all_gather(result)[0]
+        return first
 
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Call `function` in every process and return its local result once all have finished."""
+        if self.processes == 1:
+            return function()
         try:
             result = function()
         except VitError as error:
@@ -108,6 +92,8 @@ class ProcessGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """`value` of every process, by rank."""
+        if self.processes == 1:
+            return [value]
         from accelerate.utils import gather_object
 
         try:
@@ -135,11 +121,6 @@ def world_size() -> int:
     """How many processes a launcher has started."""
     word = os.environ.get("WORLD_SIZE", "1")
     return int(word) if word.isdecimal() else 1
-
-
-def current_process_group() -> SingleProcess | ProcessGroup:
-    """The processes of this launch, or this one alone."""
-    return SingleProcess() if world_size() == 1 else ProcessGroup()
 
 
 def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vit.atomic_files import open_atomic
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.errors import ConfigError, RunError, VitError
@@ -32,13 +33,11 @@ import itertools
 import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from vit.errors import DataError
 from vit.output.output_file import check_output, resolve_link
 from vit.output.prediction_results import FORMATS, byte_order_mark
-from vit.weights.safetensors_io import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -465,12 +464,8 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
         rows: In the order of the file.
     """
     if not is_url(out):
-
-        def write(beside: Path) -> None:
-            with open(beside, "wb") as file:
-                _write_rows(file, style, layout, rows)
-
-        atomic_write(resolve_link(out), write)
+        with open_atomic(resolve_link(out)) as file:
+            _write_rows(file, style, layout, rows)
         return
     import fsspec
 

@@ -219,3 +219,13 @@ class VisionTransformer(nn.Module):
         recorder = AttentionRecorder()
         self.encode(images, attention_fn=recorder)
         return [*recorder.maps]
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Replace the head by a zero-initialised one for `num_classes` classes; 0 removes it."""
+        if num_classes == 0:
+            self.head = nn.Identity()
+            return
+        like = self.patch_embed.proj.weight
+        self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)

@@ -1,13 +1,14 @@
-"""Output files: checks before any work is done, and files that appear when they are complete."""
+"""Output files: checks before any work is done, and how they are opened."""
 
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from vit.errors import RunError, VitError
+from vit.atomic_files import open_atomic
+from vit.errors import VitError
 from vit.text import printable
 
 REPORTS = ("--json", "--html")
@@ -102,7 +103,7 @@ def open_output(path: str | None) -> Iterator[TextIO]:
         with open(path, "w", encoding="utf-8", newline="") as stream:
             yield stream
     else:
-        with atomic_file(resolve_link(path), "w", encoding="utf-8", newline="") as stream:
+        with open_atomic(resolve_link(path), "w", encoding="utf-8", newline="") as stream:
             yield stream
 
 
@@ -114,30 +115,6 @@ def standard_output() -> TextIO:
         encoding = None if stream.isatty() else "utf-8"
         reconfigure(encoding=encoding, errors="backslashreplace", newline="", line_buffering=True)
     return stream
-
-
-@contextmanager
-def atomic_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[Any]:
-    """A file beside `path`, which is flushed to the disk and renamed to `path` after the block."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_write_errors(path):
-        try:
-            with open(temporary, mode, **options) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def explain_write_errors(path: str | Path) -> Iterator[None]:
-    """Turn an OSError inside the `with` into a RunError that names the file and the cause."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{printable(path)} could not be written: {error.strerror}") from None
 
 
 def is_device(path: str) -> bool:

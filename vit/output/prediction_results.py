@@ -18,6 +18,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from vit.atomic_files import open_atomic
 from vit.config.inference_config import EvaluationConfig, PredictionConfig
 from vit.data.workbook import check_size, read_sheet, write_sheet
 from vit.errors import ConfigError, DataError, RunError
@@ -26,7 +27,7 @@ from vit.text import BOM, csv_mark, csv_text, plural, printable
 if TYPE_CHECKING:
     from vit.generation.generation_config import Caption
 from vit.data.workbook import is_workbook
-from vit.output.output_file import atomic_file, open_output, resolve_link
+from vit.output.output_file import open_output, resolve_link
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -509,7 +510,7 @@ def write_review_list(
             mark that Excel needs for names that are not ASCII; None: CSV to standard output.
     """
     if path is not None and is_workbook(path):
-        with atomic_file(resolve_link(path)) as book:
+        with open_atomic(resolve_link(path)) as book:
             cells = ([json_cell(cell) for cell in row] for row in [columns, *rows])
             write_sheet(book, cells, number_format="General")
         return

@@ -28,9 +28,10 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
+from vit.atomic_files import explain_write_errors, open_atomic
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.file_lock import HAS_LOCKS, lock_file
-from vit.output.output_file import atomic_file, check_output, explain_write_errors, resolve_link
+from vit.output.output_file import check_output, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
 
@@ -279,7 +280,7 @@ class ResumableOutput:
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
             write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
-        with atomic_file(self.out) as file:
+        with open_atomic(self.out) as file:
             blocks = (block.rows for block in merge_blocks(logs, len(images)))
             if write is None:
                 file.write(header)
@@ -402,7 +403,7 @@ def write_embeddings(
     path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
 ) -> None:
     """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
-    with atomic_file(path) as file:
+    with open_atomic(path) as file:
         if path.suffix.lower() == ".parquet":
             _write_parquet(file, blocks, images, dim)
             return

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vit.benchmark import timed
 from vit.errors import BadImage, RunError, WeightsError, error_text
 from vit.serving.served_model import ServedModel
 
@@ -80,12 +81,12 @@ def _is_faster(run: Run, on_all_cores: Run, images: Sequence[Any], whole: Sequen
     Both take turns, and the gain has to be clear: other programs may have a core meanwhile.
     """
     size, here, there = len(images), dict[int, float](), dict[int, float]()
-    begun = time.perf_counter()
+    begun = time.monotonic()
     for _ in range(TURNS):
         run(images, here)
         if not _equal(on_all_cores(images, there), whole):
             return False
-        if time.perf_counter() - begun > MOST_SECONDS:
+        if time.monotonic() - begun > MOST_SECONDS:
             break
     return there[size] < CLEARLY * here[size]
 
@@ -105,12 +106,11 @@ def _run_here(
     model: ServedModel, images: Sequence[Any], seconds: dict[int, float], size: int | None
 ) -> list[Any]:
     size, names = size or len(images), [""] * len(images)
-    began = time.perf_counter()
     try:
-        outputs = model.run(names, images, size)
+        taken, outputs = timed(partial(model.run, names, images, size))
     except (WeightsError, MemoryError) as error:
         raise RunError(f"{model.name} cannot be served: {error_text(error)}") from None
-    seconds[size] = min(seconds.get(size, float("inf")), time.perf_counter() - began)
+    seconds[size] = min(seconds.get(size, float("inf")), taken)
     for output in outputs:
         if isinstance(output, BadImage):
             raise RunError(f"{model.name} cannot be served: {output.reason}")

@@ -30,7 +30,7 @@ from vit.evaluation.classification_metrics import Outcomes
 from vit.event_log import ranking_metric
 from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
-from vit.generation.generation_config import Search
+from vit.generation.generation_config import Caption, Search
 from vit.model.build import build_captioner
 from vit.model.captioner import Captioner, CaptionerOutput
 from vit.output.prediction_results import unended_note
@@ -42,12 +42,12 @@ from vit.tasks.classification import (
     format_accuracy,
     loss_and_correct,
 )
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,
@@ -144,7 +144,6 @@ class Captioning(Task):
         images: Tensor,
         epoch: int,
     ) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         config = run.config
         smoothing = config.training.smoothing
         words = target_words(batch, images.device)
@@ -172,7 +171,6 @@ class Captioning(Task):
         return images, [[classes[at], text] for at, text in zip(labels, texts, strict=True)]
 
     def tally(self, samples: Sequence[Sample]) -> "CaptionTally":
-        """Start a validation on `samples`."""
         return CaptionTally(self, samples)
 
     def rank(self, event: Event) -> tuple[float, float]:
@@ -321,7 +319,6 @@ class CaptionEvaluation(Evaluation):
         self.unended = 0
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
-        """Add a batch."""
         pairs = [(first + n, output) for n, output in enumerate(outputs) if output.captions]
         memories = [output.memory for _, output in pairs if output.memory is not None]
         indices = [index for index, _ in pairs]
@@ -350,37 +347,29 @@ class CaptionEvaluation(Evaluation):
             scores["class_loss"] = scores.pop("loss")
         scores |= {name: total / self.tokens[name] for name, total in self.sums.items()}
         scores |= caption_scores(self.texts, references)
-        return {**scores, "count": len(self.texts), "examples": self._examples()}
-
-    def _examples(self) -> list[dict[str, str]]:
-        """Images spread over the dataset, with the generated caption and the first reference."""
         shown = min(EXAMPLES, len(self.texts))
-        return [
+        numbers = [index * len(self.texts) // shown for index in range(shown)]
+        scores["examples"] = [
             {
                 "image": self.samples[self.indices[number]].path,
                 "caption": self.texts[number],
-                "reference": self.samples[self.indices[number]].captions[0],
+                "reference": references[number][0],
             }
-            for number in (index * len(self.texts) // shown for index in range(shown))
+            for number in numbers
         ]
+        return {**scores, "count": len(self.texts)}
 
     def notes(self, scores: Mapping[str, Any]) -> list[str]:
         """Warnings about the metrics."""
-        return score_notes(scores, self.unended)
-
-
-def score_notes(scores: Mapping[str, Any], unended: int) -> list[str]:
-    """Warnings about the metrics of captions, of which `unended` were cut off."""
-    notes = []
-    right, wrong = scores["loss"], scores["loss_shuffled"]
-    if scores["count"] > 1 and ignores_image(right, wrong, scores["exact"]):
-        notes.append(
-            f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
-            f"{wrong:.3f} with other images"
-        )
-    if unended:
-        notes.append(unended_note(unended, scores["count"]))
-    return notes
+        notes, (right, wrong) = [], (scores["loss"], scores["loss_shuffled"])
+        if scores["count"] > 1 and ignores_image(right, wrong, scores["exact"]):
+            notes.append(
+                f"warning: the decoder hardly uses the images: its loss is {right:.3f}, and "
+                f"{wrong:.3f} with other images"
+            )
+        if self.unended:
+            notes.append(unended_note(self.unended, scores["count"]))
+        return notes
 
 
 class CaptionTally:
@@ -395,21 +384,13 @@ class CaptionTally:
         self.written: list[tuple[int, str]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         network, task = run.network, self.task
         assert isinstance(network, Captioner)
         if not len(images):
             return
-        assert batch.mismatched_ids is not None
-        words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
+        few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
         with run.autocast():
-            classes, memory = network.encode_images(images)
-            few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
-            seen = memory[few.to(images.device)]
-            sentences = generate_captions(network.decoder, seen, task.tokenizer, Search())
-            losses = matched_and_shuffled_losses(
-                network.decoder, memory, words, others, task.tokenizer.pad
-            )
+            classes, sentences, losses = describe(network, batch, images, task.tokenizer, few)
         class_sums = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
             logits = classes.to(run.dtype).cpu()
@@ -443,6 +424,19 @@ class CaptionTally:
         return {**found, **{f"val_{name}": measured[name] for name in SCORES}}
 
 
+def describe(
+    network: Captioner, batch: Batch, images: Tensor, tokenizer: Tokenizer, captioned: Tensor
+) -> tuple[Tensor, list[list[Caption]], Tensor]:
+    """Class logits, captions of the images `captioned`, and losses with own and other captions."""
+    assert batch.mismatched_ids is not None
+    words, others = target_words(batch, images.device), batch.mismatched_ids.to(images.device)
+    classes, memory = network.encode_images(images)
+    seen = memory[captioned.to(images.device)]
+    captions = generate_captions(network.decoder, seen, tokenizer, Search())
+    losses = matched_and_shuffled_losses(network.decoder, memory, words, others, tokenizer.pad)
+    return classes, captions, losses
+
+
 @torch.inference_mode()
 def caption_outcomes(
     run: FinishedRun, batches: Iterator[tuple[Batch, Tensor]], samples: Sequence[Sample]
@@ -450,21 +444,16 @@ def caption_outcomes(
     """Captions by the best weights, their losses, and class predictions if there is a head."""
     from vit.evaluation.caption_report import CaptionedImage, CaptionOutcomes
 
-    model, tokenizer, device = run.loaded.model, run.loaded.tokenizer, run.device
+    model, tokenizer = run.loaded.model, run.loaded.tokenizer
     assert isinstance(model, Captioner)
     assert tokenizer is not None
     captioned: list[CaptionedImage] = []
     class_outcomes: list[Outcomes] = []
     sums = torch.zeros(4, dtype=torch.float64)
     for batch, images in batches:
-        assert batch.mismatched_ids is not None
-        words, others = target_words(batch, device), batch.mismatched_ids.to(device)
+        every = torch.ones(len(images), dtype=torch.bool)
         with run.autocast():
-            classes, memory = model.encode_images(images)
-            captions = generate_captions(model.decoder, memory, tokenizer, Search())
-            losses = matched_and_shuffled_losses(
-                model.decoder, memory, words, others, tokenizer.pad
-            )
+            classes, captions, losses = describe(model, batch, images, tokenizer, every)
         sums += losses.sum(dim=1)
         means = (losses[0] / losses[1]).tolist()
         rows = zip(batch.indices.tolist(), captions, means, strict=True)

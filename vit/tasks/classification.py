@@ -31,12 +31,12 @@ from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.tasks.distillation import Distillation, classifier_loss
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import ClassBalance, smoothed_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,
@@ -45,7 +45,7 @@ from vit.tasks.task import (
     one_class_needed,
 )
 from vit.text import Notify, printable
-from vit.weights.saved_model import CONFIG_FILE, LoadedRun, load_run, store_calibration
+from vit.weights.saved_model import CONFIG_FILE, load_run, store_calibration
 
 MIN_SHARE = 0.005
 """Smallest share of a class that is named below an image."""
@@ -109,7 +109,6 @@ class Classification(Task):
     def evaluation(
         self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
     ) -> "ClassEvaluation":
-        """Start an evaluation."""
         return ClassEvaluation(samples, model.classes)
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
@@ -180,7 +179,6 @@ class Classification(Task):
         )
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
         targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
@@ -195,7 +193,6 @@ class Classification(Task):
         return preview_mixture(run, batch, images, F.one_hot(batch.labels, len(classes)), classes)
 
     def tally(self, samples: Sequence[Sample]) -> "ClassTally":
-        """Start a validation."""
         return ClassTally(count_classes(samples))
 
 
@@ -205,10 +202,15 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
     Returns:
         The rows; none if no class was added, or if the other run is not there any more.
     """
-    old = previous_classifier(run.config.finetune.weights)
-    classes = run.splits.classes
-    change = ClassChange.between(None if old is None else old.classes, classes)
-    if old is None or not (change.kept and change.added):
+    weights, classes = run.config.finetune.weights, run.splits.classes
+    if weights is None or not (run_folder_of(weights) / CONFIG_FILE).is_file():
+        return []
+    try:
+        old = load_run(run_folder_of(weights))
+    except VitError:  # weights of another library
+        return []
+    change = ClassChange.between(old.classes, classes)
+    if old.task_name != "classify" or not (change.kept and change.added):
         return []
     old.model.to(run.device)
     kept = set(change.kept)
@@ -223,18 +225,6 @@ def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallR
     return compare_recall(change, outcomes, classes, right)
 
 
-def previous_classifier(weights: str | None) -> LoadedRun | None:
-    """The run folder `weights` of a single-label classifier; None if it is none."""
-    folder = run_folder_of(weights or "")
-    if weights is None or not (folder / CONFIG_FILE).is_file():
-        return None
-    try:
-        found = load_run(folder)
-    except VitError:  # weights of another library
-        return None
-    return found if found.classes and found.task_name == "classify" else None
-
-
 class ClassEvaluation(Evaluation):
     """Accuracy, calibration and scores of each class."""
 
@@ -245,7 +235,6 @@ class ClassEvaluation(Evaluation):
         self.right: list[bool | None] = []
 
     def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
-        """Add a batch."""
         samples = self.samples[first : first + len(outputs)]
         rows = {
             place: (sample.label, output.probabilities)
@@ -281,7 +270,6 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
         loss, correct, count = loss_and_correct(logits, batch.labels).unsqueeze(1)
         each = correct_per_class(logits, batch.labels, self.classes)

@@ -71,7 +71,6 @@ class DINO(JointEmbeddingPretraining):
         return super().complete(config, given)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         layout = view_layout(run.config, images.shape[-1])
         with torch.no_grad(), run.teaching():
             answers = embed_views(run, images, lambda shown: layout.split(shown)[:1])

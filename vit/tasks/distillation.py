@@ -43,7 +43,6 @@ class Distillation:
     Args:
         answers: Logits of the teacher, up to a constant of each image, (images, classes) on the
             CPU; of images with several classes log-odds.
-        multilabel: Whether an image may have several classes.
     """
 
     answers: Tensor
@@ -114,7 +113,6 @@ def classifier_loss(
 
     Args:
         targets: Share of each class by the labels, (batch, classes), on the device.
-        epoch: The epoch, from 0.
     """
     if distillation is None:
         images, targets = mixed(run, batch, images, targets, epoch)

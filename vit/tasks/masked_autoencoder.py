@@ -35,8 +35,9 @@ from vit.model.pixel_decoder import (
     pixel_targets,
     reconstruction_losses,
 )
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
-from vit.tasks.task import FinishedRun, TrainingRun
+from vit.tasks.task import TrainingRun
 from vit.text import printable
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import PRETRAINING_FILE, LoadedRun
@@ -117,7 +118,6 @@ class MaskedAutoencoding(Pretraining):
         return build_masked_autoencoder(config.model, config.pretraining)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         seed, size = run.config.training.seed, run.config.data.batch_size
         noise = patch_noise(run.config, images, size, seed, "mask", run.step)
         return self.losses(run, images, noise[batch.positions]).sum().view(1)

@@ -39,12 +39,12 @@ from vit.evaluation.multilabel_metrics import (
 )
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     ImageOutput,
     Task,
     TrainingRun,
@@ -94,7 +94,6 @@ class MultiLabel(Task):
         return config.model.num_classes
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
-        """Summed loss of one micro-batch, (1,)."""
         targets = batch.labels.to(images.device, non_blocking=True).to(images.dtype)
         label_loss = partial(smoothed_binary_cross_entropy, smoothing=run.config.training.smoothing)
         return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
@@ -106,7 +105,6 @@ class MultiLabel(Task):
         return preview_mixture(run, batch, images, batch.labels, classes)
 
     def tally(self, samples: Sequence[Sample]) -> "MultiLabelTally":
-        """Start a validation on `samples`."""
         return MultiLabelTally(samples)
 
     def format_scores(self, event: Event) -> str:
@@ -120,7 +118,6 @@ class MultiLabel(Task):
     def evaluation(
         self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
     ) -> "MultiLabelEvaluation":
-        """Start an evaluation."""
         assert model.thresholds is not None, "a multi-label network has thresholds"
         return MultiLabelEvaluation(samples, model.classes, model.thresholds)
 
@@ -242,7 +239,6 @@ class MultiLabelTally:
         self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         logits = forward(run, images).to(run.dtype).cpu()
         targets = batch.labels.to(logits)
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)

@@ -38,11 +38,11 @@ from vit.evaluation.feature_quality import effective_rank, feature_spread, knn_a
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
 from vit.precision import at_least_float32
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import (
     EvaluatedModel,
     Evaluation,
     Event,
-    FinishedRun,
     Task,
     TrainingRun,
     forward,
@@ -147,7 +147,6 @@ class Pretraining(Task):
         return float(losses)
 
     def tally(self, samples: Sequence[Sample]) -> "FeatureTally":
-        """Start a validation on `samples`."""
         return FeatureTally(self, samples)
 
     def warning(self, event: Event, config: Config) -> str | None:
@@ -228,7 +227,6 @@ class FeatureTally:
         self.kept: list[tuple[Tensor, ...]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        """Add one batch."""
         chosen = batch.indices % self.stride == 0
         some = images[chosen.to(images.device)]
         features = forward(run, some).float().cpu()
@@ -275,8 +273,17 @@ class JointEmbeddingPretraining(Pretraining):
     def complete(self, config: Config, given: Sequence[str]) -> Config:
         """Check the sizes of the views, and that there are other images where they are needed."""
         config = super().complete(config, given)
-        self.check_others(config)
-        task = config.training.task
+        task, repeats, data = config.training.task, config.augment.repeats, config.data
+        if self.why_several and repeats > 1:
+            raise ConfigError(
+                f"repeats={repeats}: task={task} would {self.why_no_repeats}; leave it out"
+            )
+        if self.why_several and data.batch_size < 2 * data.micro_batches:
+            parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
+            raise ConfigError(
+                f"batch_size={data.batch_size}{parts}: task={task} {self.why_several}; use a "
+                "larger -b, or fewer parts (--accumulate)"
+            )
         local, side, patch = local_side(config), config.model.image_size, config.model.patch_size
         if local % patch or local > side:
             raise ConfigError(
@@ -292,22 +299,6 @@ class JointEmbeddingPretraining(Pretraining):
             name = "patch_sizes" if config.model.patch_sizes else "position=relative"
             raise ConfigError(f"{name}: task={task} embeds images of two sizes; leave it out")
         return config
-
-    def check_others(self, config: Config) -> None:
-        """Refuse settings that leave an image no other to be compared with."""
-        task, repeats, data = config.training.task, config.augment.repeats, config.data
-        if not self.why_several:
-            return
-        if repeats > 1:
-            raise ConfigError(
-                f"repeats={repeats}: task={task} would {self.why_no_repeats}; leave it out"
-            )
-        if data.batch_size < 2 * data.micro_batches:
-            parts = "" if data.micro_batches == 1 else f" in {data.micro_batches} parts"
-            raise ConfigError(
-                f"batch_size={data.batch_size}{parts}: task={task} {self.why_several}; use a "
-                "larger -b, or fewer parts (--accumulate)"
-            )
 
     def build_network(self, config: Config) -> JointEmbedding:
         """The encoder with its projector."""

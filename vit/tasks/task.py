@@ -13,10 +13,7 @@ A task is one subclass of Task, and one line in `TASKS` of vit/config/training_c
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -30,20 +27,17 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.mixup import mix, sample_mix_plan
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import image_groups
 from vit.data.transforms import TrainingTransform, Transform
-from vit.errors import ConfigError, VitError
-from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.errors import ConfigError
 from vit.evaluation.intervals import number_groups
-from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature, scale_logits
+from vit.evaluation.temperature_scaling import scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import Notify, printable
+from vit.text import Notify, plural
 
 if TYPE_CHECKING:
-    from vit.evaluation.run_report import RunFacts
     from vit.generation.generation_config import Caption
-    from vit.model.feature_distance import FeatureDistance
+    from vit.tasks.finished_run import FinishedRun
     from vit.weights.saved_model import LoadedRun
 
 T = TypeVar("T")
@@ -56,77 +50,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "identity": nn.Identity,
 }
 """Name in the metadata of exported files -> module."""
-
-
-MAX_HEADERS = 10_000
-"""Images up to which the report opens files for their size and format."""
-
-
-@dataclass(frozen=True)
-class ValidationLogits:
-    """Outputs of the best weights for the validation images that can be read."""
-
-    logits: Tensor
-    """(images, outputs), float32."""
-    labels: Tensor
-    """As `Batch.labels`."""
-    paths: list[str]
-    """Files of the images."""
-    failed: dict[str, str]
-    """Files that cannot be read, with the reason."""
-    distance: "FeatureDistance | None" = None
-    """The distance from the training images, for a single-label classifier."""
-    distances: Tensor | None = None
-    """Distance of each image, (images,), float64."""
-    properties: ImageProperties | None = None
-    """Brightness and sharpness of the images."""
-    data: DatasetSpec | None = None
-    """What they were read from, by which their groups are found."""
-
-    @cached_property
-    def groups(self) -> Tensor | None:
-        """The group of each image, for the report; None of independent images."""
-        names = None if self.data is None else image_groups(self.data, self.paths)
-        return None if names is None else number_groups(names)
-
-    def calibration_groups(self, notify: Notify) -> Tensor | None:
-        """`groups`; if they cannot be read again all images are one, which proves nothing."""
-        try:
-            return self.groups
-        except VitError as error:
-            notify(
-                "note: the groups of the validation images cannot be read again, so all images are "
-                f"one group, which proves nothing: {printable(error)}"
-            )
-            return torch.zeros(len(self.paths), dtype=torch.int64)
-
-    @cached_property
-    def temperature(self) -> FittedTemperature | None:
-        """The scaling of these logits, for the calibration and for the report."""
-        groups = self.calibration_groups(lambda _note: None)
-        return fit_temperature(self.logits, self.labels, groups)
-
-    def slices(
-        self,
-        right: Sequence[bool],
-        *,
-        classes: Sequence[str] | None = None,
-        training_counts: Mapping[str, int] | None = None,
-        fast: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Rows of accuracy by slices, for the report.
-
-        Args:
-            classes: The class of each image; None of a multi-label network.
-        """
-        if self.properties is None:
-            return []
-        if len(self.paths) <= MAX_HEADERS and not fast:
-            self.properties.add_headers(self.paths)
-        features = self.properties.features(
-            self.paths, classes=classes, training_counts=training_counts
-        )
-        return [one.to_dict() for one in accuracy_slices(right, features, self.groups)]
 
 
 class TrainingRun(Protocol):
@@ -162,59 +85,6 @@ class TrainingRun(Protocol):
         """Differentiable sum of `mine`, (n,), over all processes, which must all make this call."""
 
 
-class FinishedRun(Protocol):
-    """What a task uses of a training whose last epoch is over, on the main process."""
-
-    config: Config
-    folder: Path
-    splits: Splits
-    device: torch.device
-    robustness: Mapping[str, Any] | None
-    """`robustness` of `vit.evaluate` with corruptions, if the report shows it."""
-
-    @property
-    def notify(self) -> Notify:
-        """Receives log lines."""
-
-    @property
-    def loaded(self) -> "LoadedRun":
-        """The network with the best weights, on `device`."""
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of metrics.jsonl."""
-
-    def facts(self, failed: Mapping[str, str]) -> "RunFacts":
-        """What every report shows of the run; `failed` could not be read, with the reason."""
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Compute in the precision of inference."""
-
-    def batches(
-        self, samples: Sequence[Sample], failed: dict[str, str]
-    ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` with their normalised images, and the best weights on their device.
-
-        `failed` receives the files that cannot be read, with the reason.
-        """
-
-    def logits(
-        self,
-        samples: Sequence[Sample],
-        failed: dict[str, str],
-        *,
-        network: "LoadedRun | None" = None,
-    ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` and logits, float64 (images, classes).
-
-        Those of the best weights, or of another `network` on their device.
-        """
-
-    @property
-    def validation_logits(self) -> ValidationLogits:
-        """Logits of all validation images, computed once."""
-
-
 class ImageOutput(Protocol):
     """What a task uses of `vit.inference.predictor.ImageOutput`."""
 
@@ -239,9 +109,6 @@ class EvaluatedModel(Protocol):
 
 class Evaluation(ABC):
     """Accumulates the metrics of `vit evaluate`.
-
-    Args:
-        samples: The images to predict, in this order.
 
     Attributes:
         right: Whether the answer for each image that was added is right, None where there is no
@@ -419,6 +286,12 @@ class Task(ABC):
         """The scores of an event for the last log line."""
         return f"validation {self.format_scores(event).replace('val ', '')}"
 
+    def format_test(self, event: Event) -> str:
+        """The scores of an event of test images in words."""
+        scores = {name.replace("test_", "val_", 1): score for name, score in event.items()}
+        result = self.format_result(scores).replace("validation", "test", 1)
+        return f"{result} of {plural(event['test_images'], 'image')}, measured once, at the end"
+
     def next_command(self, folder: str) -> str:
         """What to do with a finished run; `folder` is quoted."""
         return f"vit predict {folder} IMAGE..."
@@ -468,11 +341,11 @@ class Task(ABC):
         """
         return {"task": config.training.task}
 
-    def finish(self, run: FinishedRun) -> None:  # noqa: B027
+    def finish(self, run: "FinishedRun") -> None:  # noqa: B027
         """Complete the run folder after the last epoch; `vit train --resume` repeats it."""
 
     @abstractmethod
-    def write_report(self, run: FinishedRun) -> None:
+    def write_report(self, run: "FinishedRun") -> None:
         """Write report.html."""
 
     def warning(self, event: Event, config: Config) -> str | None:
@@ -493,12 +366,7 @@ def settings_to_plan(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ScaledLogits(nn.Module):
-    """Logits by `vit.evaluation.temperature_scaling.scale_logits`.
-
-    Args:
-        temperature: Divisor of the gaps between logits, above 0.
-        exponent: Power of the gaps, above 0.
-    """
+    """Logits by `vit.evaluation.temperature_scaling.scale_logits`."""
 
     def __init__(self, temperature: float, exponent: float) -> None:
         super().__init__()
@@ -534,7 +402,6 @@ def mixed(
     Args:
         images: Its images, (batch, channels, height, width).
         targets: Class distributions, (batch, classes).
-        epoch: The epoch, from 0.
     """
     plan = sample_mix_plan(
         run.config.augment,

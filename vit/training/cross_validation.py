@@ -21,6 +21,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
@@ -49,7 +50,6 @@ from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve_plan, train
 from vit.weights.model_soup import delete_fold_soup
-from vit.weights.safetensors_io import explain_write_errors, write_text
 
 LEVEL = 0.95
 COUNTS = ("count", "groups")

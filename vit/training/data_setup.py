@@ -18,7 +18,6 @@ from vit.data.intensity_range import measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
-from vit.data.sources.held_out_split import read_split
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
@@ -50,7 +49,7 @@ def prepare_data(
         Settings, the images, and the unreadable images with the reason.
     """
     try:
-        splits = open_data(config, listing, resumed=resumed)
+        splits = open_data(config, listing)
     except DataError as failure:
         if resumed is None or os.path.exists(config.data.data):
             raise
@@ -105,13 +104,11 @@ def list_data(config: Config) -> Listing:
     return Listing(spec, read_source(spec))
 
 
-def training_spec(config: Config, resumed: Path | None = None) -> DatasetSpec:
+def training_spec(config: Config) -> DatasetSpec:
     """What the training reads: with a teacher, images without a label too."""
     spec = task_of(config).dataset_spec(config)
-    # a run that held nothing out and has no validation split is of a version that used `test`
-    older = resumed is not None and read_split(resumed) is None
     teacher = config.distillation.teacher is not None
-    return dataclasses.replace(spec, unlabelled=teacher, validates_on_test=older)
+    return dataclasses.replace(spec, unlabelled=teacher)
 
 
 def open_data(
@@ -119,7 +116,6 @@ def open_data(
     listing: Listing | None = None,
     *,
     compare: bool = True,
-    resumed: Path | None = None,
 ) -> Splits:
     """Open the images, with their classes, captions, or both."""
     data, training = config.data, config.training
@@ -131,7 +127,7 @@ def open_data(
             "with vit.cross_validate"
         )
     return open_splits(
-        training_spec(config, resumed),
+        training_spec(config),
         val_share=data.val_share,
         seed=training.seed,
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),

@@ -4,47 +4,40 @@ Only the main process does this, on all validation images, or on `caption_sample
 captions. The run is complete before: an error in the report is logged, and does not fail the run.
 """
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Generator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from accelerate import Accelerator
 
 from vit.config import Config
 from vit.config.parser import with_settings
 from vit.config.stored_config import stored_config
 from vit.data.dataloader import EvaluationLoader
-from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
+from vit.data.preprocessing import Preprocessing
 from vit.data.sources.held_out_split import read_split
 from vit.errors import DataError, RunError, VitError
-from vit.evaluation.accuracy_slices import ImageProperties
 from vit.evaluation.fit_calibration import MIN_DISTANCES
-from vit.evaluation.model_summary import forward_flops
-from vit.evaluation.run_report import REPORT_FILE, RunFacts
+from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.event_log import METRICS_FILE, read_event_log
-from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.paths import did_you_mean, path_argument
-from vit.precision import autocast
 from vit.stop_signals import Interrupted, Interruption
-from vit.tasks.task import ValidationLogits, get_task
+from vit.tasks.finished_run import FinishedRun
+from vit.tasks.task import Task, get_task
 from vit.text import printable
 from vit.training.checkpoint.run_folder import lock_folder
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
-from vit.training.logging.metrics_logger import test_result
 from vit.training.logging.training_progress import notify
 from vit.training.teacher import with_teacher
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
 from vit.training.training_state import TrainingState
-from vit.weights.saved_model import LoadedRun, load_run
+from vit.weights.saved_model import load_run
 
 DISTANCE_IMAGES = 2000
 """Training images, about, that the distance of other images is measured from."""
@@ -60,169 +53,46 @@ def distance_samples(splits: Splits) -> Sequence[Sample]:
     return () if few else samples
 
 
-class BestWeights:
-    """The best weights of a finished training; the `vit.tasks.task.FinishedRun` of its task.
+def finished_run(
+    config: Config,
+    splits: Splits,
+    task: Task,
+    accelerator: Accelerator,
+    *,
+    workers: int | None,
+    **known: Any,
+) -> FinishedRun:
+    """The best weights of a run, with what its task needs.
 
     Args:
-        best_epoch: From 1.
+        workers: Loader processes.
+        known: The other fields of FinishedRun.
     """
+    device, processes = accelerator.device, int(accelerator.num_processes)
 
-    def __init__(
-        self,
-        run: TrainingState,
-        folder: Path,
-        splits: Splits,
-        *,
-        best_epoch: int,
-        calibrating: bool = False,
-        robustness: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.calibrating, self.robustness = calibrating, robustness
-        self.run, self.folder, self.splits, self.best_epoch = run, folder, splits, best_epoch
-        self.config, self.device, self.notify = run.config, run.accelerator.device, notify
-        self.precision = inference_precision(run.config.run.precision, self.device)
-
-    @cached_property
-    def loaded(self) -> LoadedRun:
-        """The network, on its device."""
-        loaded = load_run(self.folder)
-        loaded.model.to(self.device)
-        return loaded
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of metrics.jsonl."""
-        return read_event_log(self.folder / METRICS_FILE).events
-
-    def facts(self, failed: Mapping[str, str]) -> RunFacts:
-        """What every report shows of the run; `failed` could not be read, with the reason."""
-        log, task = read_event_log(self.folder / METRICS_FILE), self.run.task
-        events = log.events
-        soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
-        return RunFacts(
-            config=self.config,
-            classes=self.splits.classes,
-            parameters=sum(parameter.numel() for parameter in self.loaded.model.parameters()),
-            machine=f"{self.run.processes} x {self.device.type} in {self.precision}",
-            train_images=len(self.splits.train),
-            root=self.splits.root,
-            val_held_out=self.splits.made,
-            best_epoch=self.best_epoch,
-            soup=soups[0] if soups else (),
-            unreadable={**self.run.failed, **failed},
-            flops=forward_flops(self.loaded.model, self.config.model),
-            environment=read_environment(self.folder),
-            notes=(*self.splits.notes, *filter(None, [log.damage])),
-            tested="".join(test_result(task, one) for one in events if one["event"] == "test"),
-        )
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Compute in the precision of inference."""
-        return autocast(self.precision, self.device)
-
-    def logits(
-        self,
-        samples: Sequence[Sample],
-        failed: dict[str, str],
-        *,
-        network: LoadedRun | None = None,
-    ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` and their logits, float64 (images, classes); see `batches`."""
-        model = (network or self.loaded).model
-        with contextlib.closing(self.batches(samples, failed, network=network)) as batches:
-            for batch, images in batches:
-                with torch.inference_mode(), self.autocast():
-                    logits = model(images)
-                yield batch, logits.float().cpu().double()
-
-    @cached_property
-    def validation_logits(self) -> ValidationLogits:
-        """Logits of all validation images, computed once for the task's calibration and report."""
-        distance = self._fit_distance()
-        failed: dict[str, str] = {}
-        samples, logits, labels, paths = self.splits.val, [], [], list[str]()
-        distances: list[Tensor] = []  # its two parts
-        properties = ImageProperties()
-        with contextlib.closing(self.batches(samples, failed)) as batches:
-            for batch, images in batches:
-                with torch.inference_mode(), self.autocast():
-                    if distance is None:
-                        outputs = self.loaded.model(images)
-                    else:
-                        _, _, features = encode_with_features(self.loaded.model, images)
-                        outputs = self.loaded.model.head(features.pooled)
-                        distances.append(distance.parts(features.float_cpu()))
-                logits.append(outputs.float().cpu())
-                labels.append(batch.labels)
-                names = [samples[index].path for index in batch.indices.tolist()]
-                properties.add_pixels(names, batch.images)
-                paths += names
-        if distance is not None:
-            distance.standardise(torch.cat(distances))
-        return ValidationLogits(
-            torch.cat(logits),
-            torch.cat(labels),
-            paths,
-            failed,
-            distance,
-            None if distance is None else distance.combine(torch.cat(distances)).double(),
-            properties,
-            self.run.task.dataset_spec(self.config),
-        )
-
-    def _fit_distance(self) -> FeatureDistance | None:
-        """The distance from `distance_samples`, without augmentation, if the task has one."""
-        samples = distance_samples(self.splits)
-        if not (samples and self.calibrating and self.run.task.measures_distance):
-            return None
-        features = []
-        with contextlib.closing(self.batches(samples, {})) as batches:
-            for _, images in batches:
-                with torch.inference_mode(), self.autocast():
-                    found = encode_with_features(self.loaded.model, images)[2]
-                features.append(found.float_cpu())
-        return FeatureDistance.fit(DistanceFeatures.cat(features))
-
-    def reload(self) -> None:
-        """Read the run folder again, which the task has completed."""
-        self.__dict__.pop("loaded", None)
-
-    def batches(
-        self,
-        samples: Sequence[Sample],
-        failed: dict[str, str],
-        *,
-        network: LoadedRun | None = None,
-    ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` with their normalised images, on the device."""
-        run, preprocessing = self.run, (network or self.loaded).preprocessing
-        loader = EvaluationLoader(
+    def open_loader(samples: Sequence[Sample], preprocessing: Preprocessing) -> EvaluationLoader:
+        return EvaluationLoader(
             samples,
             preprocessing,
-            batch_size=micro_batch_size(run),
-            workers=num_workers(run),
-            pin_memory=self.device.type == "cuda",
-            caption_ids=caption_ids_of(run, samples),
-            classes=run.task.label_width(run.config),
+            batch_size=micro_batch_size(config, processes),
+            workers=workers,
+            pin_memory=device.type == "cuda",
+            caption_ids=caption_ids_of(config, splits.tokenizer, samples),
+            classes=task.label_width(config),
         )
-        found = False
-        try:
-            for batch in loader:
-                if run.interruption.number:
-                    raise Interrupted(
-                        f"interrupted before {REPORT_FILE} was written; the run is complete, and "
-                        f"vit train --resume --out {printable(self.folder)} writes it",
-                        run.interruption.number,
-                    )
-                failed.update((bad.path, bad.reason) for bad in batch.failed)
-                if len(batch.labels):
-                    found = True
-                    images = batch.images.to(self.device, non_blocking=True)
-                    yield batch, preprocessing.normalise(images)
-        finally:
-            loader.close()
-        if not found:
-            raise DataError("not one validation image can be read")
+
+    return FinishedRun(
+        config=config,
+        splits=splits,
+        task=task,
+        device=device,
+        precision=inference_precision(config.run.precision, device),
+        processes=processes,
+        open_loader=open_loader,
+        notify=notify,
+        environment=read_environment(known["folder"]),
+        **known,
+    )
 
 
 def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
@@ -231,9 +101,20 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
     Args:
         epoch: The best epoch, from 1.
     """
-    best = BestWeights(run, folder, splits, best_epoch=epoch, calibrating=True)
+    best = finished_run(
+        run.config,
+        splits,
+        run.task,
+        run.accelerator,
+        workers=num_workers(run),
+        folder=folder,
+        best_epoch=epoch,
+        interruption=run.interruption,
+        failed=run.failed,
+        distance_samples=distance_samples(splits) if run.task.measures_distance else (),
+    )
     run.task.finish(best)
-    best.reload()
+    best.__dict__.pop("loaded", None)  # which the task has completed
     try:
         run.task.write_report(best)
     except Interrupted:
@@ -288,24 +169,19 @@ def report(
                 "measures it on them, matched by name"
             )
         splits = with_held_out(splits, folder)
-        state = TrainingState(
-            config=found,
-            accelerator=accelerator,
-            network=loaded.model,
-            model=loaded.model,
-            optimizer=torch.optim.SGD(loaded.model.parameters(), lr=0.0),  # makes no step
-            average=None,
-            preprocessing=loaded.preprocessing,
-            lr_at=lambda _step: 0.0,
-            task=task,
-            tokenizer=splits.tokenizer,
-            failed=failed,
+        best = finished_run(
+            found,
+            splits,
+            task,
+            accelerator,
+            workers=found.data.workers,
+            folder=folder,
+            best_epoch=max(log.events, key=task.rank)["epoch"],
             interruption=signals,
+            failed=failed,
+            robustness=robustness,
         )
-        best = max(log.events, key=task.rank)["epoch"]
-        task.write_report(
-            BestWeights(state, folder, splits, best_epoch=best, robustness=robustness)
-        )
+        task.write_report(best)
     return folder / REPORT_FILE
 
 

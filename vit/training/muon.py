@@ -18,27 +18,15 @@ from torch.optim.adamw import adamw
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
-# of the polynomials a X + b (X X^T) X + c (X X^T)^2 X, one an iteration
-COEFFICIENTS: dict[str, Coefficients] = {
-    # Jordan et al.
-    "original": ((3.4445, -4.7750, 2.0315),) * 5,
-    # leloykun.github.io/ponder/muon-opt-coeffs, as in timm
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-}
-
-# factor on the learning rate of a matrix of (rows, cols)
-SCALES: dict[str, Callable[[int, int], float]] = {
-    # Jordan et al.
-    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
-    # updates as large as AdamW's are, so that both take the same learning rate: arXiv:2502.16982
-    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
-}
+# of the polynomials a X + b (X X^T) X + c (X X^T)^2 X, one an iteration:
+# leloykun.github.io/ponder/muon-opt-coeffs, as in timm
+COEFFICIENTS: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 
 # iterations after which a Gram matrix in bf16 is computed anew
 RESTART = 2
@@ -85,26 +73,17 @@ class Muon(Optimizer):
         momentum: float = 0.9,
         *,
         nesterov: bool = False,
-        ns_coefficients: str = "quintic",
-        adjust_lr_fn: str = "match_rms_adamw",
         eps: float = 1e-7,
         betas: tuple[float, float] = (0.9, 0.95),
         ns_dtype: torch.dtype | None = None,
     ) -> None:
-        if min(lr, weight_decay, eps) < 0:
-            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, eps={eps}: none is below 0")
-        if not all(0 <= decay < 1 for decay in (momentum, *betas)):
-            raise ValueError(f"momentum={momentum}, betas={betas}: each is in [0, 1)")
-        for name, table in ((ns_coefficients, COEFFICIENTS), (adjust_lr_fn, SCALES)):
-            if name not in table:
-                raise ValueError(f"{name!r} is none of {', '.join(table)}")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "adjust_lr_fn": adjust_lr_fn,
+            "ns_coefficients": "quintic",  # as checkpoints name them
+            "adjust_lr_fn": "match_rms_adamw",
             "eps": eps,
             "betas": betas,
             "use_fallback": False,
@@ -134,10 +113,11 @@ class Muon(Optimizer):
                 continue
             for update in self._step_momentum(group, learning):
                 alike[_kind(update.parameter, group)].append(update)
-        for (shape, device, _, name, eps), updates in alike.items():
+        for (shape, device, _, eps), updates in alike.items():
             numbers = STACK.get(device.type, STACK_OF_OTHERS)
-            for part in _chunks(updates, max(1, numbers // shape.numel())):
-                _apply(part, COEFFICIENTS[name], eps, self.ns_dtype)
+            size = max(1, numbers // shape.numel())
+            for start in range(0, len(updates), size):
+                _apply(updates[start : start + size], eps, self.ns_dtype)
         return loss
 
     def _step_momentum(self, group: dict[str, Any], parameters: list[Tensor]) -> Iterator[Update]:
@@ -154,9 +134,9 @@ class Muon(Optimizer):
         momenta = buffers
         if group["nesterov"]:
             momenta = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
-        scale = SCALES[group["adjust_lr_fn"]]
         for p, momentum in zip(parameters, momenta, strict=True):
-            yield Update(p, momentum, -group["lr"] * scale(*p.shape))
+            # updates as large as AdamW's are, so that both take the same learning rate
+            yield Update(p, momentum, -group["lr"] * (0.2 * max(p.shape) ** 0.5))
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """AdamW (Loshchilov and Hutter, arXiv:1711.05101), by torch's kernels for many tensors."""
@@ -267,23 +247,16 @@ def compute_dtype(parameter: Tensor, chosen: torch.dtype | None = None) -> torch
 def _kind(parameter: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
     """Equal for matrices that one stack can hold; tall ones lie on their side in it."""
     shape = torch.Size(sorted(parameter.shape))
-    return shape, parameter.device, parameter.dtype, group["ns_coefficients"], group["eps"]
+    return shape, parameter.device, parameter.dtype, group["eps"]
 
 
-def _chunks(updates: Sequence[Update], size: int) -> Iterator[Sequence[Update]]:
-    for start in range(0, len(updates), size):
-        yield updates[start : start + size]
-
-
-def _apply(
-    updates: Sequence[Update], coefficients: Coefficients, eps: float, dtype: torch.dtype | None
-) -> None:
+def _apply(updates: Sequence[Update], eps: float, dtype: torch.dtype | None) -> None:
     """Move matrices of one size, tall or wide, along their orthogonal directions."""
     parameters = [update.parameter for update in updates]
     tall = [p.shape[0] > p.shape[1] for p in parameters]
     sides = zip(updates, tall, strict=True)
     stack = torch.stack([u.momentum.mT if turned else u.momentum for u, turned in sides])
-    stack = orthogonalize(stack.to(compute_dtype(stack, dtype)), coefficients, eps)
+    stack = orthogonalize(stack.to(compute_dtype(stack, dtype)), COEFFICIENTS, eps)
     moves = list(stack.to(parameters[0].dtype).unbind())
     torch._foreach_mul_(moves, [update.factor for update in updates])
     turns = zip(moves, tall, strict=True)

@@ -38,6 +38,7 @@ from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
+from vit.training.dry_run import limit_gpu_memory
 from vit.training.finetune.finetuning import run_of
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_rules import (
@@ -73,9 +74,9 @@ from vit.training.plan_weights import (
     plan_weights,
 )
 from vit.training.training_speed import (
+    HEADROOM,
     Measure,
     measure_speed,
-    timing_networks,
 )
 from vit.weights.saved_model import read_pretraining_run
 
@@ -254,7 +255,7 @@ def facts_of(
     config: Config, splits: Splits, accelerator: Accelerator, given: Mapping[str, Any]
 ) -> Facts:
     """What the plan follows from, the same on all processes."""
-    with timing_networks(accelerator):
+    with limit_gpu_memory(accelerator, headroom=HEADROOM):
         facts = data_facts(config, splits, accelerator)
         return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
 

@@ -25,7 +25,7 @@ from vit.config.parser import all_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.training.finetune.finetuning import DEFAULTS, UNUSED_BY_PROBE
-from vit.training.finetune.linear_probe_init import MAX_PROBE_IMAGES
+from vit.training.finetune.linear_probe import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,
     GROWING_SHARE,

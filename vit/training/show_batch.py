@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.atomic_files import atomic_file
 from vit.config import Config, DistillationConfig
 from vit.config.parser import with_settings
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
 from vit.text import plural, printable
-from vit.training.autotune.dry_run import dry_run
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
+from vit.training.dry_run import dry_run
 from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve, resolve_plan
 from vit.training.training_loaders import training_loader
 from vit.training.training_state import TrainingState
-from vit.weights.safetensors_io import atomic_write
 
 
 def show_batch(
@@ -62,7 +62,8 @@ def show_batch(
     def draw(run: TrainingState) -> str:
         images, texts = first_batch(run, splits)
         sheet = contact_sheet(images, texts)
-        atomic_write(Path(path), lambda beside: save_sheet(sheet, beside, kind))
+        with atomic_file(Path(path)) as beside:
+            save_sheet(sheet, beside, kind)
         shown = min(len(images), MAX_IMAGES)
         of = "" if shown == len(images) else f" of {len(images)}"
         size = "x".join(map(str, images.shape[:1:-1]))

@@ -16,17 +16,13 @@ teacher.
 
 import dataclasses
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 from vit.config import Config
 from vit.config.inference_config import InferenceConfig
@@ -42,8 +38,7 @@ from vit.text import Notify, join_names, percent, plural, printable
 from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
-from vit.training.finetune.feature_extraction import ImagePass, extract
-from vit.training.finetune.linear_probe_init import BATCH_SIZES, feature_cache
+from vit.training.finetune.feature_extraction import CPU_BATCH_SIZE, Extractor, extract
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import locate_weights
 from vit.weights.safetensors_io import digest, read_tensors
@@ -120,15 +115,15 @@ def teacher_lines(config: Config, images: int) -> list[str]:
     ]
 
 
-class Teacher(ABC):
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
     """A trained classifier.
 
-    Attributes:
+    Args:
         name: As the user gave it.
-        classes: Class names, by output.
-        multilabel: Whether an image may have several classes.
-        preprocessing: Preparation of images.
         key: Digest of everything that its answers depend on, besides image and arithmetic.
+        prepare: One image, uint8 (3, height, width).
+        probabilities: Of prepared images, as of `vit predict`, (images, outputs) float64.
     """
 
     name: str
@@ -136,94 +131,86 @@ class Teacher(ABC):
     multilabel: bool
     preprocessing: Preprocessing
     key: str
-
-    @abstractmethod
-    def prepare(self, path: str) -> Tensor:
-        """One image, uint8 (3, height, width)."""
-
-    @abstractmethod
-    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
-        """Prepared images -> probabilities as of `vit predict`, (images, outputs) float64."""
+    prepare: Callable[[str], Tensor]
+    probabilities: Callable[[Sequence[Tensor]], Tensor]
 
 
-class NetworkTeacher(Teacher):
+def network_teacher(
+    name: str, loaded: LoadedRun, accelerator: Accelerator, precision: str
+) -> Teacher:
     """A teacher in torch."""
+    about = {
+        "config": asdict(loaded.config),
+        "calibration": None if loaded.calibration is None else loaded.calibration.to_dict(),
+        "task": loaded.task_name,
+    }
+    key = digest(
+        loaded.model.state_dict(), {"about": json.dumps(about, sort_keys=True, default=str)}
+    )
+    device, preprocessing = accelerator.device, loaded.preprocessing
+    chosen = inference_precision(precision, device)
+    network, activation = loaded.model.to(device).eval(), calibrated_activation(loaded)
 
-    def __init__(
-        self, name: str, loaded: LoadedRun, accelerator: Accelerator, precision: str
-    ) -> None:
-        self.name, self.classes = name, loaded.classes
-        self.multilabel = loaded.thresholds is not None
-        self.preprocessing = loaded.preprocessing
-        about = {
-            "config": asdict(loaded.config),
-            "calibration": None if loaded.calibration is None else loaded.calibration.to_dict(),
-            "task": loaded.task_name,
-        }
-        state = loaded.model.state_dict()
-        self.key = digest(state, {"about": json.dumps(about, sort_keys=True, default=str)})
-        self.device = accelerator.device
-        self.precision = inference_precision(precision, self.device)
-        self.network = loaded.model.to(self.device).eval()
-        self.activation = calibrated_activation(loaded)
-
-    def prepare(self, path: str) -> Tensor:
-        """One image of the network's size."""
-        deep = self.preprocessing.intensity_range
-        return self.preprocessing(read_image(path, intensity_range=deep))
+    def prepare(path: str) -> Tensor:
+        return preprocessing(read_image(path, intensity_range=preprocessing.intensity_range))
 
     @torch.inference_mode()
-    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
-        """Prepared images -> calibrated probabilities, (images, outputs) float64."""
-        inputs = self.preprocessing.normalise(torch.stack([*images]).to(self.device))
-        with autocast(self.precision, self.device):
-            logits: Tensor = self.network(inputs)
-        found: Tensor = self.activation(logits.float().cpu().double())
+    def probabilities(images: Sequence[Tensor]) -> Tensor:
+        inputs = preprocessing.normalise(torch.stack([*images]).to(device))
+        with autocast(chosen, device):
+            logits: Tensor = network(inputs)
+        found: Tensor = activation(logits.float().cpu().double())
         return found
 
+    return Teacher(
+        name=name,
+        classes=loaded.classes,
+        multilabel=loaded.thresholds is not None,
+        preprocessing=preprocessing,
+        key=key,
+        prepare=prepare,
+        probabilities=probabilities,
+    )
 
-class ExportedTeacher(Teacher):
-    """A teacher in a file of `vit export`, whose graph prepares images of any size itself.
 
-    Args:
-        batch_size: Images per forward pass.
-    """
+def exported_teacher(name: str, engine: str) -> Teacher:
+    """A teacher in a file of `vit export`, whose graph prepares images of any size itself."""
+    network = open_exported(name, engine, InferenceConfig(batch_size=CPU_BATCH_SIZE))
+    if network.n_best or not network.shares:
+        raise no_classifier(name, "its outputs are no probabilities of classes")
 
-    def __init__(self, name: str, engine: str, batch_size: int) -> None:
-        network = open_exported(name, engine, InferenceConfig(batch_size=batch_size))
-        if network.n_best or not network.shares:
-            raise no_classifier(name, "its outputs are no probabilities of classes")
-        self.name, self.network, self.classes = name, network, network.classes
-        self.multilabel = network.thresholds is not None
-        self.preprocessing = network.preprocessing
-        self.key = sha256_of_files(exported_files(name))
-
-    def prepare(self, path: str) -> Tensor:
-        """The whole image."""
-        deep = self.preprocessing.intensity_range
-        image = read_image(path, intensity_range=deep)
+    def prepare(path: str) -> Tensor:
+        image = read_image(path, intensity_range=network.preprocessing.intensity_range)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
-    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
-        """Whole images -> the probabilities of the graph, (images, outputs) float64."""
+    def probabilities(images: Sequence[Tensor]) -> Tensor:
         arrays = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
-        rows = torch.empty(len(arrays), len(self.classes), dtype=torch.float64)
-        for group in self.network.groups(arrays):
-            found = self.network.run([arrays[index] for index in group])["probabilities"]
+        rows = torch.empty(len(arrays), len(network.classes), dtype=torch.float64)
+        for group in network.groups(arrays):
+            found = network.run([arrays[index] for index in group])["probabilities"]
             rows[group] = torch.as_tensor(found)
         if not rows.isfinite().all():
-            raise RunError(f"teacher {printable(self.name)}: the network overflowed")
+            raise RunError(f"teacher {printable(name)}: the network overflowed")
         return rows
+
+    return Teacher(
+        name=name,
+        classes=network.classes,
+        multilabel=network.thresholds is not None,
+        preprocessing=network.preprocessing,
+        key=sha256_of_files(exported_files(name)),
+        prepare=prepare,
+        probabilities=probabilities,
+    )
 
 
 def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Teacher:
     """Open the teacher of a run."""
     name = config.distillation.teacher
     assert name is not None, "called for a run with a teacher"
-    teacher: Teacher
     if engine := exported_engine(name):
-        teacher = ExportedTeacher(name, engine, BATCH_SIZES["cpu"])
+        teacher = exported_teacher(name, engine)
     else:
         # one process downloads, the others find the files
         on_main(accelerator, lambda: locate_weights(name))
@@ -234,7 +221,7 @@ def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Te
             raise no_classifier(name, "it has no classes")
         if loaded.task_name not in ("classify", "multilabel"):
             raise no_classifier(name, f"its task is {printable(loaded.task_name)}")
-        teacher = NetworkTeacher(name, loaded, accelerator, config.run.precision)
+        teacher = network_teacher(name, loaded, accelerator, config.run.precision)
     if teacher.multilabel != config.training.multilabel:
         gives = "any number of classes" if teacher.multilabel else "one class"
         raise ConfigError(
@@ -265,44 +252,6 @@ def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
     return [outputs[name] for name in classes]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherPass(ImagePass):
-    """Computes the scores of a teacher."""
-
-    title = "teacher's answers"
-    teacher: Teacher
-    columns: Sequence[int]
-    mirrored: bool
-
-    def identity(self, weights_key: str) -> dict[str, Any]:
-        """Everything but the image that an answer depends on."""
-        return {
-            "teacher": weights_key,
-            "preprocessing": self.teacher.preprocessing.to_dict(),
-            "outputs": [*self.columns],
-            "mirrored": self.mirrored,
-            "arithmetic": arithmetic(self.precision, self.accelerator.device),
-            "version": VERSION,
-        }
-
-    def prepare(self, path: str) -> Tensor:
-        """One image of the teacher, uint8 (3, height, width)."""
-        return self.teacher.prepare(path)
-
-    def vectors(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Scores of the data's classes, (images, classes) float32."""
-        views = [inputs, [image.flip(-1) for image in inputs]] if self.mirrored else [inputs]
-        scores = [self.scores(self.teacher.probabilities(view)) for view in views]
-        return torch.stack(scores).mean(dim=0).float()
-
-    def scores(self, probabilities: Tensor) -> Tensor:
-        """Log-probabilities, or log-odds of several classes an image, (images, classes)."""
-        chosen = probabilities[:, torch.tensor(self.columns)]
-        if self.teacher.multilabel:
-            return chosen.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
-        return chosen.clamp(min=MIN_PROBABILITY).log()
-
-
 def compute_answers(
     teacher: Teacher,
     columns: Sequence[int],
@@ -311,36 +260,38 @@ def compute_answers(
     accelerator: Accelerator,
     notify: Notify,
 ) -> Tensor:
-    """Scores of `samples`, (images, classes) float32, from the cache or computed.
+    """Log-probabilities of the data's classes, or log-odds of several classes an image.
 
-    Rows of images that cannot be read, with on_bad_image=skip, are 0; training skips them too.
+    (images, classes) float32, from the cache or computed. Rows of images that cannot be read, with
+    on_bad_image=skip, are 0; training skips them too.
     """
-    with closing(
-        tqdm(
-            desc="teacher",
-            total=len(samples) // accelerator.num_processes,
-            unit="img",
-            disable=None if accelerator.is_main_process else True,
-            leave=False,
-        )
-    ) as bar:
-        found = extract(
-            samples,
-            TeacherPass(
-                accelerator=accelerator,
-                precision=config.run.precision,
-                batch_size=BATCH_SIZES.get(accelerator.device.type, 64),
-                workers=config.data.workers,
-                advance=bar.update,
-                teacher=teacher,
-                columns=columns,
-                mirrored=config.augment.hflip > 0,
-            ),
-            weights_key=teacher.key,
-            notify=notify,
-            on_bad_image=config.data.on_bad_image,
-            cache=feature_cache(config),
-        )
+    mirrored = config.augment.hflip > 0
+
+    def scores(inputs: Sequence[Tensor]) -> Tensor:
+        chosen = teacher.probabilities(inputs)[:, torch.tensor(columns)]
+        if teacher.multilabel:
+            return chosen.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
+        return chosen.clamp(min=MIN_PROBABILITY).log()
+
+    def vectors(inputs: Sequence[Tensor]) -> Tensor:
+        views = [inputs, [image.flip(-1) for image in inputs]] if mirrored else [inputs]
+        return torch.stack([scores(view) for view in views]).mean(dim=0).float()
+
+    identity = {
+        "teacher": teacher.key,
+        "preprocessing": teacher.preprocessing.to_dict(),
+        "outputs": [*columns],
+        "mirrored": mirrored,
+        "arithmetic": arithmetic(config.run.precision, accelerator.device),
+        "version": VERSION,
+    }
+    found = extract(
+        samples,
+        Extractor("teacher's answers", identity, teacher.prepare, vectors),
+        config,
+        accelerator,
+        notify,
+    )
     assert found is not None, "nothing interrupts this pass but an exception"
     answers = torch.zeros(len(samples), len(columns))
     readable = [row for row, sample in enumerate(samples) if sample.path not in found.failed]

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -21,18 +21,18 @@ from statistics import fmean
 import torch
 from accelerate import Accelerator
 
+from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.config.parser import with_settings
-from vit.data.dataloader import EvaluationLoader, TrainingLoader
+from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
-from vit.training.autotune.dry_run import LONG, dry_run
-from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
+from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
-from vit.training.finetune.linear_probe_init import probe_samples
+from vit.training.finetune.linear_probe import probe_samples
 from vit.training.lr_schedule import (
     COOLDOWN,
     GROWN,
@@ -47,7 +47,7 @@ from vit.training.training_loaders import (
     micro_batch_size,
     training_loader,
 )
-from vit.training.training_loop import patch_size_at, train_one_step
+from vit.training.training_loop import train_one_step
 from vit.training.training_state import TrainingState
 from vit.training.validation import validate
 
@@ -67,8 +67,6 @@ LEAST_VALIDATIONS = 5
 MOST_VALIDATIONS = 24
 # In the last epoch the number of steps is corrected until half of those that remain are fewer.
 FEWEST_STEPS = 4
-# With more sizes of images than these, only the first and the last are compiled ahead.
-MOST_COMPILED = 8
 # A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
 USEFUL_STEPS = 20
 # Settings in epochs: whoever gives one thinks of passes over the images.
@@ -350,32 +348,18 @@ def endless(config: Config) -> Config:
 
 def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
     """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
-    watch = Stopwatch(accelerator)
+    watch = Stopwatch(
+        wait=lambda: torch.zeros(1, device=accelerator.device).item(),
+        agree=partial(max_over_processes, accelerator),
+    )
     act = partial(measure, splits=splits, watch=watch, most=most)
     return dry_run(endless(config), accelerator, act, splits)
-
-
-class Stopwatch:
-    """Seconds between its laps, the same on all processes: those of the slowest."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last one."""
-        torch.zeros(1, device=self.accelerator.device).item()  # waits for the device
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return max_over_processes(self.accelerator, took)
 
 
 def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
     """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
-    if compiles_blocks(run.config):
-        compile_sizes(run, splits, watch)
     starts, small = time_steps(run, splits.train, watch, most)
     full = small
     if training.start_image_size not in (None, run.config.model.image_size):
@@ -406,35 +390,6 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
         saving=written,
         ending=ending,
     )
-
-
-def compile_sizes(run: TrainingState, splits: Splits, watch: Stopwatch) -> None:
-    """Compile ahead for up to nine image sizes, or all patch sizes: the run uses the graphs."""
-    whole = run.config
-    full, patch = whole.model.image_size, whole.model.patch_size
-    if (start := whole.training.start_image_size) is not None:
-        between = range(start + patch, full, patch)  # many are not reached: an epoch has one size
-        for side in (start, *(between if len(between) < MOST_COMPILED else ()), full):
-            run.config = with_settings(whole, start_image_size=side)
-            make_steps(run, splits.train, [run.step])
-    else:
-        draws = range(50 * len(whole.model.training_patch_sizes))
-        make_steps(run, splits.train, {patch_size_at(whole, n): n for n in draws}.values())
-    time_validation(run, splits.val, watch, 1.0)
-    run.config = whole  # which those changed
-    watch.lap()
-
-
-def make_steps(run: TrainingState, samples: Sequence[Sample], numbers: Iterable[int]) -> None:
-    """Make the steps of these numbers, with images of the first epoch."""
-    loader = training_loader(run, samples)
-    batches = all_batches(loader)
-    try:
-        for run.step in numbers:
-            micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
-            train_one_step(run, micro_batches, epoch=0)
-    finally:
-        loader.close()
 
 
 def time_steps(
@@ -475,7 +430,7 @@ def time_validation(
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.
     """
-    batch = micro_batch_size(run) * run.processes
+    batch = micro_batch_size(run.config, run.processes) * run.processes
     whole = max(round(images / batch), 1) * batch
     count = min(whole + len(samples) % batch, len(samples))
     part = [samples[number * len(samples) // count] for number in range(count)]
@@ -485,17 +440,13 @@ def time_validation(
     loader = evaluation_loader(run, part)
     try:
         watch.lap()
-        first, second = (_timed_validation(run, loader, count, watch) for _ in range(2))
+        validate(run, loader, count)
+        first = watch.lap()
+        validate(run, loader, count)
+        second = watch.lap()
     finally:
         loader.close()
     return max(first - second, 0.0), second * len(samples) / count
-
-
-def _timed_validation(
-    run: TrainingState, loader: EvaluationLoader, images: int, watch: Stopwatch
-) -> float:
-    validate(run, loader, images)
-    return watch.lap()
 
 
 def saving(run: TrainingState, steps_per_epoch: int) -> float:

@@ -28,9 +28,7 @@ from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task, settings_to_plan
 from vit.text import Notify, printable
-from vit.training.autotune.auto_batch_size import fit_memory, note_many_tokens
-from vit.training.autotune.loader_autotune import choose_workers, with_cache
-from vit.training.autotune.time_lower_bound import check_time
+from vit.training.auto_batch_size import fit_memory
 from vit.training.checkpoint.run_folder import (
     check_run_folder,
     lock_folder,
@@ -42,7 +40,8 @@ from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
-from vit.training.finetune.linear_probe_init import init_head_from_probe
+from vit.training.finetune.linear_probe import init_head_from_probe
+from vit.training.loader_autotune import choose_workers, with_cache
 from vit.training.logging.environment import record_environment
 from vit.training.logging.trackers import require_tracker
 from vit.training.logging.training_progress import notifier, notify
@@ -268,9 +267,6 @@ def resolve(
     if (limit := config.training.time) is not None and "epochs" in given:
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")
-    note_many_tokens(config, accelerator, notify)
-    if "time" in given:
-        check_time(config, splits, accelerator, began=began)
     if source is not None and "cache" not in given:
         config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)

@@ -27,12 +27,11 @@ from vit.training.distributed.collectives import (
 )
 from vit.training.distributed.fsdp import shard_like
 from vit.training.final_report import finish_run
-from vit.training.finetune.linear_probe_init import ProbeFit
+from vit.training.finetune.linear_probe import ProbeFit
 from vit.training.logging.metrics_logger import MetricsLogger
 from vit.training.logging.training_progress import Progress, TimeRemaining, steps_left
 from vit.training.lr_schedule import (
     WarmupStableDecay,
-    image_side,
     learning_rate,
     total_steps,
 )
@@ -90,8 +89,7 @@ class Trainer:
         self.budget = budget
         self.resumed_by = resumed_by or ("vit train", folder)
         self.report = report
-        self.elapsed = 0.0  # from the first step to the end of the last epoch
-        self.settled = (0.0, 0)  # when the epoch began or its steps were last settled, and the step
+        self.settled = (0.0, 0)  # when steps were last counted against the time, and which
         self.epoch = 0  # epochs recorded so far
         self.part = {"images": 0, "loss_sum": 0.0}  # of the epoch in progress
         self.best = BestEpochs(folder, run.config.run.keep_best, run.task.rank)
@@ -115,13 +113,7 @@ class Trainer:
         """
         run, notify, state = self.run, self.logger.notify, None
         if resuming:
-            state = load_checkpoint(
-                self.folder / CHECKPOINTS,
-                model=run.network,
-                optimizer=run.optimizer,
-                average=run.average,
-                notify=notify,
-            )
+            state = load_checkpoint(self.folder / CHECKPOINTS, run, notify)
         if state is not None:
             self.restore(state)
             notify(f"resuming at step {run.step} of {self.total_steps}")
@@ -166,9 +158,9 @@ class Trainer:
 
     def run_all(self) -> TrainingResult:
         """Train the remaining epochs."""
-        run, began = self.run, time.monotonic()
-        training = run.config.training
-        room = math.inf if self.budget is None else self.budget.ends - began
+        run, training = self.run, self.run.config.training
+        self.settled = (time.monotonic(), run.step)
+        room = math.inf if self.budget is None else self.budget.ends - self.settled[0]
         self.remaining = TimeRemaining(
             steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
             validations=training.epochs - self.epoch,
@@ -185,7 +177,7 @@ class Trainer:
             assert measured is not None
             self.finish_epoch(measured, progress)
             self.remaining.validated()
-            self.keep_to_time(began)
+            self.keep_to_time()
         self.checkpoints.wait()
         self.training.close()
         soup = self.average_best_checkpoints() if training.soup else None
@@ -211,34 +203,23 @@ class Trainer:
             failed=run.failed,
         )
 
-    def keep_to_time(self, began: float) -> None:
-        """Adapt the number of remaining steps to the time budget, after epochs of the cooldown."""
-        run, step = self.run, self.run.step
-        rate = run.lr_at
-        if self.budget is None or not isinstance(rate, WarmupStableDecay):
+    def keep_to_time(self) -> None:
+        """Adapt the number of remaining steps to the time budget, in the cooldown."""
+        run, step, budget, rate = self.run, self.run.step, self.budget, self.run.lr_at
+        if budget is None or not isinstance(rate, WarmupStableDecay):
             return
-        seconds, self.elapsed = time.monotonic() - began - self.elapsed, time.monotonic() - began
-        if not rate.start <= step < self.total_steps or not step:
+        (began, first), now = self.settled, time.monotonic()
+        if step < rate.start:  # all until the cooldown is one measurement
             return
-        costs, first = self.budget.costs, max(step - self.steps, 0)
-        expected = costs.between(run.config, self.steps, first, step)
-        if step == rate.start:  # all so far, with the start of the loaders, which may be most of it
-            seconds = self.elapsed
-            expected = costs.start + costs.between(run.config, self.steps, 0, step)
-        self.settle(self.budget, seconds / expected)
-
-    def keep_to_time_in_last_epoch(self, progress: Progress) -> None:
-        """The same within the last epoch, at steps that the settings know beforehand."""
-        run, step, budget = self.run, self.run.step, self.budget
-        last = self.epoch == run.config.training.epochs - 1
-        if budget is None or not last or step != settling_step(run.config, self.steps):
+        self.settled = (now, step)
+        if not first < step < self.total_steps:
             return
-        (began, first), self.settled = self.settled, (time.monotonic(), step)
-        side = image_side(run.config, self.epoch, run.config.training.epochs)
-        expected = (step - first) * budget.costs.step(run.config, side)
-        self.settle(budget, (self.settled[0] - began) / expected)
-        left = (self.total_steps - step) * run.config.data.batch_size
-        progress.resize(progress.done + left)
+        expected = budget.costs.between(run.config, self.steps, first, step)
+        if not first:  # with the start of the loaders
+            expected += budget.costs.start
+        if step % self.steps:  # in the last epoch, whose validation has not been
+            expected -= budget.costs.validation + budget.costs.saving
+        self.settle(budget, (now - began) / expected)
 
     def settle(self, budget: TimeBudget, pace: float) -> None:
         """Settle the number of steps at a `pace`, as a share of what was expected.
@@ -268,14 +249,15 @@ class Trainer:
 
         def after_step(seen: Step) -> None:
             self.after_step(seen)
-            self.keep_to_time_in_last_epoch(progress)
+            if run.step < end() and run.step == settling_step(run.config, self.steps):
+                self.keep_to_time()
+                progress.resize(progress.done + (end() - run.step) * run.config.data.batch_size)
 
         run, done = self.run, self.run.step - self.epoch * self.steps
         batches: Iterator[Batch] = iter(())
         if left := end() - run.step:  # else, as in a probe, no loader process need start
             batches = self.training.epoch(self.epoch, done)
         progress = self.logger.open_progress(self.epoch, left * run.config.data.batch_size)
-        self.settled = (time.monotonic(), run.step)
         train_one_epoch(
             run,
             batches,

@@ -8,6 +8,7 @@ import torch
 
 from vit.config import Config
 from vit.data.captions.caption_ids import CaptionIds
+from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
@@ -71,7 +72,7 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
         epochs=config.training.epochs,
         workers=num_workers(run),
         pin_memory=accelerator.device.type == "cuda",
-        caption_ids=caption_ids_of(run, samples),
+        caption_ids=caption_ids_of(run.config, run.tokenizer, samples),
         cache=run.cache,
         classes=run.task.label_width(run.config),
     )
@@ -88,26 +89,27 @@ def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> Evaluati
     return EvaluationLoader(
         samples,
         run.preprocessing,
-        batch_size=micro_batch_size(run),
+        batch_size=micro_batch_size(run.config, run.processes),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         workers=num_workers(run),
         pin_memory=accelerator.device.type == "cuda",
-        caption_ids=caption_ids_of(run, samples),
+        caption_ids=caption_ids_of(run.config, run.tokenizer, samples),
         classes=run.task.label_width(run.config),
     )
 
 
-def caption_ids_of(run: TrainingState, samples: Sequence[Sample]) -> CaptionIds | None:
+def caption_ids_of(
+    config: Config, tokenizer: Tokenizer | None, samples: Sequence[Sample]
+) -> CaptionIds | None:
     """Token ids of the captions; None without a captioning task."""
-    if run.tokenizer is None:
+    if tokenizer is None:
         return None
-    most = run.config.decoder.caption_tokens
+    most = config.decoder.caption_tokens
     assert most is not None, "the data completes it"
-    return CaptionIds([sample.captions for sample in samples], run.tokenizer, most)
+    return CaptionIds([sample.captions for sample in samples], tokenizer, most)
 
 
-def micro_batch_size(run: TrainingState) -> int:
+def micro_batch_size(config: Config, processes: int) -> int:
     """Images per device in one forward pass, in training and validation."""
-    data = run.config.data
-    return max(data.batch_size // (run.processes * data.micro_batches), 1)
+    return max(config.data.batch_size // (processes * config.data.micro_batches), 1)

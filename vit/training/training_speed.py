@@ -1,9 +1,7 @@
 """Measures how fast this machine trains a network: steps of one that is thrown away."""
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -12,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
+from vit.benchmark import time_calls
 from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
@@ -19,9 +18,8 @@ from vit.config.presets import preset
 from vit.model.build import build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
-from vit.training.autotune.auto_batch_size import largest_that_fits, limit_gpu_memory
-from vit.training.distributed.collectives import max_over_processes
 from vit.training.distributed.devices import inference_precision
+from vit.training.dry_run import largest_that_fits
 from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     TRAINING_FLOPS,
@@ -48,17 +46,6 @@ Measure = Callable[..., TimedNetwork]
 """`measure_speed` with its settings and devices: of a network, captions, and perhaps a batch."""
 
 
-@contextlib.contextmanager
-def timing_networks(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, a GPU has less memory than later, in training; then its memory is free again."""
-    if accelerator.device.type != "cuda":
-        yield
-        return
-    with limit_gpu_memory(accelerator, headroom=HEADROOM):
-        yield
-    accelerator.free_memory()
-
-
 def measure_speed(
     config: Config,
     accelerator: Accelerator,
@@ -67,16 +54,14 @@ def measure_speed(
     batch: int = PROBE_BATCH,
 ) -> TimedNetwork:
     """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU."""
-    found: tuple[int, float] | None
 
     def trial(size: int) -> float:
         return step_seconds(config, accelerator, row, captions, size)
 
-    if accelerator.device.type == "cuda":
-        sizes = [batch >> n for n in range(batch.bit_length())]
-        found = largest_that_fits(sizes, trial, accelerator)
-    else:
-        found = batch, max_over_processes(accelerator, trial(batch))
+    sizes = [batch >> n for n in range(batch.bit_length())]
+    found = largest_that_fits(
+        sizes if accelerator.device.type == "cuda" else [batch], trial, accelerator
+    )
     cost = flops_with_captions(row, {}, captions)
     if found is None:
         return TimedNetwork(cost, 0.0, 0)
@@ -104,12 +89,8 @@ def step_seconds(
     if captions is not None:
         length = round(captions.tokens)
         labels = labels.remainder(captions.vocab_size)[:, None].expand(-1, length)
-    warm = WARM_STEPS.get(device.type, 1)
-    seconds: list[float] = []
-    while len(seconds) < warm + 1 or (
-        sum(seconds[warm:]) < PROBE_SECONDS and len(seconds) < warm + PROBE_STEPS
-    ):
-        began = time.perf_counter()
+
+    def step() -> None:
         with autocast(precision, device):
             if captions is None:
                 loss = F.cross_entropy(network(images).float(), labels)
@@ -122,8 +103,9 @@ def step_seconds(
         optimizer.step()
         optimizer.zero_grad()
         torch.zeros(1, device=device).item()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds[warm:])
+
+    warmup = WARM_STEPS.get(device.type, 1)
+    return median(time_calls(step, repeats=PROBE_STEPS, warmup=warmup, seconds=PROBE_SECONDS))
 
 
 def probe_network(row: Network, captions: CaptionStats | None) -> VisionTransformer:

@@ -26,6 +26,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
 from vit.config.merge_settings import call_settings
 from vit.config.parser import checked, default_run_folder, make_config, write_settings
@@ -46,7 +47,6 @@ from vit.event_log import METRICS_FILE, read_event_log
 from vit.stop_signals import Interrupted
 from vit.tasks.task import get_task
 from vit.text import format_duration, percent, plural, printable, quoted
-from vit.training.autotune.loader_autotune import shared_caches
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
@@ -60,6 +60,7 @@ from vit.training.checkpoint.run_folder import (
 )
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
+from vit.training.loader_autotune import shared_caches
 from vit.training.logging.training_progress import notifier, redirect_lines, write_line
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.search_space import SPACE, make_trials
@@ -79,7 +80,6 @@ from vit.training.successive_halving import (
 from vit.training.time_budget import MOST_SECONDS, SHARE
 from vit.training.train import resolve, train, translate_errors
 from vit.training.trainer import TrainingResult
-from vit.weights.safetensors_io import atomic_write, explain_write_errors, write_text
 
 TUNE_FILE = "tune.json"
 RECIPE_FILE = "best.yaml"
@@ -551,8 +551,8 @@ def save(accelerator: Accelerator, folder: Path, record: Record) -> Record:
 
 def write_search_results(folder: Path, record: Record, config: Config) -> None:
     """Write the best settings as a recipe, and the page."""
-    path = folder / RECIPE_FILE
-    atomic_write(path, lambda beside: write_settings(beside, config, RECIPE))
+    with atomic_file(folder / RECIPE_FILE) as path:
+        write_settings(path, config, RECIPE)
     write_report(folder, record)
 
 

@@ -1,4 +1,5 @@
-"""Converts any weight source to a folder that timm or Hugging Face transformers opens.
+"""Converts any weight source to a folder that timm or Hugging Face transformers opens, with a model
+card (README.md).
 
 The folder is written to a temporary name and renamed when complete and checked. `check_parity`
 compares the outputs of the other library with ours: image -> our preprocessing, our network, and
@@ -10,21 +11,26 @@ import dataclasses
 import importlib.util
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.atomic_files import atomic_folder, write_text
 from vit.config import ModelConfig
+from vit.config.stored_config import run_folder_of
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
 from vit.errors import ConfigError, RunError, WeightsError, error_text
+from vit.event_log import METRICS_FILE, Event, ranking_metric, read_event_log, saved_event
 from vit.text import Notify, print_to_stderr, printable
+from vit.version import __version__
 from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_processor import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
@@ -44,27 +50,43 @@ from vit.weights.load_model import (
     open_pretrained,
     preprocessing_or_default,
 )
-from vit.weights.model_card import CARD_FILE, model_card
-from vit.weights.safetensors_io import DIGEST, explain_write_errors, write_tensors, write_text
+from vit.weights.safetensors_io import DIGEST, write_tensors
 
 Library = Literal["timm", "huggingface"]
+
+CARD_FILE = "README.md"
+MAX_LISTED_CLASSES = 100
+
+USAGE = {
+    "timm": """```python
+import timm
+
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```""",
+    "huggingface": """```python
+from transformers import pipeline
+
+classify = pipeline("image-classification", model="FOLDER")
+classify("image.jpg")
+```""",
+}
+STEM_USAGE = """This network has a convolutional stem, which {library} knows once vit is imported:
+`pip install` vit and begin with `import vit`."""
+TASKS = {True: "image-classification", False: "image-feature-extraction"}
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
 
-THRESHOLD_NOTES = {
-    "timm": "images may have several classes: take sigmoids of timm's logits; the thresholds of "
-    "the classes have no place in that folder",
-    "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits; the "
-    "thresholds of the classes have no place in that folder",
+MULTILABEL_NOTES = {
+    "timm": "images may have several classes: take sigmoids of timm's logits",
+    "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits",
 }
-
-IMPORT_NOTES = {
-    "timm": "note: stem=conv: timm opens that folder where vit is imported too (`import vit`), by "
-    "the architecture vit_conv_stem",
-    "huggingface": "note: stem=conv: transformers opens that folder where vit is imported too "
-    "(`import vit`), by the model_type vit_toolkit",
+PLUG_INS = {
+    "timm": "the architecture vit_conv_stem",
+    "huggingface": "the model_type vit_toolkit",
 }
+LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
 
 # Same weights and pixels differ by rounding only; another resizing changes scores further.
 OUTPUT_TOLERANCE = 1e-3
@@ -166,39 +188,46 @@ def convert_model(
 
 def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -> list[str]:
     """Lines on what the folder lacks, what it requires, and what was assumed."""
-    dropped = (name for name in ("patch_sizes", "patch_dropout") if getattr(source, name))
-    lines = [
-        f"note: {name}={getattr(source, name)} is not written: answers are the same, but the other "
-        "library trains without it"
-        for name in dropped
-    ]
-    lines += [IMPORT_NOTES[to]] if source.stem == "conv" else []
-    if source.merge_tokens != pretrained.config.merge_tokens:
-        lines.append(
-            f"note: without the merge_tokens={source.merge_tokens} of its training the network "
-            "gives other answers, so the card has no scores"
-        )
     preprocessing, assumed = preprocessing_or_default(pretrained)
-    lines += [assumed] if assumed else []
+    calibration = pretrained.calibration
+    notes = [
+        f"{name}={getattr(source, name)} is not written: answers are the same, but the other "
+        "library trains without it"
+        for name in ("patch_sizes", "patch_dropout")
+        if getattr(source, name)
+    ]
+    if source.stem == "conv":
+        notes.append(
+            f"stem=conv: {LIBRARIES[to]} opens that folder where vit is imported too (`import "
+            f"vit`), by {PLUG_INS[to]}"
+        )
+    if source.merge_tokens != pretrained.config.merge_tokens:
+        notes.append(
+            f"without the merge_tokens={source.merge_tokens} of its training the network gives "
+            "other answers, so the card has no scores"
+        )
+    notes += [assumed.removeprefix("note: ")] if assumed else []
     if preprocessing.intensity_range is not None:
         low, high = preprocessing.intensity_range
-        lines.append(
-            f"note: values from {low:g} to {high:g} of images of more than 8 bits per channel "
-            "became black to white in training; scale them so before the other library reads them"
+        notes.append(
+            f"values from {low:g} to {high:g} of images of more than 8 bits per channel became "
+            "black to white in training; scale them so before the other library reads them"
         )
     if pretrained.decoder is not None:
-        lines.append("note: the encoder alone is written: the decoder has no place in that folder")
-    lines += [] if pretrained.thresholds is None else [f"note: {THRESHOLD_NOTES[to]}"]
-    calibration = pretrained.calibration
+        notes.append("only the encoder is written: the decoder has no place in that folder")
+    if pretrained.thresholds is not None:
+        notes.append(
+            f"{MULTILABEL_NOTES[to]}; the thresholds of the classes have no place in that folder"
+        )
     if calibration is not None and calibration.scales:
-        lines.append(
-            "note: the scores of that folder are raw: the calibration (temperature "
+        notes.append(
+            "the scores of that folder are raw: the calibration (temperature "
             f"{calibration.temperature:.6g}, exponent {calibration.exponent:.6g}) has no place "
             "there"
         )
     if to == "huggingface":
-        lines += [f"note: {note}" for note in processor_notes(preprocessing)]
-    return lines
+        notes += processor_notes(preprocessing)
+    return [f"note: {note}" for note in notes]
 
 
 def folder_contents(pretrained: Pretrained, to: Library) -> dict[str, str | Mapping[str, Tensor]]:
@@ -237,54 +266,28 @@ def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it."""
     if not os.path.lexists(out):
         return
-    name = printable(out)
+    name, given = printable(out), Path(source).absolute().resolve()
+    files = sorted(path.name for path in out.iterdir()) if out.is_dir() else [out.name]
+    others = [file for file in files if file not in FILES]
     if not overwrite:
-        raise RunError(f"{name} exists: give another --out, or --overwrite")
-    given = Path(source).absolute().resolve()
-    if given.exists() and out.resolve() in (given, *given.parents):
-        raise RunError(f"{name} holds the source, which is not overwritten: give another --out")
-    if out.is_symlink() or not out.is_dir():
-        raise RunError(f"{name} is no converted model: give another --out")
-    found = sorted(path.name for path in out.iterdir())
-    others = [one for one in found if one not in FILES]
-    if others:
-        raise RunError(
-            f"{name} has {printable(others[0])}, which is no converted model: give another --out"
-        )
-    if found and not _is_converted(out / WEIGHTS_FILE):
-        raise RunError(f"{name} was not written by vit convert: give another --out")
+        reason = "exists: give another --out, or --overwrite"
+    elif given.exists() and out.resolve() in (given, *given.parents):
+        reason = "holds the source, which is not overwritten: give another --out"
+    elif out.is_symlink() or others:
+        what = printable((others or [out.name])[0])
+        reason = f"has {what}, which is no converted model: give another --out"
+    elif files and not _is_converted(out / WEIGHTS_FILE):
+        reason = "was not written by vit convert: give another --out"
+    else:
+        return
+    raise RunError(f"{name} {reason}")
 
 
 def _is_converted(weights: Path) -> bool:
     """Whether `convert` wrote a file of weights, by its metadata."""
-    try:
-        with safe_open(weights, framework="pt") as file:
-            return {*(file.metadata() or {})} == {*METADATA, DIGEST}
-    except (OSError, SafetensorError):
-        return False
-
-
-@contextlib.contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
-    """Temporary folder that replaces `out` after the `with`, and is deleted on an error."""
-    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    with explain_write_errors(out):
-        beside.mkdir(parents=True)
-        try:
-            yield beside
-            if not out.is_dir():
-                beside.rename(out)
-                return
-            out.rename(old)
-            try:
-                beside.rename(out)
-            except OSError:
-                old.rename(out)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+    with contextlib.suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
+        return {*(file.metadata() or {})} == {*METADATA, DIGEST}
+    return False
 
 
 def check_parity(
@@ -340,30 +343,83 @@ def _huggingface(
     folder: Path, pixels: Tensor, image: Image.Image, head: bool
 ) -> tuple[Tensor, Tensor]:
     """transformers' outputs for our preprocessed pixels, and for its own preprocessing."""
-    from transformers import (
-        AutoImageProcessor,
-        AutoModel,
-        AutoModelForImageClassification,
-    )
+    from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
+    from transformers.utils import logging
 
     processor = AutoImageProcessor.from_pretrained(folder)
     own = processor(images=image, return_tensors="pt")["pixel_values"]
     kind = AutoModelForImageClassification if head else AutoModel
-    with _without_progress_bars():
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
         model = kind.from_pretrained(folder).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     ours, theirs = model(pixels), model(own)
     return (ours.logits, theirs.logits) if head else (ours.pooler_output, theirs.pooler_output)
 
 
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep the progress bars of transformers out of the output, if they are on."""
-    from transformers.utils import logging
+def model_card(
+    source: str | os.PathLike[str],
+    pretrained: Pretrained,
+    to: str,
+    *,
+    name: str,
+    with_scores: bool = True,
+) -> str:
+    """Write the text of the model card."""
+    config, best = pretrained.config, best_event(Path(source))
+    use = USAGE[to]
+    if config.stem == "conv":
+        use = use.replace("```python", "```python\nimport vit\n", 1)
+    front: dict[str, Any] = {
+        "library_name": LIBRARIES[to],
+        "pipeline_tag": TASKS[config.num_classes > 0],
+        "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
+    }
+    if pretrained.license:
+        front |= license_metadata(pretrained.license)
+    parts = [
+        f"# {printable(Path(source).name)}",
+        f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
+        f"{config.dim}, patches of {config.patch_size} px, images of {config.image_size} px. "
+        f"Made from {printable(pretrained.origin)} by vit {__version__}.",
+        *([STEM_USAGE.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
+        use.replace("FOLDER", printable(name)),
+    ]
+    if with_scores and best is not None:
+        parts.append(f"## Scores\n\n{describe_score(best)} (loss {best['val_loss']:.4f}).")
+    if pretrained.classes:
+        names = [printable(name).replace("|", "\\|") for name in pretrained.classes]
+        more = (
+            f" and {len(names) - MAX_LISTED_CLASSES} more"
+            if len(names) > MAX_LISTED_CLASSES
+            else ""
+        )
+        parts.append(f"## Classes\n\n{', '.join(names[:MAX_LISTED_CLASSES])}{more}")
+    head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+
+def license_metadata(license_: str) -> dict[str, str]:
+    """License fields of the hub's front matter: a short identifier, or `other` with its name."""
+    if re.fullmatch(r"[a-z0-9.-]+", license_):
+        return {"license": license_}
+    return {"license": "other", "license_name": license_}
+
+
+def best_event(run: Path) -> Event | None:
+    """The event in metrics.jsonl of the weights in model.safetensors; None without one."""
+    log = read_event_log(run_folder_of(run) / METRICS_FILE, "epoch", "soup")
+    best = None if log.damage else saved_event(log.events)
+    return best if best and {"val_top1", "chosen_by"} & best.keys() else None
+
+
+def describe_score(event: Event) -> str:
+    """The score as text."""
+    metric = ranking_metric(event)
+    if metric == "val_loss":
+        return f"Loss on its validation images: {event['val_loss']:.4f}"
+    names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
+    return f"{names.get(metric, 'Top-1')} on its validation images: {event[metric]:.2%}"

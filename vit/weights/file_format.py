@@ -106,12 +106,18 @@ def describe_foreign_format(start: bytes) -> str:
     return "JSON text" if words.startswith("{") else "text"
 
 
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a file of at most `most` bytes."""
+    with open_file(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise WeightsError(f"{printable(path)} is larger than {most:,} bytes")
+    return raw
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
-    with open_file(path) as file:
-        raw = file.read(MAX_JSON_BYTES + 1)
-    if len(raw) > MAX_JSON_BYTES:
-        raise WeightsError(f"{printable(path)} is larger than {MAX_JSON_BYTES:,} bytes")
+    raw = read_bytes(path, MAX_JSON_BYTES)
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -107,8 +107,9 @@ def locate_weights(
     only_local = isinstance(source, os.PathLike) or lower.startswith(LOCAL)
     path = Path(text[len(LOCAL) :] if lower.startswith(LOCAL) else text)
     path = path.expanduser() if text.startswith(("~/", f"~{os.sep}")) else path
-    if _exists(path):
-        return _from_path(path)
+    if os.path.exists(path):
+        found = locate_in_folder(path) if path.is_dir() else locate_file(path)
+        return replace(found, searched=(str(path),))
     if only_local or _means_path(text):
         raise WeightsError(_missing_path_message(path))
     if text.startswith(TIMM):
@@ -128,21 +129,6 @@ def _name_of_page(url: str) -> str:
             "path"
         )
     return f"{HUB[0]}{page['repo']}" + (f"@{page['revision']}" if page["revision"] else "")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long, no permission, a NUL
-        return False
-
-
-def _from_path(path: Path) -> WeightsLocation:
-    if path.is_dir():
-        return replace(locate_in_folder(path), searched=(str(path),))
-    if path.suffix.lower() == ".onnx":
-        raise WeightsError(f"{printable(path)} is {ONNX}")
-    return replace(locate_file(path), searched=(str(path),))
 
 
 def _means_path(text: str) -> bool:
@@ -200,25 +186,12 @@ def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
             hint=f"; timm has no such name{timm_registry.suggest_names(name)}",
         )
     if entry.hub_id is None:
-        return _from_torch_cache(entry, text)
+        raise WeightsError(
+            f"{printable(text)} is not on the Hugging Face Hub; fetch {entry.url}, and give "
+            "the file"
+        )
     repository = hub.Repository.parse(f"{entry.hub_id}@{revision}" if revision else entry.hub_id)
     return _from_hub(repository, text, offline, entry=entry)
-
-
-def _from_torch_cache(entry: timm_registry.RegistryEntry, text: str) -> WeightsLocation:
-    """Weights that timm has only a URL for; we read torch.hub's cache and do not download."""
-    import torch
-
-    url = entry.url or ""
-    kept = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
-    searched = (str(Path(text).absolute()), str(kept))
-    if not kept.is_file():
-        raise WeightsError(
-            f"{printable(text)} is not on the Hugging Face Hub; looked at "
-            f"{' and '.join(searched)}; fetch {url} by hand and put it at the second place"
-        )
-    found = locate_file(kept)
-    return replace(found, kind="timm", name=entry.name, license=entry.license, searched=searched)
 
 
 def _from_hub(
@@ -247,7 +220,8 @@ def _from_hub(
     try:
         found = locate_in_folder(folder) if folder else None
     except WeightsError as error:
-        if why is None or _has_weights(folder):
+        has_weights = folder and any(p.name.endswith(SUFFIXES) for p in folder.iterdir())
+        if why is None or has_weights:
             raise
         found, why = None, f"{why}, and of the cache {error}"
     if found is None:
@@ -256,10 +230,6 @@ def _from_hub(
         found = replace(found, license=card_license(found.folder / MODEL_CARD))
     named = _with_requested_name(found, repository, entry)
     return replace(named, searched=tuple(searched), notes=(*notes, *found.notes))
-
-
-def _has_weights(folder: Path | None) -> bool:
-    return folder is not None and any(p.name.endswith(SUFFIXES) for p in folder.iterdir())
 
 
 def _with_requested_name(
@@ -296,39 +266,23 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     try:
         name, notes = choose_weights_file(names)
     except WeightsError as error:
-        runs = _folders_with_weights(folder)
-        if FOLDS_FILE in names:
-            raise WeightsError(_folds_message(folder, runs)) from None
+        runs = sorted(file.parent for file in folder.glob(f"*/{PREFERRED_FILES[0]}"))
+        reason = f": {error}"
         if runs:
-            raise WeightsError(
-                f"{printable(folder)} has no weights itself; give one of the folders in it that "
-                f"have: {join_names(runs)}"
-            ) from None
-        raise WeightsError(f"{printable(folder)}: {error}") from None
+            reason = f" has no weights itself; give one of its folders: {join_names(runs)}"
+        if FOLDS_FILE in names:
+            remedy = "a run of all images, trained without --folds, or one fold, such as its fold-1"
+            if folder / SOUP_FOLDER in runs:
+                remedy = f"the network of all folds, {printable(folder / SOUP_FOLDER)}"
+            reason = f": the folds of a cross-validation, which measure the settings; give {remedy}"
+        raise WeightsError(f"{printable(folder)}{reason}") from None
     return replace(_describe_files(folder / name), notes=notes)
-
-
-def _folds_message(folder: Path, runs: Sequence[Path]) -> str:
-    """Message that `folder` is that of a cross-validation, with `runs` in it."""
-    remedy = "a run of all images, trained without --folds, or one fold, such as its fold-1"
-    if folder / SOUP_FOLDER in runs:
-        remedy = f"the network of all folds, {printable(folder / SOUP_FOLDER)}"
-    return (
-        f"{printable(folder)}: the folds of a cross-validation, which measure the settings; give "
-        f"{remedy}"
-    )
-
-
-def _folders_with_weights(folder: Path) -> list[Path]:
-    """The folders in `folder` that have the usual file of weights, such as runs."""
-    try:
-        return sorted(one.parent for one in folder.glob(f"*/{PREFERRED_FILES[0]}"))
-    except OSError:
-        return []
 
 
 def locate_file(path: Path) -> WeightsLocation:
     """Locate the weights in the file `path`, described by the config.json next to it, if any."""
+    if path.suffix.lower() == ".onnx":
+        raise WeightsError(f"{printable(path)} is {ONNX}")
     if path.name in SETTINGS:
         raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
     return _describe_files(path)

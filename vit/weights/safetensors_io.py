@@ -1,15 +1,9 @@
-"""Safetensors files with a SHA-256 of their content, and atomic file writes.
+"""Safetensors files with a SHA-256 of their content. Nothing is pickled."""
 
-A file is written to a temporary name in the same folder, flushed to disk and renamed, so that
-either the old or the complete new file exists at any time. Nothing is pickled.
-"""
-
-import contextlib
+import errno
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.errors import DISK_FULL, RunError, WeightsError
+from vit.atomic_files import atomic_file
+from vit.errors import WeightsError
 from vit.text import printable
 
 DIGEST = "sha256"
@@ -28,13 +23,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write `tensors` and `metadata` to a safetensors file, with their digest."""
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     notes = {**metadata, DIGEST: digest(on_cpu, metadata)}
-    needed = sum(tensor.nbytes for tensor in on_cpu.values())
-    atomic_write(path, lambda temporary: _write_in_order(temporary, on_cpu, notes), needed)
+    with atomic_file(path, sum(tensor.nbytes for tensor in on_cpu.values())) as temporary:
+        try:
+            save_file(on_cpu, temporary, notes)
+        except SafetensorError as error:
+            full = any(code in str(error) for code in SAFETENSORS_FULL)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+        _sort_metadata(temporary)
 
 
-def _write_in_order(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Save with sorted metadata, because safetensors' own order varies between processes."""
-    save_file(tensors, path, metadata)
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a file, because safetensors' own order varies between processes."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -80,60 +79,3 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
         total.update(f"{len(name)} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def atomic_write(path: Path, write: Callable[[Path], object], needed: int = 0) -> None:
-    """Call `write` with a temporary path, flush the file to disk, and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_write_errors(path, needed):
-        try:
-            write(temporary)
-            with contextlib.suppress(PermissionError):  # some network file systems have no modes
-                temporary.chmod(0o666 & ~_umask())  # some writers create private files
-            _fsync(temporary)
-            temporary.replace(path)
-            _fsync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def explain_write_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """Convert write errors inside the `with` to a RunError with `path` and the cause.
-
-    Args:
-        needed: Its size in bytes; 0 if unknown.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in DISK_FULL or any(
-            code in str(error) for code in SAFETENSORS_FULL
-        )
-        reason = getattr(error, "strerror", None) or error
-        if full:
-            left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB"
-            space = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
-            reason = f"the disk is full{space}: free some space"
-        raise RunError(f"{printable(path)} could not be written: {reason}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,17 +5,19 @@ checked on loading. model.safetensors stores a SHA-256 of itself and of the othe
 damage and mixed files of two runs are detected.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.config.pretraining_config import PRETRAINING_TASKS
@@ -29,11 +31,10 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
+from vit.weights.file_format import MAX_JSON_BYTES, read_bytes
 from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
-from vit.weights.safetensors_io import read_tensors, write_tensors, write_text
-
-T = TypeVar("T")
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -44,7 +45,6 @@ PRETRAINING_FILE = "pretraining.safetensors"
 """What only pretraining uses, apart from the encoder for the same reason."""
 CONFIG_DIGEST = "config_sha256"
 VERSION = 1
-MAX_CONFIG_BYTES = 50_000_000
 DEFAULT_THRESHOLD = 0.5
 """Threshold of a class until one is chosen on validation data."""
 TOKENIZER_DIGEST = "tokenizer_sha256"
@@ -124,26 +124,9 @@ class SerializedModel:
         write_tensors(folder / WEIGHTS_FILE, self.tensors, notes)
 
 
-def save_model(
-    folder: str | os.PathLike[str],
-    model: VisionTransformer,
-    *,
-    config: Config,
-    classes: Sequence[str],
-    preprocessing: Preprocessing,
-    tokenizer: Tokenizer | None = None,
-    task_fields: Mapping[str, Any] | None = None,
-) -> None:
-    """Write `model` to `folder`, a captioner with its `tokenizer`."""
-    packed = serialize_model(
-        model.state_dict(),
-        config=config,
-        classes=classes,
-        preprocessing=preprocessing,
-        tokenizer=tokenizer,
-        task_fields=task_fields,
-    )
-    packed.write(Path(folder))
+def save_model(folder: str | os.PathLike[str], model: VisionTransformer, **about: Any) -> None:
+    """Write `model` to `folder`; `about` as for `serialize_model`."""
+    serialize_model(model.state_dict(), **about).write(Path(folder))
 
 
 def serialize_model(
@@ -201,12 +184,12 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
             "incomplete"
         )
     state, notes = read_tensors(weights)
-    if sha256(raw) not in notes.get(CONFIG_DIGEST, "").split():
-        raise WeightsError(
-            f"{printable(where)}: {CONFIG_FILE} is damaged, edited, or of another run than "
-            f"{WEIGHTS_FILE}; restore both from one copy"
-        )
-    try:
+    with _name_folder(where):
+        if sha256(raw) not in notes.get(CONFIG_DIGEST, "").split():
+            raise WeightsError(
+                f"{CONFIG_FILE} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
+                "both from one copy"
+            )
         content = json.loads(raw)
         tokenizer = None
         if "decoder" in vit_section(content):
@@ -215,17 +198,24 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         if run.calibration is None or run.calibration.farthest is None:
             return run
         return dataclasses.replace(run, distance=_read_distance(where, run.config))
-    except WeightsError as error:
-        reason = printable(error)
-        prefix = "" if reason.startswith(printable(where)) else f"{printable(where)}: "
+
+
+@contextlib.contextmanager
+def _name_folder(folder: Path) -> Iterator[None]:
+    """Convert errors inside the `with`, also of torch and JSON, to a WeightsError with `folder`."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason, where = printable(error), printable(folder)
+        prefix = "" if reason.startswith(where) else f"{where}: "
         raise WeightsError(f"{prefix}{reason}") from None
-    except (ValueError, TypeError, RuntimeError) as error:  # also of torch, JSON and recursion
-        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
 
 
 def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """Read the ModelConfig of a run folder, without its weights."""
-    return _parse_config(Path(folder), lambda content: parse_model_config(_config_of(content)))
+    raw = read_config(Path(folder))
+    with _name_folder(Path(folder)):
+        return parse_model_config(vit_section(json.loads(raw))["config"])
 
 
 def read_pretraining_run(
@@ -236,29 +226,17 @@ def read_pretraining_run(
     Returns:
         Both; None for weights of any other kind.
     """
-
-    def parse(content: Any) -> tuple[ModelConfig, Preprocessing] | None:
+    folder = run_folder_of(source)
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    raw = read_config(folder)
+    with _name_folder(folder):
+        content = json.loads(raw)
         own = content.get("vit") if isinstance(content, dict) else None
         if not isinstance(own, dict) or own.get("task") not in PRETRAINING_TASKS:
             return None
-        config = parse_model_config(_config_of(content))
-        return config, Preprocessing.from_dict(own["preprocessing"])
-
-    folder = run_folder_of(source)
-    return _parse_config(folder, parse) if (folder / CONFIG_FILE).is_file() else None
-
-
-def _config_of(content: Any) -> Any:
-    return vit_section(content)["config"]
-
-
-def _parse_config(folder: Path, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of the content of config.json; its errors become a WeightsError."""
-    raw = read_config(folder)
-    try:
-        return parse(json.loads(raw))
-    except (ValueError, TypeError, RecursionError) as error:  # also of JSON
-        raise WeightsError(f"{printable(folder)}: {printable(error)}") from None
+        own = vit_section(content)
+        return parse_model_config(own["config"]), Preprocessing.from_dict(own["preprocessing"])
 
 
 def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | None) -> LoadedRun:
@@ -268,6 +246,9 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     preprocessing = Preprocessing.from_dict(own["preprocessing"])
     if config.depth > len(state):
         raise WeightsError(f"depth={config.depth}, but there are only {len(state)} tensors")
+    task = own.get("task", "")
+    if task not in ("", *TASKS):
+        raise WeightsError(f"task {printable(task)} is not known to this vit: {', '.join(TASKS)}")
     decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
     if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
         raise WeightsError(
@@ -294,7 +275,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         decoder=decoder,
         tokenizer=tokenizer,
         thresholds=thresholds,
-        stored_task=check_task(own.get("task", "")),
+        stored_task=task,
         calibration=calibration,
         license=terms if isinstance(terms, str) else None,
     )
@@ -315,16 +296,10 @@ def split_pretraining(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
 def read_config(folder: Path) -> bytes:
     """Read the bytes of config.json in a run folder."""
     path = folder / CONFIG_FILE
-    try:
-        if path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
-            return path.read_bytes()
-        exists, is_folder = path.is_file(), folder.is_dir()
-    except (OSError, ValueError) as error:
-        raise RunError(f"{printable(path)} cannot be read: {printable(error)}") from None
-    if exists:
-        raise WeightsError(f"{printable(path)} is larger than {MAX_CONFIG_BYTES:,} bytes")
-    there = "has no config.json" if is_folder else "is not a folder"
-    hint = "" if folder.exists() else did_you_mean(folder)
+    if os.path.isfile(path):
+        return read_bytes(path, MAX_JSON_BYTES)
+    there = "has no config.json" if os.path.isdir(folder) else "is not a folder"
+    hint = "" if os.path.exists(folder) else did_you_mean(folder)
     raise RunError(f"{printable(folder)} {there}{hint or '; give the run folder of a training'}")
 
 
@@ -413,16 +388,13 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
         digest: Expected SHA-256 of the file.
     """
     path = folder / TOKENIZER_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(error)}") from None
-    if digest is not None and digest != sha256(text.encode()):
+    raw = read_bytes(path, MAX_JSON_BYTES)
+    if digest is not None and digest != sha256(raw):
         raise WeightsError(
             f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
             "both from one copy"
         )
-    return Tokenizer.from_json(text)
+    return Tokenizer.from_json(raw.decode())
 
 
 def sha256(content: bytes) -> str:
@@ -432,23 +404,13 @@ def sha256(content: bytes) -> str:
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
     """Check that there is one distinct class name per output, and return them as a tuple."""
-    names = tuple(classes) if isinstance(classes, list | tuple) else ()
-    if not config.num_classes and isinstance(classes, list | tuple) and not names:
-        return ()
-    if not names or not all(isinstance(name, str) for name in names):
+    if not isinstance(classes, list | tuple) or not all(isinstance(name, str) for name in classes):
         raise WeightsError("classes must be a list of names")
-    if len(set(names)) != len(names):
+    if len(set(classes)) != len(classes):
         raise WeightsError("two classes have the same name")
-    if len(names) != config.num_classes:
-        raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
-    return names
-
-
-def check_task(name: Any) -> str:
-    """Check that a task exists, and return its name; empty if none is stored."""
-    if name != "" and name not in TASKS:
-        raise WeightsError(f"task {printable(name)} is not known to this vit: {', '.join(TASKS)}")
-    return str(name)
+    if len(classes) != config.num_classes:
+        raise WeightsError(f"{len(classes)} class names for num_classes={config.num_classes}")
+    return tuple(classes)
 
 
 def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:

@@ -10,7 +10,6 @@ from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_export import (
     UniqueNames,
-    atomic_folder,
     class_folders,
     export_data,
     export_dataset,
@@ -63,28 +62,6 @@ def test_images_behind_links_are_not_overwritten(tiny_data, tmp_path):
                 listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _done, _total: None
             )
     assert linked.exists()
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path, monkeypatch, times):
-    folder, real, left = tmp_path / "out", Path.rename, [times]
-    folder.mkdir()
-    (folder / "mine.txt").write_text("mine")
-
-    def rename(path: Path, target: Path) -> Path:
-        if target == folder and left[0]:
-            left[0] -= 1
-            raise PermissionError(13, "Permission denied")
-        return real(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(DataError, match="cannot be written") as refused, atomic_folder(folder):
-        pass
-    if times == 1:
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-        assert (folder / "mine.txt").read_text() == "mine"
-    else:
-        assert (Path(str(refused.value).split(" is now ")[1]) / "mine.txt").is_file()
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,10 @@ def test_of_names_that_differ_in_case_the_exact_one_is_read(write):
     ("header", "asked", "message"),
     [
         ("picture,kind", {}, "line 1: no column of images among picture, kind; expected file_"),
-        ("picture,kind", {}, "say which with --image-column and --label-column"),
+        ("picture,kind", {}, "say which with --image-column"),
         ("picture,label", {}, "say which with --image-column$"),
         ("picture,caption", {"captions": True}, "say which with --image-column$"),
-        ("Bild,Text hier", {"captions": True}, "--image-column and --caption-column$"),
+        ("Bild,Text hier", {"captions": True}, "say which with --image-column$"),
         ("image,kind", {}, "no column of classes among image, kind; expected label, labels"),
         ("image,caption", {}, "for captions, --task caption"),
         ("image,label", {"label_column": "lable"}, "lable: no such column.*did you mean label?"),
@@ -446,7 +446,7 @@ def test_the_settings_of_a_training_say_where_images_are(make_tree, tmp_path):
 
 
 def test_one_column_is_not_both(write):
-    with pytest.raises(DataError, match=r"line 1: label_column=image: the column of images too"):
+    with pytest.raises(DataError, match=r"line 1: label_column=image: no such column among label"):
         opened(write(table()), label_column="image")
 
 

@@ -15,8 +15,6 @@ from vit.data.sources.image_list import images_in
 from vit.data.sources.image_names import ImageNames
 from vit.data.sources.open_dataset import read_source
 from vit.errors import DataError
-from vit.evaluation.confident_learning import LabeledRow, SuspectRow
-from vit.inference.fold_results import write_label_errors
 from vit.output.prediction_results import (
     FORMATS,
     Layout,
@@ -77,11 +75,6 @@ def review(names, path):
     )
 
 
-def label_errors(names, path):
-    rows = (LabeledRow(name, label_of(name), 0.5, (("a", 0.5),)) for name in names)
-    write_label_errors(path, [SuspectRow(row, "a", 0.9) for row in rows])
-
-
 def records(names, path):
     path.write_text("".join(to_json({"image": n, "label": label_of(n)}) + "\n" for n in names))
 
@@ -92,10 +85,9 @@ WRITERS = {
     "predict --csv-separator tab": lambda names, path: predictions("csv", names, path, "\t"),
     "predict, evaluate --out rows.jsonl": lambda names, path: predictions("jsonl", names, path),
     "predict, evaluate --out rows.xlsx": lambda names, path: predictions("xlsx", names, path),
-    "suggest, check --write-list list.csv": review,
+    "suggest, check --write-list list.csv, train --folds label_errors.csv": review,
     "suggest, check --write-list list.jsonl": review,
     "suggest, check --write-list list.xlsx": review,
-    "train --folds label_errors.csv": label_errors,
     "train --folds rows.jsonl, data labels.jsonl": records,
 }
 """Commands that write lists, with the suffix of the file."""

@@ -59,8 +59,6 @@ def test_test_images_choose_nothing(make_tree):
     assert has_note(splits, "5 test images kept for the end")
     more = open_data(root, val_share=0.5)
     assert (len(more.train), len(more.val), more.test) == (12, 12, splits.test)
-    older = open_splits(DatasetSpec(str(root), validates_on_test=True), val_share=0.25, seed=0)
-    assert (older.made, older.val, older.test) == (False, splits.test, ())
     folds = [open_data(root, fold=Fold(n, 2)) for n in (1, 2)]
     assert sum(len(fold.val) for fold in folds) == 24
     assert not any(fold.test for fold in folds)

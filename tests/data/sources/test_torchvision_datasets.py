@@ -15,7 +15,7 @@ from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.torchvision_datasets import read_torchvision
-from vit.errors import DataError
+from vit.errors import DataError, RunError
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,6 @@ def test_an_interrupted_export_leaves_no_file(monkeypatch, cache):
         return real(self, index)
 
     monkeypatch.setattr(datasets.MNIST, "__getitem__", breaks)
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(RunError, match="could not be written"):
         read_torchvision(DatasetSpec("torchvision:MNIST"))
     assert [*(cache / "png").iterdir()] == []

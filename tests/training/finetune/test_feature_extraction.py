@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
+from vit.config.parser import make_config
 from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
@@ -25,15 +26,22 @@ from vit.training.distributed import collectives
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune import feature_extraction
 from vit.training.finetune.feature_extraction import (
-    FeatureExtractor,
     Features,
     FeatureStore,
     extract,
+    network_features,
     weights_digest,
 )
 from vit.training.finetune.linear_probe import fit_probe, knn_accuracy
+from vit.weights.safetensors_io import write_tensors
 
 pytestmark = pytest.mark.auto_precision
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(feature_extraction, "CPU_BATCH_SIZE", 4)
+
 
 MODEL = ModelConfig(
     image_size=16, patch_size=8, dim=16, depth=2, num_heads=2, num_classes=3, drop_path=0.5
@@ -56,41 +64,37 @@ def samples_of(data: Path) -> list[Sample]:
 
 
 class Watched:
-    """Calls `extract`, counts the images that went through the network, keeps what was said."""
+    """Calls `extract`, counts the images that were prepared, keeps what was said."""
 
-    def __init__(self, cache: Path | None, **given: Any) -> None:
-        self.accelerator = make_accelerator(RunConfig(device="cpu"))
+    def __init__(self, cache: Path, *, precision: str = "fp32", **given: Any) -> None:
+        self.config = make_config(
+            {"data": "x", "feature_cache": str(cache), "precision": precision, "workers": 2}
+            | {"on_bad_image": given.pop("on_bad_image", "stop"), "device": "cpu"}
+        )
+        self.accelerator = make_accelerator(self.config.run)
         config = given.pop("config", MODEL)
         self.network = given.pop("network", None) or build(config)
+        self.preprocessing = given.pop("preprocessing", PREPROCESSING)
+        self.key = given.pop("key", weights_digest(self.network.state_dict(), config))
         self.made = 0
         self.lines: list[str] = []
-        self.options = {
-            "network": self.network,
-            "preprocessing": PREPROCESSING,
-            "accelerator": self.accelerator,
-            "precision": "fp32",
-            "weights_key": weights_digest(self.network.state_dict(), config),
-            "batch_size": 4,
-            "workers": 2,
-            "cache": cache,
-            "notify": self.lines.append,
-            "advance": self.advance,
-            **given,
-        }
 
-    def advance(self, input_images: int) -> None:
-        self.made += input_images
+    def extract(self, samples: list[Sample], stopped=lambda: False) -> Features | None:
+        own = network_features(
+            self.network, self.preprocessing, self.config, self.accelerator, self.key
+        )
 
-    def extract(self, samples: list[Sample], **given: Any) -> Features | None:
-        options = {**self.options, **given}
-        names = [field.name for field in dataclasses.fields(FeatureExtractor)]
-        maker = FeatureExtractor(**{name: options.pop(name) for name in names if name in options})
-        return extract(samples, maker, **options)
+        def prepare(path: str) -> torch.Tensor:
+            self.made += 1
+            return own.prepare(path)
 
-    def __call__(self, samples: list[Sample], **given: Any) -> Features:
+        counting = own._replace(prepare=prepare)
+        return extract(samples, counting, self.config, self.accelerator, self.lines.append, stopped)
+
+    def __call__(self, samples: list[Sample]) -> Features:
         self.made = 0
         self.lines.clear()
-        features = self.extract(samples, **given)
+        features = self.extract(samples)
         assert features is not None
         return features
 
@@ -103,9 +107,9 @@ POOLINGS = {*get_args(get_type_hints(ModelConfig)["pooling"])} - {"none"}  # whi
 
 
 @pytest.mark.parametrize("pooling", sorted(POOLINGS))
-def test_the_head_reads_them(colour_data, pooling):
+def test_the_head_reads_them(colour_data, tmp_path, pooling):
     samples = samples_of(colour_data)
-    watched = Watched(None, config=dataclasses.replace(MODEL, pooling=pooling))
+    watched = Watched(tmp_path, config=dataclasses.replace(MODEL, pooling=pooling))
     watched.network.train()
     for name, parameter in watched.network.named_parameters():
         if "norm" in name:  # twice is not once
@@ -119,7 +123,7 @@ def test_the_head_reads_them(colour_data, pooling):
     with torch.no_grad():
         expected = network(PREPROCESSING.normalise(images))
         torch.testing.assert_close(network.head(features.values), expected, atol=1e-5, rtol=1e-5)
-    assert watched.lines == ["features: 36 made"]
+    assert watched.lines == ["features: 0 of 36 images from the cache, 36 made"]
     features.values.add_(1)  # an ordinary tensor
 
 
@@ -160,7 +164,7 @@ def test_what_a_feature_depends_on_is_noticed(colour_data, tmp_path):
     assert len({path.parent for path in chunks(tmp_path)}) == 5
     head = Watched(tmp_path, network=watched.network)
     torch.nn.init.zeros_(head.network.head.weight)
-    head.options["weights_key"] = weights_digest(
+    head.key = weights_digest(
         head.network.state_dict(), dataclasses.replace(MODEL, num_classes=9, drop_path=0.0)
     )
     assert head(samples).values.equal(first.values)
@@ -230,11 +234,19 @@ def test_a_damaged_chunk_is_told_of_and_made_again(colour_data, tmp_path, monkey
     assert (watched.made, len(watched.lines)) == (0, 1)
 
 
+def store_of(cache: Path, keys: list[bytes], notify=print) -> FeatureStore:
+    """A store that has read what is in the cache."""
+    store = FeatureStore(cache, {}, keys, notify)
+    store.found = store.open()
+    return store
+
+
 def test_a_chunk_of_something_else_is_no_chunk(tmp_path):
     lines: list[str] = []
-    store = FeatureStore(tmp_path, {"a": 1}, lines.append)
-    store.write([bytes(32)], torch.ones(1, 4, dtype=torch.float64))
-    assert [*store.read({bytes(32)})] == []
+    path = store_of(tmp_path, []).folder / "0.safetensors"
+    tensors = {"keys": torch.zeros(1, 32, dtype=torch.uint8), "values": torch.ones(1, 4).double()}
+    write_tensors(path, tensors, {})
+    assert store_of(tmp_path, [bytes(32)], lines.append).found == set()
     assert "it holds no features" in lines[0]
 
 
@@ -245,7 +257,8 @@ def test_an_image_that_cannot_be_read_stops_and_the_others_are_kept(
     with pytest.raises(BadImage, match=r"red/3\.png: damaged"):
         watched(samples)
     assert watched.lines == []
-    features = watched(samples, on_bad_image="skip")
+    watched = Watched(tmp_path, on_bad_image="skip")
+    features = watched(samples)
     assert watched.made == 1  # it was tried again
     assert watched.lines == [
         "features: 35 of 36 images from the cache, 0 made, 1 left out that cannot be read"
@@ -260,16 +273,16 @@ def test_an_image_that_cannot_be_read_stops_and_the_others_are_kept(
 def test_what_is_no_image_at_all(bad_images, colour_data, tmp_path):
     good = samples_of(colour_data)[:2]
     samples = [good[0], *(Sample(path, 0) for path in bad_images), good[1]]
-    watched = Watched(tmp_path)
-    features = watched(samples, on_bad_image="skip")
+    watched = Watched(tmp_path, on_bad_image="skip")
+    features = watched(samples)
     assert [*features.failed] == bad_images
     assert len(features.values) == len(features.labels) == 2
     missing = next(path for path in bad_images if "missing" in path)
     assert features.failed[missing] == "no such file"
     with pytest.raises(BadImage):
-        watched(samples)
+        Watched(tmp_path)(samples)
     with pytest.raises(DataError, match="not one image"):
-        watched(samples[1:-1], on_bad_image="skip")
+        watched(samples[1:-1])
     with pytest.raises(DataError, match="not one image"):
         watched([])
 
@@ -308,57 +321,29 @@ def test_a_killed_extraction_goes_on_after_its_last_chunk(colour_data, tmp_path,
     assert max(calls) == 4
 
 
-def test_a_signal_keeps_all_that_was_made(colour_data, tmp_path):
+def test_a_signal_keeps_all_that_was_made(colour_data, tmp_path, monkeypatch):
     samples, watched = samples_of(colour_data), Watched(tmp_path)
     answers = iter([False, False, False, True])  # the first one is asked after hashing
-    assert watched.extract(samples, interrupted=lambda: next(answers)) is None
-    assert watched.made == 12
+    assert watched.extract(samples, stopped=lambda: next(answers)) is None
     assert watched.lines == []
+    kept = sum(len(load_file(path)["keys"]) for path in chunks(tmp_path))
+    assert kept == 12
     watched(samples)
-    assert watched.made == 24
-    assert watched.extract(samples, interrupted=lambda: True) is None
+    assert watched.made == 36 - kept
+    monkeypatch.setattr(feature_extraction, "HASHED", 10)
+    assert watched.extract(samples, stopped=lambda: True) is None
 
 
-def test_two_runs_may_write_at_once(colour_data, tmp_path):
-    samples, first, second = samples_of(colour_data), Watched(tmp_path), Watched(tmp_path)
-    # the second one starts before the first one has written anything
-    begun: list[Features] = []
-
-    def begin(input_images: int) -> None:
-        if not begun:
-            begun.append(second(samples))
-        first.advance(input_images)
-
-    values = first(samples, advance=begin).values
-    assert first.made == second.made == 36
-    assert len(chunks(tmp_path)) == 2
-    assert begun[0].values.equal(values)
-    assert second(samples).values.equal(values)
-    assert second.lines == ["features: 36 of 36 images from the cache, 0 made"]
-
-
-def test_a_key_that_two_chunks_have_is_read_once(tmp_path):
-    store = FeatureStore(tmp_path, {}, print)
+def test_two_runs_may_write_at_once(tmp_path):
     keys = [bytes([number] * 32) for number in range(4)]
-    store.write(keys[:3], torch.arange(3.0).view(3, 1))
-    store.write(keys[1:], torch.arange(1, 4.0).view(3, 1))
-    found = [
-        (key, row.tolist())
-        for some, values in store.read({keys[0], keys[2], keys[3]})
-        for key, row in zip(some, values, strict=True)
-    ]
-    assert sorted(found) == [(keys[0], [0.0]), (keys[2], [2.0]), (keys[3], [3.0])]
-
-
-def test_what_writers_left_is_cleared_when_it_is_old(tmp_path, monkeypatch):
-    store = FeatureStore(tmp_path, {}, print)
-    left = store.folder / ".abc.safetensors.7.tmp"
-    left.touch()
-    FeatureStore(tmp_path, {}, print)
-    assert left.exists()
-    monkeypatch.setattr("vit.training.finetune.feature_extraction.STALE_SECONDS", -1)
-    FeatureStore(tmp_path, {}, print)
-    assert not left.exists()
+    first, second = (store_of(tmp_path, keys) for _ in range(2))
+    first.add(keys[:3], [torch.arange(3.0).view(3, 1)])
+    second.add(keys[1:], [torch.arange(1, 3.0).view(2, 1), torch.full((1, 1), 3.0)])
+    assert len(chunks(tmp_path)) == 2
+    wanted = [keys[3], keys[0], keys[2]]
+    read = store_of(tmp_path, wanted)
+    assert read.found == {*wanted}
+    assert read.vectors(keys[2:]).tolist() == [[2.0], [3.0]]
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(colour_data, tmp_path):
@@ -379,12 +364,12 @@ def test_double_precision(colour_data, tmp_path):
     samples = samples_of(colour_data)[:5]
     double = Watched(tmp_path, network=build().double(), precision="fp64")(samples).values
     assert double.dtype == torch.float32
-    torch.testing.assert_close(double, Watched(None)(samples).values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(double, Watched(tmp_path)(samples).values, atol=1e-5, rtol=1e-5)
 
 
 def test_digits_are_told_apart_by_an_untrained_network(tmp_path):
     splits = open_splits(str(digits_folder(tmp_path)), val_share=0.2, seed=0)
-    watched = Watched(None, batch_size=64, preprocessing=Preprocessing(image_size=(16, 16)))
+    watched = Watched(tmp_path)
     train, val = (watched([*samples[::3]]) for samples in (splits.train, splits.val))
     head = fit_probe(train.values, train.labels, 10, seed=0)
     assert head.correct(val.values, val.labels) / len(val.labels) > 0.5
@@ -393,7 +378,7 @@ def test_digits_are_told_apart_by_an_untrained_network(tmp_path):
 
 def extract_in_parts(data: Path, out: Path, on_bad_image: str) -> int:
     """In each of several processes: extract twice, and leave what came of it."""
-    feature_extraction.CHUNK = 10
+    feature_extraction.CHUNK, feature_extraction.CPU_BATCH_SIZE = 10, 4
     rank, samples = os.environ["RANK"], samples_of(data)
     watched = Watched(out / "cache", on_bad_image=on_bad_image)
     made, lines = [], []
@@ -415,7 +400,7 @@ def test_two_processes_share_the_work(data_with_a_bad_image, tmp_path):
     bad = str(data_with_a_bad_image / "train/red/3.png")
     arguments = (data_with_a_bad_image, tmp_path, "skip")
     complete(extract_in_parts, *arguments, log=tmp_path / "log", processes=2)
-    alone = Watched(None, on_bad_image="skip")(samples_of(data_with_a_bad_image))
+    alone = Watched(tmp_path / "alone", on_bad_image="skip")(samples_of(data_with_a_bad_image))
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
     for part in found:
         assert part["values"].equal(found[0]["values"])

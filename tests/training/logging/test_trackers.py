@@ -1,12 +1,6 @@
-"""What a tracker is told: each event once, whatever stops the run, and never at its expense."""
+"""What a tracker receives: the events of a run, and never at its expense."""
 
-import json
-import math
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -17,110 +11,47 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from vit.config import RunConfig
 from vit.errors import ConfigError
-from vit.evaluation.caption_metrics import caption_scores
 from vit.training.logging import trackers
-from vit.training.logging.metrics_logger import MetricsFile
 from vit.training.logging.trackers import (
-    NAMES,
     TELEMETRY_OFF,
     TRACKERS,
     Record,
     Tracking,
     require_tracker,
+    values_of,
 )
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.99], "soup": False, "patience": None}
-PER_EPOCH = 4
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Threads that look often; accelerate's trackers ask which process they are in."""
+def process():
+    """accelerate's trackers ask which process they are in."""
     PartialState(cpu=True)
-    monkeypatch.setattr(trackers, "POLL_SECONDS", 0.005)
-
-
-def step_event(step: int) -> dict:
-    return {"event": "step", "step": step, "loss": math.sin(step), "lr": 0.1, "grad_norm": 1 / step}
-
-
-def epoch_event(step: int) -> dict:
-    epoch = step // PER_EPOCH
-    scores = {key: 1 / (epoch + place + 1) for place, key in enumerate(NAMES["epoch"])}
-    return {"event": "epoch", "step": step, "epoch": epoch, "train_loss": 0.5, **scores}
-
-
-def train(folder: Path, first: int, last: int) -> None:
-    """Append the events of steps `first` to `last`."""
-    for step in range(first, last + 1):
-        append(folder, step_event(step))
-        if step % PER_EPOCH == 0:
-            append(folder, epoch_event(step))
-
-
-def append(folder: Path, event: dict) -> None:
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    metrics.write(event)
-    metrics.close()
-
-
-def cut(folder: Path, step: int, *, epoch_pending: bool = False) -> None:
-    """Go back to a checkpoint of `step`, made before or after its epoch was recorded."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    if epoch_pending:
-        assert json.loads(kept.pop())["event"] == "epoch"
-    (folder / "metrics.jsonl").write_text("".join(kept))
-
-
-def expected(last: int) -> dict[str, list[tuple[int, float]]]:
-    """What a reader must see after `last` steps: each step once."""
-    made = [(step_event(step), "step") for step in range(1, last + 1)]
-    made += [(epoch_event(step), "epoch") for step in range(PER_EPOCH, last + 1, PER_EPOCH)]
-    seen: dict[str, list[tuple[int, float]]] = {}
-    for event, kind in made:
-        for key, name in NAMES[kind].items():
-            seen.setdefault(name, []).append((event["step"], event[key]))
-    return seen
-
-
-def in_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    reader = EventAccumulator(str(folder / "tracking"), size_guidance={"scalars": 0}).Reload()
-    return {
-        tag: [(event.step, pytest.approx(event.value, rel=1e-6)) for event in reader.Scalars(tag)]
-        for tag in reader.Tags()["scalars"]
-    }
 
 
 class Fake:
-    """A tracker in memory, whose record outlives the processes that write to it."""
+    """A tracker in memory."""
 
-    def __init__(self, fails_at: int | None = None, run: object = None) -> None:
-        self.given: list[tuple[str, int, float]] = []
-        self.settings: list[dict] = []
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.given: list[tuple[int, dict]] = []
         self.finished, self.fails_at = 0, fails_at
-        self.tracker = run or SimpleNamespace(resumed=False)
+        self.tracker = SimpleNamespace(info=SimpleNamespace(run_id="its own"))
 
     def start(self) -> None:
         if self.fails_at == 0:
             raise OSError("no way\nto the server")
 
     def store_init_configuration(self, values: dict) -> None:
-        self.settings.append(values)
+        self.settings = values
 
     def log(self, values: dict, step: int) -> None:
         if step == self.fails_at:
             raise ConnectionError("the network is gone")
-        self.given += [(name, step, value) for name, value in values.items()]
+        self.given.append((step, values))
 
     def finish(self) -> None:
         self.finished += 1
-
-    def seen(self) -> dict[str, list[tuple[int, float]]]:
-        found: dict[str, list[tuple[int, float]]] = {}
-        for name, step, value in self.given:
-            found.setdefault(name, []).append((step, value))
-        return found
 
 
 @pytest.fixture
@@ -130,9 +61,12 @@ def fake(monkeypatch) -> Fake:
     return tracker
 
 
-def follow(folder: Path, step: int, name: str = "wandb") -> None:
-    """One process: it goes on at `step`, and sends all that is there."""
-    Tracking(name, folder, SETTINGS, step=step).close()
+def follow(folder: Path, first: int, last: int, name: str = "wandb") -> None:
+    """One process, which makes the steps `first` to `last`."""
+    tracking = Tracking(name, folder, SETTINGS, step=first - 1)
+    for step in range(first, last + 1):
+        tracking.send({"event": "step", "step": step, "loss": 1 / step})
+    tracking.close()
 
 
 def test_the_table_of_trackers_has_the_names_of_the_setting():
@@ -146,68 +80,50 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(trackers, "get_available_trackers", list)
     with pytest.raises(ConfigError, match=r"track='wandb' is not installed: pip install wandb"):
         require_tracker("wandb")
-    require_tracker(None)
 
 
-def test_events_are_sent_during_the_run_and_at_its_end(tmp_path, fake):
-    train(tmp_path, 1, 5)
-    record = Tracking("wandb", tmp_path, SETTINGS, step=0)
-    until = time.monotonic() + 60
-    while len(fake.given) < len(NAMES["step"]) * 5 + len(NAMES["epoch"]):
-        assert record.thread.is_alive()
-        assert time.monotonic() < until, "some values never arrive"
-        time.sleep(0.005)
-    train(tmp_path, 6, 9)
-    record.close()
-    assert fake.seen() == expected(9)
+@pytest.mark.parametrize(
+    ("event", "values"),
+    [
+        (
+            {"event": "step", "step": 3, "epoch": 1, "loss": 0.5, "lr": 0.1, "grad_norm": None},
+            {"train/loss": 0.5, "train/lr": 0.1},
+        ),
+        (
+            {"event": "epoch", "step": 4, "epoch": 1, "train_loss": 1.0, "val_loss": 0.25}
+            | {"val_top1": 1, "val_curve": [0.5], "images_per_second": 9.5, "data_wait": 0.1},
+            {"val/loss": 0.25, "val/top1": 1.0, "train/images_per_second": 9.5},
+        ),
+        ({"event": "soup", "better": True, "val_top1": 0.5}, {"soup/top1": 0.5}),
+        ({"event": "test", "test_balanced_accuracy": 0.5}, {"test/balanced_accuracy": 0.5}),
+    ],
+)
+def test_each_number_of_an_event_has_a_name(event, values):
+    assert values_of(event) == values
+
+
+def test_events_are_sent_in_their_order(tmp_path, fake):
+    follow(tmp_path, 1, 9)
+    assert fake.given == [(step, {"train/loss": 1 / step}) for step in range(1, 10)]
     assert fake.finished == 1
 
 
-@pytest.mark.parametrize("epoch_pending", [False, True])
-def test_repeated_events_are_sent_once(tmp_path, fake, epoch_pending):
-    train(tmp_path, 1, 11)
-    follow(tmp_path, 0)
-    cut(tmp_path, 8, epoch_pending=epoch_pending)
-    follow(tmp_path, 8)
-    if epoch_pending:
-        append(tmp_path, epoch_event(8))
-    train(tmp_path, 9, 13)
-    follow(tmp_path, 8)
-    assert fake.seen() == expected(13)
-
-
-def test_events_that_were_not_sent_are_sent_after_a_resume(tmp_path, fake, capsys):
-    train(tmp_path, 1, 9)
+def test_an_error_ends_the_record_and_not_the_run(tmp_path, fake, capsys):
     fake.fails_at = 6
-    follow(tmp_path, 0)
+    follow(tmp_path, 1, 9)
+    assert [step for step, _ in fake.given] == [1, 2, 3, 4, 5]
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert (
-        "wandb receives no more events, and the run continues without it: the network is gone"
-        in told
-    )
-    assert fake.seen() == expected(5)
-    fake.fails_at = None
-    train(tmp_path, 10, 12)
-    follow(tmp_path, 9)
-    assert fake.seen() == expected(12)
-
-
-def test_a_tracker_added_on_resume_receives_all_events(tmp_path, fake):
-    train(tmp_path, 1, 9)
-    follow(tmp_path, 9)
-    assert fake.seen() == expected(9)
+    assert "wandb receives no more events, and the run continues" in told
+    assert "the network is gone" in told
 
 
 def test_a_tracker_that_cannot_start_stops_a_new_run_only(tmp_path, fake, capsys):
     fake.fails_at = 0
-    train(tmp_path, 1, 3)
-    with pytest.raises(
-        ConfigError, match="track='wandb' cannot start: no way to the server; fix it"
-    ):
-        Tracking("wandb", tmp_path, SETTINGS, step=0)
+    with pytest.raises(ConfigError, match="'wandb' cannot start: no way to the server; fix it"):
+        follow(tmp_path, 1, 3)
     assert capsys.readouterr().err == ""
-    follow(tmp_path, 3)
+    follow(tmp_path, 4, 5)
     assert capsys.readouterr().err.count("no way to the server") == 1
 
 
@@ -215,79 +131,19 @@ def test_a_hanging_tracker_does_not_block_the_end_of_the_run(tmp_path, fake, mon
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     free = threading.Event()
     monkeypatch.setattr(fake, "finish", free.wait)
-    train(tmp_path, 1, 3)
-    record = Tracking("wandb", tmp_path, SETTINGS, step=0)
-    record.close()
-    assert "it has accepted nothing for" in capsys.readouterr().err
+    follow(tmp_path, 1, 3)
+    assert "0 events were left after 0 s" in capsys.readouterr().err
     free.set()
-    record.thread.join()
 
 
-def test_a_partly_written_line_is_sent_when_complete(tmp_path, fake):
-    train(tmp_path, 1, 2)
-    third = json.dumps(step_event(3)).encode()
-    with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as file:
-        file.write(third[:9])
-        record = Tracking("wandb", tmp_path, SETTINGS, step=0)
-        while len(fake.given) < 2 * len(NAMES["step"]):
-            assert record.thread.is_alive()
-        file.write(third[9:] + b"\n")
-    record.close()
-    assert fake.seen() == expected(3)
-
-
-def test_what_precedes_the_first_step_is_sent_once(tmp_path, fake):
-    """The head of a probe is epoch 0; a run of it alone ends at step 0."""
-    append(tmp_path, epoch_event(0))
-    append(tmp_path, {"event": "soup", "step": 0, "val_balanced_accuracy": 0.25})
-    sent = {NAMES["epoch"][key]: [(0, epoch_event(0)[key])] for key in NAMES["epoch"]}
-    sent["soup/balanced_accuracy"] = [(0, 0.25)]
-    for _ in range(2):  # with a checkpoint of step 0
-        follow(tmp_path, 0)
-        assert fake.seen() == sent
-
-
-def test_every_score_of_an_epoch_has_a_name():
-    captions = caption_scores(["a dog"], [["a dog"]]).keys() - {"bleu1", "bleu2", "bleu3"}
-    of_pretraining = {"rankme", "centred_rank", "spread", "knn"}
-    for score in {*captions, *of_pretraining, "caption_loss", "balanced_accuracy", "f1"}:
-        assert NAMES["epoch"][f"val_{score}"] == f"val/{score}"
-
-
-def test_nothing_is_sent_twice_if_the_sent_file_is_lost(tmp_path, fake):
-    train(tmp_path, 1, 9)
-    follow(tmp_path, 0)
-    (tmp_path / "tracking/wandb.sent").write_text("")
-    train(tmp_path, 10, 11)
-    follow(tmp_path, 9)
-    assert fake.seen() == expected(11)
-
-
-def test_wandb_receives_events_after_the_last_one_on_its_server(tmp_path, fake):
-    train(tmp_path, 1, 9)
-    follow(tmp_path, 0)
-    fake.given = [each for each in fake.given if each[1] <= 6]  # the rest was lost on the way
-    fake.tracker = SimpleNamespace(resumed=True, step=7)
-    follow(tmp_path, 9)
-    assert fake.seen() == expected(9)
-
-
-def test_mlflow_has_no_step_twice_after_a_kill(tmp_path, monkeypatch):
-    run = SimpleNamespace(info=SimpleNamespace(run_id="its own"), data=SimpleNamespace(metrics={}))
-    tracker, records = Fake(run=run), []
+def test_mlflow_continues_under_the_key_that_it_gave(tmp_path, monkeypatch):
+    tracker, records = Fake(), []
     monkeypatch.setitem(TRACKERS, "mlflow", lambda record: records.append(record) or tracker)
-    train(tmp_path, 1, 6)
-    follow(tmp_path, 0, "mlflow")
-    assert json.loads((tmp_path / "tracking/mlflow.json").read_text()) == {"key": "its own"}
-    sent = tmp_path / "tracking/mlflow.sent"
-    assert json.loads(sent.read_text()) == {"step": 6, "epoch": 4, "soup": -1, "test": -1}
-    sent.write_text(json.dumps({"step": 5, "epoch": 4}))
-    run.data.metrics = {name: values[-1][1] for name, values in tracker.seen().items()}
-    train(tmp_path, 7, 9)
-    follow(tmp_path, 6, "mlflow")
-    assert tracker.seen() == expected(9)
-    assert [(record.key, record.new) for record in records][1:] == [("its own", False)]
-    assert len(tracker.settings) == 1
+    follow(tmp_path, 1, 2, "mlflow")
+    assert tracker.settings["betas"] == "0.9, 0.99"
+    follow(tmp_path, 3, 4, "mlflow")
+    assert [(each.new, each.step) for each in records] == [(True, 0), (False, 2)]
+    assert records[1].key == "its own"
 
 
 @pytest.mark.parametrize(
@@ -321,69 +177,21 @@ def test_a_resumed_run_continues_its_record(tmp_path, monkeypatch, name, class_n
 def test_telemetry_is_off_by_default(tmp_path, fake, monkeypatch):
     variable, value = TELEMETRY_OFF["wandb"]
     monkeypatch.delenv(variable, raising=False)
-    follow(tmp_path_with_metrics(tmp_path), 0)
+    follow(tmp_path, 1, 2)
     assert trackers.os.environ[variable] == value
     monkeypatch.setenv(variable, "mine")
-    follow(tmp_path, 0)
+    follow(tmp_path, 1, 2)
     assert trackers.os.environ[variable] == "mine"
 
 
-def tmp_path_with_metrics(folder: Path) -> Path:
-    train(folder, 1, 2)
-    return folder
-
-
-def test_tensorboard_shows_the_settings_once_and_leaves_no_other_files(tmp_path):
-    train(tmp_path, 1, 6)
-    follow(tmp_path, 0, "tensorboard")
-    train(tmp_path, 7, 9)
-    follow(tmp_path, 6, "tensorboard")
-    assert in_tensorboard(tmp_path) == expected(9)
-    names = sorted(path.name for path in (tmp_path / "tracking").rglob("*"))
-    events, others = names[:2], names[2:]
+def test_tensorboard_has_the_settings_once_and_no_step_after_a_checkpoint_twice(tmp_path):
+    follow(tmp_path, 1, 9, "tensorboard")
+    follow(tmp_path, 7, 12, "tensorboard")  # resumed at step 6
+    folder = tmp_path / "tracking"
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    seen = [(event.step, event.value) for event in reader.Scalars("train/loss")]
+    assert seen == [(step, pytest.approx(1 / step)) for step in range(1, 13)]
+    *events, stored = sorted(path.name for path in folder.rglob("*"))
     assert all(name.startswith("events.out.tfevents.") for name in events)
-    assert others == ["tensorboard.json", "tensorboard.sent"]
-    told = [b"betas" in (tmp_path / "tracking" / name).read_bytes() for name in events]
-    assert told == [True, False]
-
-
-def test_tensorboard_drops_events_after_the_checkpoint(tmp_path):
-    """Also of an epoch whose step the checkpoint has, and whose scores it has not."""
-    train(tmp_path, 1, 11)
-    follow(tmp_path, 0, "tensorboard")
-    cut(tmp_path, 8, epoch_pending=True)
-    record = Tracking("tensorboard", tmp_path, SETTINGS, step=8)
-    append(tmp_path, epoch_event(8))
-    train(tmp_path, 9, 14)
-    record.close()
-    assert in_tensorboard(tmp_path) == expected(14)
-
-
-@pytest.mark.slow
-def test_tensorboard_after_a_real_kill(tmp_path):
-    code = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from accelerate.state import PartialState
-import test_trackers as t
-PartialState(cpu=True)
-folder = Path(sys.argv[1])
-t.train(folder, 1, 11)
-record = t.Tracking("tensorboard", folder, t.SETTINGS, step=0)
-t.train(folder, 12, 23)
-while record.sent.last["step"] < 23 and record.thread.is_alive(): time.sleep(0.005)
-print("sent", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout.readline() == b"sent\n"
-        process.send_signal(signal.SIGKILL)
-    cut(tmp_path, 9)
-    time.sleep(1)  # the names of event files, which order them, count seconds
-    record = Tracking("tensorboard", tmp_path, SETTINGS, step=9)
-    train(tmp_path, 10, 26)
-    record.close()
-    assert in_tensorboard(tmp_path) == expected(26)
+    assert stored == "tensorboard.json"
+    assert [b"betas" in (folder / name).read_bytes() for name in events] == [True, False]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vit.data.archives import is_inside, relative
-from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, RowError
+from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, RowError, validation_split
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.text import join_names, plural, printable
@@ -256,7 +256,7 @@ class DatasetListing:
     @property
     def val_split(self) -> str | None:
         """Name of the split that training validates on, if there is one."""
-        return DatasetSpec("").validation_split(self.splits)
+        return validation_split(self.splits)
 
 
 def list_dataset(data: str | DatasetSpec) -> DatasetListing:

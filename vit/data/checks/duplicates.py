@@ -57,21 +57,18 @@ def find_duplicates(
         workers=workers,
         progress=advance,
     )
-    distinct = [_one_per_origin(group, locations) for group in members]
+    distinct: list[list[str]] = []
+    for group in members:  # of each split and classes one: copies may be thousands
+        one_each: dict[tuple[str, tuple[str, ...]], str] = {}
+        for path in group:
+            one_each.setdefault(locations[path], path)
+        distinct.append([*one_each.values()])
     for pair in pairs:
         candidates = product(distinct[pair.first], distinct[pair.second])
         problems.append(
             near_duplicate_problem(candidates, locations, f"correlation {pair.score:.3f}")
         )
     return problems
-
-
-def _one_per_origin(group: Sequence[str], locations: SplitAndClasses) -> list[str]:
-    """The first file of each split and classes: copies may be thousands, their pairs millions."""
-    firsts: dict[tuple[str, tuple[str, ...]], str] = {}
-    for path in group:
-        firsts.setdefault(locations[path], path)
-    return [*firsts.values()]
 
 
 def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -> list[Problem]:

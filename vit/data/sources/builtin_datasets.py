@@ -14,13 +14,10 @@ Scenes are drawn in integer arithmetic, so their pixels are the same on every ma
 version of Pillow.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -30,8 +27,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from vit.atomic_files import atomic_folder
 from vit.data.random_seed import random_seed
 from vit.errors import DataError
+from vit.file_lock import locked
 from vit.paths import user_cache
 from vit.text import printable
 
@@ -247,7 +246,11 @@ def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Pat
     try:
         if not is_intact(folder):
             cache.mkdir(parents=True, exist_ok=True)
-            _write_atomically(folder, write)
+            with locked(cache / ".lock"):
+                if not is_intact(folder):  # another process was not faster
+                    with atomic_folder(folder) as new:
+                        write(new)
+                        (new / DIGEST).write_text(_digest(new), encoding="ascii")
     except OSError as error:
         raise DataError(
             f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
@@ -264,52 +267,20 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary folder, then rename it to `folder`."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        write(temporary)
-        (temporary / DIGEST).write_text(_digest(temporary), encoding="ascii")
-        temporary.chmod(0o755)
-        _replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`, unless another process was faster."""
-    if is_intact(folder):
-        return
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as backup:
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(Path(backup) / "damaged")
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not is_intact(folder):
-                raise
-
-
 def _write_digits(folder: Path) -> None:
-    for name, image in _cut_digits():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        image.save(folder / name)
-
-
-def _cut_digits() -> list[tuple[str, Image.Image]]:
-    """Path and image of each digit."""
     here = Path(__file__).parent
     labels: list[int] = json.loads((here / "digits.json").read_text(encoding="ascii"))
     with Image.open(here / "digits.png") as sheet:
         sheet.load()
-    cols, seen, digits = sheet.width // DIGIT_SIDE, [0] * 10, []
+    cols, seen = sheet.width // DIGIT_SIDE, [0] * 10
     for number, label in enumerate(labels):
         top, left = number // cols * DIGIT_SIDE, number % cols * DIGIT_SIDE
         seen[label] += 1
-        split = "train" if seen[label] % VAL_STRIDE else "val"
-        image = sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE))
-        digits.append((f"{split}/{label}/{number:04d}.png", image))
-    return digits
+        path = (
+            folder / ("train" if seen[label] % VAL_STRIDE else "val") / f"{label}/{number:04d}.png"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE)).save(path)
 
 
 def _digest(folder: Path) -> str:

@@ -16,9 +16,7 @@ import itertools
 import json
 import os
 import re
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
+from vit.atomic_files import atomic_folder
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings, split_settings
 from vit.data.archives import open_binary, relative, split_address
@@ -398,32 +397,3 @@ def _webdataset_members(
     key = names.add(folder + slash + last.replace(".", "_"))
     text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
     return [(key + suffix, image.content), (f"{key}.json", text.encode())]
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` on success, and is deleted on an error."""
-    made: Path | None = None
-    before: Path | None = None
-    kept = ""
-    try:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            yield made
-            made.chmod(0o755)
-            if folder.exists():
-                before = folder.rename(f"{made}-before")
-            made.rename(folder)
-        finally:
-            if made is not None:
-                shutil.rmtree(made, ignore_errors=True)
-            if before is not None and folder.exists():
-                shutil.rmtree(before, ignore_errors=True)
-            elif before is not None:
-                kept = f"; what was there is now {printable(before)}"
-                before.rename(folder)
-                kept = ""
-    except OSError as error:
-        text = f"{printable(folder)}: cannot be written ({error.strerror}){kept}"
-        raise DataError(text) from None

@@ -169,6 +169,11 @@ def all_skipped_error(errors: list[RowError]) -> DataError:
     return DataError(f"{first.error}{more}")
 
 
+def validation_split(available: Collection[str]) -> str | None:
+    """The one of the `available` splits that a training validates on, if it holds out none."""
+    return next((name for name in VAL_NAMES if name in available), None)
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """Which images to read, and how to read their source.
@@ -189,8 +194,6 @@ class DatasetSpec:
     """The only split to read; None: training and validation images."""
     all_splits: bool = False
     """Read every split; `split` is ignored then."""
-    validates_on_test: bool = False
-    """Whether `test` is for validation where no other split is, as in runs of older versions."""
     reads_splits: bool = True
     """Whether the column of splits of a list is read; without it, all its images are in one."""
     captions: bool = False
@@ -244,11 +247,6 @@ class DatasetSpec:
             corrections=data.corrections,
             label_list=data.labels,
         )
-
-    def validation_split(self, available: Collection[str]) -> str | None:
-        """The one of the `available` splits that a training validates on, if it holds out none."""
-        names = (*VAL_NAMES, TEST) if self.validates_on_test else VAL_NAMES
-        return next((name for name in names if name in available), None)
 
     def select_splits(self, available: Collection[str]) -> list[str]:
         """The splits to read, of the `available` ones; the empty name is an undivided dataset."""

@@ -15,15 +15,20 @@ from vit.data import archives
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
+    CAPTIONS,
+    CLASSES,
+    IMAGES,
+    Role,
     caption_columns,
     cell_captions,
     cell_group,
     cell_labels,
     drop_uncaptioned,
     find_column,
+    pick_column,
 )
 from vit.errors import DataError
-from vit.text import join_names, plural, printable
+from vit.text import plural, printable
 
 PREFIX = "hf:"
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -31,8 +36,8 @@ SAVED_FILES = ("dataset_dict.json", "state.json")
 """Files in folders that `save_to_disk` of the library wrote."""
 SPLIT_ALIASES = {"validation": "val", "valid": "val", "dev": "val", "training": "train"}
 """Other names of splits -> ours, the first one that a dataset has."""
-IMAGE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
-LABEL_COLUMNS = ("label", "labels", "class", "classes", "target", "category", "cls")
+IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
+LABEL_NAMES = ("label", "labels", "class", "classes", "target", "category", "cls")
 LIST_FEATURES = ("List", "LargeList", "Sequence")
 TEXT_DTYPES = ("string", "large_string", "string_view")
 BINARY_DTYPES = ("binary", "large_binary", "binary_view")
@@ -119,24 +124,14 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
         spec: Names of columns; those that are None are found by their types and usual names.
     """
     data = spec.data
-    for setting in ("image_column", "label_column", "caption_column"):
-        column = getattr(spec, setting)
-        if column is not None and column not in features:
-            names = join_names(features, 8)
-            missing = f"no column {printable(column)} ({setting}); it has {names}"
-            raise DataError(f"{printable(data)}: {missing}")
-    image = spec.image_column or _only_column(
-        features, _is_image_feature, IMAGE_COLUMNS, data, "images", "image_column"
-    )
+    image = _pick_column(IMAGES._replace(usual=IMAGE_NAMES), features, _is_image_feature, spec)
     feature = features[image]
     if not _is_image_feature(feature) or "/" in image:
         raise DataError(f"{printable(data)}: column {printable(image)} has no images ({feature!r})")
     is_bytes = getattr(feature, "dtype", "") in BINARY_DTYPES
     columns = ColumnSelection(image, is_bytes)
     if spec.labels:
-        label = spec.label_column or _only_column(
-            features, _is_class_label, LABEL_COLUMNS, data, "classes", "label_column"
-        )
+        label = _pick_column(CLASSES._replace(usual=LABEL_NAMES), features, _is_class_label, spec)
         feature = features[label]
         inner = _element_feature(feature)
         is_number = _type_name(inner) == "Value" and "int" in str(getattr(inner, "dtype", ""))
@@ -152,14 +147,8 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     captions: tuple[str, ...] = ()
     if spec.captions:
         texts = [name for name in features if _is_text(_element_feature(features[name]))]
-        captions = (spec.caption_column,) if spec.caption_column else caption_columns(texts)
-        if not captions:
-            names = join_names(features, 8)
-            problem = f"no column of captions ({names}); choose one with --caption-column"
-            raise DataError(f"{printable(data)}: {problem}")
-        if captions[0] not in texts:
-            name, kind = printable(captions[0]), features[captions[0]]
-            raise DataError(f"{printable(data)}: column {name} has no captions ({kind!r})")
+        captions = () if spec.caption_column else caption_columns(texts)
+        captions = captions or (pick_column(CAPTIONS, [*features], spec, data, 0, free=texts),)
     group = find_column([*features], spec.group) if spec.group else ""
     return columns._replace(captions=captions, group=group)
 
@@ -187,26 +176,16 @@ def _is_class_label(feature: Any) -> bool:
     return _type_name(_element_feature(feature)) == "ClassLabel"
 
 
-def _only_column(
-    features: Mapping[str, Any],
-    matches: Callable[[Any], bool],
-    usual_names: Sequence[str],
-    data: str,
-    kind: str,
-    setting: str,
+def _pick_column(
+    role: Role, features: Mapping[str, Any], matches: Callable[[Any], bool], spec: DatasetSpec
 ) -> str:
-    """The only column that matches, or the only one with a usual name."""
+    """The given column, the only one of its type, or one with a usual name."""
     matching = [name for name, feature in features.items() if matches(feature)]
-    if len(matching) == 1:
+    given = getattr(spec, role.setting)
+    if len(matching) == 1 and not given:
         return matching[0]
-    candidates = matching or list(features)
-    usual = [name for name in usual_names if name in candidates]
-    if len(usual) == 1 or (usual and not matching):
-        return usual[0]
-    names = join_names(candidates, 8)
-    problem = f"several columns of {kind}" if matching else f"no column of {kind}"
-    flag = "--" + setting.replace("_", "-")
-    raise DataError(f"{printable(data)}: {problem} ({names}); choose one with {flag}")
+    names = matching if matching and not given else [*features]
+    return pick_column(role, names, spec, spec.data, 0)
 
 
 def read_annotations(
@@ -248,18 +227,13 @@ def row_names(paths: Sequence[str], labels: Sequence[tuple[str, ...]]) -> list[s
     """A unique name for each row: `CLASS/FILE` as in an image folder, else the row number."""
     names = []
     for row, (path, row_labels) in enumerate(zip(paths, labels, strict=True)):
-        name = row_name(path, row)
-        folder = row_labels[0] if len(row_labels) == 1 and _is_file_name(row_labels[0]) else ""
-        names.append(f"{folder}/{name}" if folder else name)
+        file = os.path.basename(path)
+        name = file if _is_file_name(file) else f"{row:09d}"
+        is_class = len(row_labels) == 1 and _is_file_name(row_labels[0])
+        names.append(f"{row_labels[0]}/{name}" if is_class else name)
     if len(set(names)) == len(names):
         return names
     return [f"{row:09d}" for row in range(len(paths))]
-
-
-def row_name(path: str, row: int) -> str:
-    """The file name of an image, or the row number if it has none."""
-    name = os.path.basename(path)
-    return name if _is_file_name(name) else f"{row:09d}"
 
 
 def _is_file_name(name: str) -> bool:

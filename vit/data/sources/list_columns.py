@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from vit.config.parser import nearest
@@ -98,58 +98,68 @@ def find_column(names: Sequence[str], column: str) -> str:
     return exact or match_name(names, (column.strip().lower(),))
 
 
+class Role(NamedTuple):
+    """What a column is for."""
+
+    kind: str
+    setting: str
+    usual: Sequence[str]
+    """Its names in lower case; the first that there is is read."""
+
+
+IMAGES = Role("images", "image_column", IMAGE_COLUMNS)
+CLASSES = Role("classes", "label_column", CLASS_COLUMNS)
+CAPTIONS = Role("captions", "caption_column", CAPTION_COLUMNS)
+
+
+def pick_column(
+    role: Role,
+    names: Sequence[str],
+    spec: DatasetSpec,
+    path: str,
+    line: int,
+    *,
+    free: Sequence[str] | None = None,
+    more: str = "",
+) -> str:
+    """The column that `spec` gives, or with a usual name; one of `free`, if not any of `names`."""
+    given = getattr(spec, role.setting)
+    free = names if free is None else free
+    found = find_column(free, given) if given else match_name(free, role.usual)
+    if found:
+        return found
+    plain = [name.strip() for name in (free if given else names)]
+    has = join_names(plain, 8) or "none"
+    if given:
+        hint = nearest(given, plain)
+        raise wrong(path, f"{role.setting}={given}: no such column among {has}{hint}", line)
+    flag = f"--{role.setting.replace('_', '-')}"
+    advice = f"expected {', '.join(role.usual[:3])}, or say which with {flag}{more}"
+    raise wrong(path, f"no column of {role.kind} among {has}; {advice}", line)
+
+
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
     """The columns of a list."""
-    has = join_names([name.strip() for name in names], 8) or "none"
-
-    def named(setting: str, column: str) -> str:
-        found = find_column(names, column)
-        if not found:
-            hint = nearest(column, [name.strip() for name in names])
-            raise wrong(path, f"{setting}={column}: no such column among {has}{hint}", line)
-        return found
-
-    image = named("image_column", spec.image_column) if spec.image_column else image_column(names)
-    if not image:
-        expected = ", ".join(IMAGE_COLUMNS[:3])
-        flags = "--image-column"
-        if spec.captions and not (spec.caption_column or caption_columns(names)):
-            flags += " and --caption-column"
-        elif (
-            spec.labels
-            and not spec.captions
-            and not (spec.label_column or match_name(names, CLASS_COLUMNS))
-        ):
-            flags += " and --label-column"
-        advice = f"expected {expected} in the first line, or say which with {flags}"
-        raise wrong(path, f"no column of images among {has}; {advice}", line)
+    image = pick_column(IMAGES, names, spec, path, line)
     others = [name for name in names if name != image]
     captions: tuple[str, ...] = ()
-    if spec.captions and spec.caption_column:
-        captions = (named("caption_column", spec.caption_column),)
-    elif spec.captions and not (captions := caption_columns(others)):
-        expected = "caption, captions, text, or caption_0, caption_1"
-        advice = f"expected {expected}, or say which with --caption-column"
-        raise wrong(path, f"no column of captions among {has}; {advice}", line)
-    if spec.label_column:
-        label = named("label_column", spec.label_column)
+    if spec.captions:
+        captions = () if spec.caption_column else caption_columns(others)
+        captions = captions or (pick_column(CAPTIONS, names, spec, path, line, free=others),)
+    label = ""
+    if spec.label_column or (spec.labels and not spec.captions):
+        more = "; for captions, --task caption" if caption_columns(names) else ""
+        label = pick_column(CLASSES, names, spec, path, line, free=others, more=more)
+    elif spec.captions:
+        label = match_name(others, CAPTIONED_CLASS_COLUMNS)
     else:
-        label = match_name(others, CAPTIONED_CLASS_COLUMNS if spec.captions else CLASS_COLUMNS)
-    if label == image:
-        both = f"label_column={label.strip()}: the column of images too; choose another of"
-        raise wrong(path, f"{both} {has}", line)
-    if spec.labels and not spec.captions and not label:
-        expected = ", ".join(CLASS_COLUMNS[:3])
-        advice = f"expected {expected}, or say which with --label-column"
-        if caption_columns(names):
-            advice += "; for captions, --task caption"
-        raise wrong(path, f"no column of classes among {has}; {advice}", line)
+        label = match_name(others, CLASS_COLUMNS)
     group = find_column(names, spec.group) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
-    more = tuple(find_column(names, column) for column in spec.columns)
-    used = {image, *captions, label, split, group, *more}
+    more_columns = tuple(find_column(names, column) for column in spec.columns)
+    used = {image, *captions, label, split, group, *more_columns}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
-    return Columns(image, captions, label, split, group, tuple(dict.fromkeys(unused)), more)
+    return Columns(image, captions, label, split, group, (*dict.fromkeys(unused),), more_columns)
 
 
 def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:

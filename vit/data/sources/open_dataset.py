@@ -32,6 +32,7 @@ from vit.data.sources.dataset_spec import (
     DatasetSpec,
     no_match_message,
     resolve_folder,
+    validation_split,
 )
 from vit.data.sources.dataset_warnings import (
     class_problems,
@@ -242,10 +243,12 @@ def open_splits(
         end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
         raise DataError(f"{printable(spec.data)} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
-    if spec.labels and not spec.optional_labels:
-        _check_classes(index, classes)
+    if spec.labels and not spec.optional_labels and len(classes) < 1 + (not index.multilabel):
+        names = join_names(classes)
+        problem = f"only one class ({names}), nothing to classify" if names else "no classes"
+        raise DataError(f"{printable(index.root)}: {problem}; add images of others")
     notes = [*index.notes]
-    own = spec.validation_split(index.splits)
+    own = validation_split(index.splits)
     held_out = own is None or fold is not None
     others = index.splits.get(own or TEST, []) if fold is None else []
     identical = None
@@ -457,11 +460,6 @@ def _normalised(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _missing_class_notes(images: ImagesByClass, location: str) -> list[str]:
-    missing = [printable(name) for name, paths in images.items() if not paths]
-    return [f"{location} has no images of class {join_names(missing)}"] if missing else []
-
-
 def _relabel(
     records: Sequence[ImageRecord],
     classes: Sequence[str],
@@ -478,15 +476,10 @@ def _relabel(
     )
     if any(name != target for name, target in targets.items()):
         records = [r._replace(labels=tuple(targets[name] for name in r.labels)) for r in records]
-    return [*records], notes + _missing_class_notes(_by_class(records, classes), location)
-
-
-def _check_classes(index: DatasetIndex, classes: Sequence[str]) -> None:
-    """Require two classes, or one for multi-label classification."""
-    names = join_names(classes)
-    if len(classes) < 1 + (not index.multilabel):
-        problem = f"only one class ({names}), nothing to classify" if names else "no classes"
-        raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+    images = _by_class(records, classes)
+    if missing := [printable(name) for name, paths in images.items() if not paths]:
+        notes.append(f"{location} has no images of class {join_names(missing)}")
+    return [*records], notes
 
 
 def _leakage_notes(
@@ -522,10 +515,6 @@ def _by_labels(records: Iterable[ImageRecord]) -> ImagesByClass:
     return images
 
 
-def _caption_order(path: str, root: Path) -> str:
-    return relative(path, root) if is_inside(path) else path
-
-
 def _samples(
     records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex, spec: DatasetSpec
 ) -> tuple[Sample, ...]:
@@ -537,7 +526,10 @@ def _samples(
     if spec.captions:
         return tuple(
             Sample(r.path, class_index[r.labels[0]] if classes else NO_LABEL, r.captions)
-            for r in sorted(records, key=lambda record: _caption_order(record.path, index.root))
+            for r in sorted(
+                records,
+                key=lambda r: relative(r.path, index.root) if is_inside(r.path) else r.path,
+            )
         )
     ordered = sorted(
         (

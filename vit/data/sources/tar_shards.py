@@ -20,13 +20,13 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vit.atomic_files import open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import (
@@ -111,7 +111,8 @@ def _shards_in_folder(folder: str) -> list[str]:
     names = walk.class_folders(folder)
     if not names:
         tars = _tars(folder)
-        if tars and _count_images(folder) > len(tars):
+        suffixes = (os.path.splitext(name)[1].lower() for name in os.listdir(folder))
+        if tars and sum(suffix in IMAGE_SUFFIXES for suffix in suffixes) > len(tars):
             return []
         return _check_uncompressed(folder, tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
@@ -130,11 +131,6 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
             "images are compressed already"
         )
     return sorted(paths)
-
-
-def _count_images(folder: str) -> int:
-    """Files of `folder` with the suffix of an image."""
-    return sum(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in os.listdir(folder))
 
 
 def _tars(folder: str) -> list[str]:
@@ -706,26 +702,16 @@ def _check_space(cache: Path, total: int) -> None:
 
 def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
     """Download to a temporary file, check its size, and rename it to `path`."""
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / ".lock"), _readable_errors(address):
-            if _has_size(path, size):  # another process was faster
-                return
-            number, temporary = tempfile.mkstemp(prefix=".copying-", dir=path.parent)
-            with os.fdopen(number, "wb") as target, filesystem.open(address, "rb") as source:
-                shutil.copyfileobj(source, target, COPY_BYTES)
-                target.flush()
-                os.fsync(target.fileno())
-            if (copied := os.path.getsize(temporary)) != size:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.parent / ".lock"), _readable_errors(address):
+        if _has_size(path, size):  # another process was faster
+            return
+        with open_atomic(path) as target, filesystem.open(address, "rb") as source:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+            if (copied := target.tell()) != size:
                 raise DataError(
                     f"{printable(address)}: {copied:,} of {size:,} bytes were received; try again"
                 )
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

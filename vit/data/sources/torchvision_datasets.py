@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import atomic_folder
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.sources.dataset_export import atomic_folder, write_shards
+from vit.data.sources.dataset_export import write_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import read_shards
 from vit.errors import DataError, error_text

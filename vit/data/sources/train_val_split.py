@@ -21,7 +21,7 @@ from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.random_seed import random_seed
-from vit.data.sources.dataset_spec import TEST, DatasetSpec
+from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
@@ -72,7 +72,7 @@ def split_train_val(
         seed: Seed of the random order.
     """
     train = index.train
-    own = spec.validation_split(index.splits)
+    own = validation_split(index.splits)
     if fold is not None and own is not None:
         raise ConfigError(
             f"folds={fold.total}: the data have validation images "

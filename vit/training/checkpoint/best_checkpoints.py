@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.atomic_files import explain_write_errors
 from vit.training.checkpoint.checkpoint import require_same
 from vit.training.checkpoint.run_folder import BEST
 from vit.training.validation import Validation
 from vit.weights.model_soup import average_weights
-from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 Event = dict[str, Any]
 Rank = Callable[[Mapping[str, Any]], tuple[float, float]]

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
 from vit.text import Notify, printable
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
-from vit.training.ema import ExponentialMovingAverage
 from vit.training.training_state import TrainingState
-from vit.weights.safetensors_io import explain_write_errors, read_tensors, write_tensors
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 KEEP = 2
@@ -126,26 +126,21 @@ class Snapshot:
         return {**parts["model"], **parts["ema"]}
 
 
-def take_snapshot(
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: ExponentialMovingAverage | None,
-    *,
-    keep: bool = True,
-) -> Snapshot:
+def take_snapshot(run: TrainingState, *, keep: bool = True) -> Snapshot:
     """Copy the tensors of a checkpoint, so that training continues while they are written.
 
+    If the network is sharded, every process must make this call.
+
     Args:
-        model: The network; if it is sharded, every process must make this call.
         keep: False on processes that only contribute their shards.
     """
-    reshard(model)
-    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    if average is not None:
-        tensors |= {f"ema/{name}": value for name, value in average.state_dict().items()}
-    moments, numbers = _optimizer_state(optimizer)
+    reshard(run.network)
+    average = {} if run.average is None else run.average.state_dict()
+    tensors = {f"model/{name}": value for name, value in run.network.state_dict().items()}
+    tensors |= {f"ema/{name}": value for name, value in average.items()}
+    moments, numbers = _optimizer_state(run.optimizer)
     tensors |= {f"optimizer/{name}": value for name, value in moments.items()}
-    return Snapshot(full_copies(tensors, keep=keep), numbers, _group_settings(optimizer))
+    return Snapshot(full_copies(tensors, keep=keep), numbers, _group_settings(run.optimizer))
 
 
 def write_checkpoint(
@@ -177,14 +172,7 @@ def write_checkpoint(
     return path
 
 
-def load_checkpoint(
-    folder: Path,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: ExponentialMovingAverage | None,
-    notify: Notify,
-) -> CheckpointState | None:
+def load_checkpoint(folder: Path, run: TrainingState, notify: Notify) -> CheckpointState | None:
     """Load the newest intact checkpoint of `folder` into network, optimiser and average.
 
     Returns:
@@ -204,12 +192,8 @@ def load_checkpoint(
                 f"{printable(path)} was written by another version of vit: finish its run with "
                 "that, or start anew with --overwrite"
             )
-        numbers, groups = state.pop("optimizer"), state.pop("groups")
-        require_same_groups(path, groups, optimizer)
-        _restore(path, split_parts(tensors), numbers, model, optimizer, average)
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            kept = {key: value for key, value in saved.items() if key not in OF_DEVICE}
-            group.update({k: _from_plain(value, group.get(k)) for k, value in kept.items()})
+        snapshot = Snapshot(tensors, state.pop("optimizer"), state.pop("groups"))
+        _restore(path, snapshot, run)
         return CheckpointState(**state, damaged=damaged)
     if paths:
         raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
@@ -231,22 +215,13 @@ def split_parts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _restore(
-    path: Path,
-    parts: dict[str, dict[str, Tensor]],
-    numbers: dict[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: ExponentialMovingAverage | None,
-) -> None:
-    require_same(path, "the network", parts["model"], model.state_dict())
-    expected_average = {} if average is None else average.state_dict()
-    require_same(path, "the moving average", parts["ema"], expected_average)
-    present = model.state_dict()
-    model.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["model"].items()})
-    if average is not None:
-        average.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["ema"].items()})
-    _load_optimizer_state(path, optimizer, parts["optimizer"], numbers)
+def _restore(path: Path, snapshot: Snapshot, run: TrainingState) -> None:
+    parts, present = split_parts(snapshot.tensors), run.network.state_dict()
+    require_same(path, "the network", parts["model"], present)
+    run.network.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["model"].items()})
+    if run.average is not None:
+        run.average.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["ema"].items()})
+    _restore_optimizer(path, snapshot, parts["optimizer"], run.optimizer)
 
 
 def require_same(
@@ -264,29 +239,6 @@ def require_same(
         raise WeightsError(
             f"{printable(path)} does not fit {what}: {', '.join(sorted(faults)[:3])}"
             f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}"
-        )
-
-
-def require_same_groups(
-    path: Path, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer
-) -> None:
-    """Refuse the parameter groups of another optimiser.
-
-    A group with additional or fewer settings is accepted: versions of torch differ in them.
-    """
-    mine = _group_settings(optimizer)
-    fault = ""
-    if len(saved) != len(mine):
-        fault = f"it has {len(saved)} groups of parameters, and this run makes {len(mine)}"
-    for theirs, ours in zip(saved, mine, strict=False):
-        only_theirs = theirs.keys() - ours.keys() - {*OF_DEVICE}
-        only_ours = ours.keys() - theirs.keys()
-        if not fault and only_theirs and only_ours:
-            fault = f"its groups have {min(only_theirs)}, and those of this run {min(only_ours)}"
-    if fault:
-        raise WeightsError(
-            f"{printable(path)} is of another optimiser: {fault}; resume with the settings and the "
-            "version of vit that it was written with, or start anew with --overwrite"
         )
 
 
@@ -332,22 +284,37 @@ def _from_plain(value: Any, present: Any) -> Any:
     return tuple(value) if isinstance(present, tuple) else value
 
 
-def _load_optimizer_state(
-    path: Path, optimizer: Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+def _restore_optimizer(
+    path: Path, snapshot: Snapshot, tensors: dict[str, Tensor], optimizer: Optimizer
 ) -> None:
-    names = _parameter_names(optimizer)
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in {**tensors, **numbers}.items():
+    names, groups = _parameter_names(optimizer), optimizer.param_groups
+    parameters = [each for group in groups for each in group["params"]]
+    state: dict[str, dict[str, Any]] = {}
+    for name, value in {**tensors, **snapshot.optimizer}.items():
         parameter, key = name.rsplit("/", 1)
-        if parameter not in names:
-            raise WeightsError(f"{printable(path)}: optimiser state of {parameter}, which is gone")
-        index = names.index(parameter)
-        piece = shard_like(value, parameters[index]) if isinstance(value, Tensor) else value
-        state.setdefault(index, {})[key] = piece
-    stateful = bool(state)
-    missing = [name for index, name in enumerate(names) if stateful and index not in state]
-    if missing:
-        raise WeightsError(f"{printable(path)} has no optimiser state of {', '.join(missing[:3])}")
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        state.setdefault(parameter, {})[key] = value
+    mine = _group_settings(optimizer)
+    fits = state.keys() in ({*names}, set()) and len(snapshot.groups) == len(mine)
+    for theirs, ours in zip(snapshot.groups, mine, strict=False):
+        # either may have more settings: versions of torch differ in them
+        fits = fits and (
+            theirs.keys() - {*OF_DEVICE} <= ours.keys() or ours.keys() <= theirs.keys()
+        )
+    if not fits:
+        raise WeightsError(
+            f"{printable(path)} is of another optimiser: resume with the settings and the version "
+            "of vit that it was written with, or start anew with --overwrite"
+        )
+    sharded = {
+        index: {
+            key: shard_like(value, parameters[index]) if isinstance(value, Tensor) else value
+            for key, value in state[name].items()
+        }
+        for index, name in enumerate(names)
+        if name in state
+    }
+    present = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": sharded, "param_groups": present})
+    for group, saved in zip(optimizer.param_groups, snapshot.groups, strict=True):
+        kept = {key: value for key, value in saved.items() if key not in OF_DEVICE}
+        group.update({key: _from_plain(value, group.get(key)) for key, value in kept.items()})

@@ -9,7 +9,7 @@ a second OpenMP thread pool, and steps after that were measured 25 % slower.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,40 +37,11 @@ FIRST_MINUTES = 1.0
 """Time to the first checkpoint of a process, unless `checkpoint_minutes` is less."""
 
 
-class Writer:
-    """A thread that writes files, with at most one pending job.
+class CheckpointManager:
+    """Writes checkpoints and the weights of the best epochs, at most one at a time.
 
     At most one copy of the weights is therefore in memory; a disk slower than the training delays
     it.
-    """
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
-        self.pending: Future[None] | None = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread, after waiting for the previous job."""
-        self.wait()
-        self.pending = self.thread.submit(work)
-
-    def check(self) -> None:
-        """Raise the error of a finished job, without waiting."""
-        if self.pending is not None and self.pending.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until everything is on the disk."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait for the pending job and ignore its error, since another one is being raised."""
-        self.thread.shutdown(wait=True)
-
-
-class CheckpointManager:
-    """Writes checkpoints and the weights of the best epochs.
 
     Args:
         metrics: metrics.jsonl on the main process; None on the others.
@@ -92,7 +63,8 @@ class CheckpointManager:
         self.previous_best: Sequence[Event] = ()  # of the previous checkpoint
         self.damaged: Collection[Path] = ()  # checkpoints that cannot be read
         self.has_checkpoint = False  # whether the run has a checkpoint, pending or on the disk
-        self.writer = Writer()
+        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+        self.pending: Future[None] | None = None
         self.saved = time.monotonic()
         self.interval = min(FIRST_MINUTES, run.config.run.checkpoint_minutes)
         if metrics is not None:
@@ -103,7 +75,8 @@ class CheckpointManager:
 
         The first one is due after a minute, since the first epoch may take hours.
         """
-        self.writer.check()
+        if self.pending is not None and self.pending.done():
+            self.wait()  # which raises its error
         minutes = (time.monotonic() - self.saved) / 60
         return self.metrics is not None and minutes >= self.interval
 
@@ -127,9 +100,7 @@ class CheckpointManager:
         self.saved, self.interval = time.monotonic(), run.config.run.checkpoint_minutes
         if self.metrics is None and not is_sharded(run.accelerator):
             return
-        snapshot = take_snapshot(
-            run.network, run.optimizer, run.average, keep=self.metrics is not None
-        )
+        snapshot = take_snapshot(run, keep=self.metrics is not None)
         if self.metrics is None:
             return
         state = CheckpointState.capture(
@@ -142,7 +113,8 @@ class CheckpointManager:
         )
         is_best = kept and self.best.first["epoch"] == epoch
         packed = self.serialize_model(snapshot.weights()) if is_best else None
-        self.writer.submit(lambda: self._write(snapshot, state, packed, kept=kept))
+        self.wait()
+        self.pending = self.writer.submit(self._write, snapshot, state, packed, kept=kept)
 
     def _write(
         self,
@@ -181,8 +153,10 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until everything is on the disk."""
-        self.writer.wait()
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
-        """Wait for the pending job, then stop the thread."""
-        self.writer.close()
+        """Wait for the pending job and ignore its error, since another one is being raised."""
+        self.writer.shutdown(wait=True)

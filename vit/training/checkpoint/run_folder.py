@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
 from vit.config.parser import flatten, make_config, with_settings, write_settings
 from vit.config.stored_config import (
@@ -32,12 +33,7 @@ from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
 from vit.training.logging.trackers import TRACKING
-from vit.weights.safetensors_io import (
-    atomic_write,
-    explain_write_errors,
-    write_tensors,
-    write_text,
-)
+from vit.weights.safetensors_io import write_tensors
 from vit.weights.saved_model import DISTANCE_FILE, PRETRAINING_FILE, TOKENIZER_FILE
 
 TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
@@ -236,7 +232,8 @@ def train_on(folder: Path, data: str | None = None) -> str:
 def write_config(folder: Path, config: Config) -> None:
     """Write the settings that reproduce the run to config.yaml, atomically."""
     header = f"{HEADER}\nRepeat it: vit train --config THIS"
-    atomic_write(folder / "config.yaml", lambda beside: write_settings(beside, config, header))
+    with atomic_file(folder / "config.yaml") as path:
+        write_settings(path, config, header)
 
 
 def write_new_run(folder: Path, config: Config, splits: Splits) -> None:

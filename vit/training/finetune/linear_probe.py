@@ -1,5 +1,8 @@
 """Linear probe: logistic regression on frozen features, its L2 penalty cross-validated; and k-NN.
 
+Its head is the result of method=probe, and the first head of a fine-tuning (LP-FT: Kumar et al.,
+"Fine-Tuning can Distort Pretrained Features", section 3, arXiv:2202.10054).
+
     probability = softmax((features - mean) / std W + b)
                 = softmax(features weight + bias)          as an ordinary head
 
@@ -17,19 +20,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.config import Config
+from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
 from vit.evaluation.statistical_tests import wilson_interval
-from vit.text import plural
+from vit.stop_signals import Interrupted
+from vit.text import Notify, plural
+from vit.training.distributed.collectives import agreed_signal, on_main
+from vit.training.finetune.feature_extraction import (
+    Features,
+    extract,
+    network_features,
+    weights_digest,
+)
+from vit.training.finetune.finetuning import merged_state_dict
 from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
+from vit.training.logging.training_progress import notifier
+from vit.training.training_state import TrainingState
 
+# Enough images for a head that is trained further.
+MAX_PROBE_IMAGES = {"train": 20_000, "val": 5_000}
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
 """L2 penalties that are tried, 10 to 1e-5: weights of |W|^2 / 2 beside the mean loss."""
 COARSE_STRENGTHS = STRENGTHS[::2]
 DEFAULT_STRENGTH = 0.1
 """The strength of a fit with too few images to choose one."""
+FOLDS = 5
 MAX_EXTENSIONS = 4
 """Strengths that are tried beyond an end of the range where the best one is."""
 MAX_FOLD_PRODUCTS = 5e9
@@ -83,8 +102,6 @@ class PenaltySweep:
         labels: Tensor,
         classes: int,
         variance: Tensor,
-        *,
-        folds: int,
         seed: int,
     ) -> None:
         self.inputs, self.labels, self.notes = inputs, labels, list[str]()
@@ -96,7 +113,7 @@ class PenaltySweep:
             self.notes.append(f"no strength can be chosen: {why}")
             self.folds = 0
             return
-        parts = min(folds, len(labels))
+        parts = min(FOLDS, len(labels))
         large = inputs.numel() * classes * parts > MAX_FOLD_PRODUCTS
         self.folds = 1 if large else parts
         self.strengths = COARSE_STRENGTHS if large else STRENGTHS
@@ -246,7 +263,6 @@ def fit_probe(
     classes: int,
     *,
     seed: int,
-    folds: int = 5,
     strengths: Sequence[float] | None = None,
 ) -> Probe:
     """Fit a linear head; its L2 penalty is chosen by stratified cross-validation.
@@ -255,13 +271,11 @@ def fit_probe(
         features: (images, dim), finite, at least one image; standardised by all of them.
         labels: (images,) int64.
         classes: Number of classes; some may have no image.
-        folds: Number of folds, at least 2.
         strengths: Strengths to try; 10 to 1e-5, extended where the best is at an end, if None.
     """
-    check_fit(features, labels, classes, folds, strengths)
     basis = Eigenbasis.of(features.float().cpu())
     inputs = basis.rotate(features.float())
-    sweep = PenaltySweep(inputs, labels, classes, basis.variance, folds=folds, seed=seed)
+    sweep = PenaltySweep(inputs, labels, classes, basis.variance, seed)
     trials = sweep.run(strengths)
     best = choose_penalty(trials) if trials else None
     strength = best.strength if best else (strengths or [DEFAULT_STRENGTH])[0]
@@ -283,25 +297,6 @@ def fit_probe(
         folds=sweep.folds,
         notes=tuple(sweep.notes),
     )
-
-
-def check_fit(
-    features: Tensor, labels: Tensor, classes: int, folds: int, strengths: Sequence[float] | None
-) -> None:
-    """Check the arguments of `fit_probe`; raises its ValueError."""
-    if features.ndim != 2 or not len(features) or labels.shape != features.shape[:1]:
-        raise ValueError(
-            f"features {tuple(features.shape)} and labels {tuple(labels.shape)}: need "
-            "(images, dim) and (images,)"
-        )
-    if not features.isfinite().all():
-        raise ValueError("a feature is not a finite number")
-    if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels must be from 0 to {classes - 1}, one of {classes} classes")
-    if folds < 2:
-        raise ValueError(f"folds={folds}: must be at least 2")
-    if strengths is not None and not (strengths and all(0 < s < math.inf for s in strengths)):
-        raise ValueError(f"strengths={strengths!r}: need some, all above 0")
 
 
 def head_weights(
@@ -362,3 +357,110 @@ def probe_summary(probe: Probe, *, correct: int, total: int, knn: float | None =
             f"training ({low:.1%} to {high:.1%}), {how}"
         )
     return lines + [f"note: {note}" for note in probe.notes]
+
+
+@dataclass(frozen=True)
+class ProbeFit:
+    """Training loss of a linear probe."""
+
+    loss: float
+    images: int
+
+
+def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
+    """Fit a linear probe to the features of the network, report it, and copy it into the head."""
+    config, notify = run.config, notifier(run.accelerator)
+    train, val = probe_samples(config, splits, notify)
+    features = ProbeFeatures(run, notify)
+    on_train, on_val = features(train), features(val)
+
+    def fit() -> tuple[Probe, int, float]:
+        seed = random_seed(config.training.seed, "probe")
+        probe = fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
+        right = probe.correct(on_val.values, on_val.labels)
+        return (
+            probe,
+            right,
+            knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels),
+        )
+
+    # on one process, and broadcast: machines may round differently, and all need the same head
+    probe, right, knn = on_main(run.accelerator, fit)
+    for line in probe_summary(probe, correct=right, total=len(on_val.labels), knn=knn):
+        notify(line)
+    if config.finetune.method != "probe":
+        notify(f"going on from that head with method={config.finetune.method}")
+    set_head(run, probe)
+    run.failed |= {**on_train.failed, **on_val.failed}
+    loss = F.cross_entropy(probe.logits(on_train.values), on_train.labels)
+    return ProbeFit(float(loss), len(on_train.labels))
+
+
+@torch.no_grad()
+def set_head(run: TrainingState, probe: Probe) -> None:
+    """Copy the probe into the head of the network and of its average."""
+    assert isinstance(run.network.head, nn.Linear)
+    averages = {} if run.average is None else dict(run.average.state_dict())
+    for name, value in (("weight", probe.weight), ("bias", probe.bias)):
+        run.network.head.get_parameter(name).copy_(value)
+        averages[f"head.{name}"] = value
+    if run.average is not None:
+        run.average.load_state_dict(averages)
+
+
+def probe_samples(
+    config: Config, splits: Splits, notify: Notify = lambda _: None
+) -> tuple[list[Sample], list[Sample]]:
+    """Images of the probe: all with method=probe, else at most MAX_PROBE_IMAGES."""
+    found = {"train": list(splits.train), "val": list(splits.val)}
+    if config.finetune.method != "probe":
+        for split, most in MAX_PROBE_IMAGES.items():
+            if len(found[split]) > most:
+                notify(f"note: the probe sees {most:,} of {len(found[split]):,} {split} images")
+                found[split] = stratified_subset(found[split], most, seed=config.training.seed)
+    return found["train"], found["val"]
+
+
+def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> list[Sample]:
+    """About `most` of `samples`, in order: the same share of each class, at least one image."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "probe", len(samples)))
+    labels = torch.tensor([sample.label for sample in samples])
+    shuffled = torch.randperm(len(samples), generator=generator)
+    places = []
+    for label in torch.unique(labels):
+        own = shuffled[labels[shuffled] == label]
+        places.append(own[: max(1, len(own) * most // len(samples))])
+    return [samples[place] for place in torch.cat(places).sort().values.tolist()]
+
+
+class ProbeFeatures:
+    """Features of images by the network of a training, from the cache or computed."""
+
+    def __init__(self, run: TrainingState, notify: Notify) -> None:
+        self.run, self.notify = run, notify
+        state = merged_state_dict(run.network.state_dict(), run.config)
+        self.extractor = network_features(
+            run.network,
+            run.preprocessing,
+            run.config,
+            run.accelerator,
+            weights_digest(state, run.config.model),
+        )
+
+    def __call__(self, samples: Sequence[Sample]) -> Features:
+        """Features of `samples`."""
+        run = self.run
+        found = extract(
+            samples,
+            self.extractor,
+            run.config,
+            run.accelerator,
+            self.notify,
+            stopped=lambda: bool(run.interruption.number),
+        )
+        if found is None:
+            raise Interrupted(
+                "interrupted while features were made; they are kept: start again in the same way",
+                agreed_signal(run.accelerator, run.interruption.number),
+            )
+        return found

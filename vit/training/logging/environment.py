@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from vit.atomic_files import explain_write_errors
 from vit.cpu_cores import usable_cores
 from vit.event_log import read_event_log
 from vit.text import printable
 from vit.version import __version__
-from vit.weights.safetensors_io import explain_write_errors
 
 ENVIRONMENT_FILE = "environment.jsonl"
 LIBRARIES = ("torchvision", "timm", "accelerate", "numpy", "pillow")

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vit.atomic_files import explain_write_errors, write_text
 from vit.config import DataConfig
 from vit.config.parser import flatten
 from vit.errors import BadImage, RunError
 from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
 from vit.event_log import METRICS_FILE, read_event_log
-from vit.tasks.task import Task
-from vit.text import plural, printable, quoted
+from vit.text import printable, quoted
 from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
 from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
 from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation
-from vit.weights.safetensors_io import explain_write_errors, write_text
 
 MAX_WAIT_SHARE = 0.15
 """Share of an epoch spent waiting for data above which a note is logged."""
@@ -170,7 +169,7 @@ class MetricsLogger:
         scores = {name.replace("val_", "test_", 1): x for name, x in kept.items()}
         event = {"event": "test", "step": self.run.step, "test_images": measured.count, **scores}
         self._write(event)
-        self.notify(test_result(self.run.task, event))
+        self.notify(self.run.task.format_test(event))
 
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()
@@ -203,6 +202,8 @@ class MetricsLogger:
     def _write(self, event: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(event)
+        if self.tracking is not None:
+            self.tracking.send(event)
 
 
 def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
@@ -216,13 +217,6 @@ def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
         # a step whose gradient is not finite is left out, and JSON has no infinity
         "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
     }
-
-
-def test_result(task: Task, event: Mapping[str, Any]) -> str:
-    """The scores of an event of test images in words."""
-    scores = {name.replace("test_", "val_", 1): score for name, score in event.items()}
-    result = task.format_result(scores).replace("validation", "test", 1)
-    return f"{result} of {plural(event['test_images'], 'image')}, measured once, at the end"
 
 
 def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:

@@ -30,6 +30,17 @@ SILU = ("silu", "swish")
 SMALLEST_SCALE = 1e-5  # creates the layer; its values come from the file
 MLP_PARTS = ("fc1", "fc1_g", "fc1_x", "fc2")
 RELATIVE = ("relative_position_bias", "shared_relative_position_bias")
+SQUARES = ("image_size", "patch_size")
+# Our settings that transformers has too, by its names.
+SAME = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "channels": "num_channels",
+    "dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+}
 WITH_TEXT = ("clip", "siglip")
 """Families with the encoder settings under `vision_config`."""
 MODEL_TYPE = "vit_toolkit"
@@ -37,61 +48,12 @@ PREFIX = "network."
 CLASSES = {True: "VitToolkitForImageClassification", False: "VitToolkitModel"}
 
 
-@dataclass(frozen=True)
-class ConfigValues:
-    """Values of config.json, with one checked accessor per type."""
-
-    model_type: str
-    values: Mapping[str, Any]
-
-    def invalid(self, name: str, why: str) -> WeightsError:
-        """Error for the value of `name`."""
-        return WeightsError(f"config.json: {name}={printable(repr(self.values.get(name)))}: {why}")
-
-    def integer(self, name: str, least: int = 1) -> int:
-        """A whole number of at least `least`."""
-        value = self.values.get(name)
-        if type(value) is not int or value < least:
-            raise self.invalid(name, f"expected a whole number of at least {least}")
-        return value
-
-    def number(self, name: str) -> float:
-        """A finite number of at least 0."""
-        value: Any = self.values.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value < math.inf:
-            raise self.invalid(name, "expected a number of at least 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self.values.get(name)
-        if type(value) is not bool:
-            raise self.invalid(name, "expected true or false")
-        return value
-
-    def square_side(self, name: str) -> int:
-        """Side of a square, given as one integer or two equal ones."""
-        value = self.values.get(name)
-        if isinstance(value, list | tuple):
-            if len(value) != 2 or value[0] != value[1]:
-                raise self.invalid(name, "this network needs squares")
-            value = value[0]
-        if type(value) is not int or value < 1:
-            raise self.invalid(name, "expected a whole number")
-        return value
-
-    def activation(self) -> str:
-        """Our name for `hidden_act`."""
-        value = self.values.get("hidden_act")
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise self.invalid("hidden_act", f"this network has {known} only")
-        return ACTIVATIONS[value]
+Values = Mapping[str, Any]
+"""Settings of an image encoder by the names of transformers, of the types of their defaults."""
 
 
-def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
-    """Settings of the image encoder in `config`."""
+def read_vision_config(config: Mapping[str, Any]) -> tuple[str, Values]:
+    """Model type, and the settings of the image encoder in `config`."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WeightsError(
@@ -101,50 +63,68 @@ def read_vision_config(config: Mapping[str, Any]) -> ConfigValues:
     if "quantization_config" in config:
         raise WeightsError("the weights are quantised; take the ones they were made from")
     defaults = FAMILIES[model_type].defaults
-    if model_type not in WITH_TEXT:
-        return ConfigValues(model_type, {**defaults, **config})
-    values = dict(defaults)
-    for name in ("vision_config", "vision_config_dict"):
-        part = config.get(name)
-        if part is None:
-            continue
-        if not isinstance(part, Mapping):
-            raise WeightsError(f"config.json: {name} is not a group of settings")
-        if part.get("model_type", f"{model_type}_vision_model") != f"{model_type}_vision_model":
-            raise WeightsError(f"config.json: {name} is not that of a {model_type} (transformers)")
+    given = [config]
+    if model_type in WITH_TEXT:
         # the older `vision_config_dict`, with defaults, takes precedence in transformers
-        values |= {**defaults, **part}
-    return ConfigValues(model_type, values)
+        named = {key: config.get(key) for key in ("vision_config", "vision_config_dict")}
+        given = [part for part in named.values() if part is not None]
+        for name, part in named.items():
+            if part is not None and not isinstance(part, Mapping):
+                raise WeightsError(f"config.json: {name} is not a group of settings")
+            own = f"{model_type}_vision_model"
+            if part is not None and part.get("model_type", own) != own:
+                raise WeightsError(
+                    f"config.json: {name} is not that of a {model_type} (transformers)"
+                )
+    values: dict[str, Any] = dict(given[-1]) if given else {}
+    return model_type, values | {
+        name: _checked(name, values.get(name, default), default)
+        for name, default in defaults.items()
+    }
 
 
-def model_fields(settings: ConfigValues, *, classifies: bool) -> dict[str, Any]:
+def _checked(name: str, value: Any, default: Any) -> Any:
+    """`value` if it is of the type of `default`; numbers are not negative."""
+    if name in SQUARES and isinstance(value, list | tuple) and len({*map(repr, value)}) == 1:
+        value = value[0]
+    kinds = (int, float) if type(default) is float else (type(default),)
+    number = type(default) in (int, float)
+    if type(value) not in kinds or (number and not 0 <= value < math.inf):
+        what = "one whole number, for squares" if name in SQUARES else type(default).__name__
+        raise invalid(name, value, f"expected {what}{', at least 0' * number}")
+    return value
+
+
+def invalid(name: str, value: Any, why: str) -> WeightsError:
+    """Error for a value of config.json."""
+    return WeightsError(f"config.json: {name}={printable(repr(value))}: {why}")
+
+
+def model_fields(model_type: str, values: Values, *, classifies: bool) -> dict[str, Any]:
     """Fields of ModelConfig, except the number of classes."""
-    dim, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    if "head_dim" in settings.values and settings.values["head_dim"] != dim / heads:
-        raise settings.invalid(
-            "head_dim", f"this network has hidden_size / heads = {dim / heads:g}"
-        )
-    own = FAMILIES[settings.model_type].fields(settings, classifies)
-    gated = own.get("feedforward") == "swiglu"
+    head_dim = values["hidden_size"] / max(values["num_attention_heads"], 1)
+    if values.get("head_dim", head_dim) != head_dim:
+        raise invalid("head_dim", values["head_dim"], f"this network has {head_dim:g}")
+    own = FAMILIES[model_type].fields(values, classifies)
+    activation = ACTIVATIONS.get(values["hidden_act"])
+    if own.get("feedforward") == "swiglu":
+        activation = "gelu"  # not used
+    if activation is None:
+        known = ", ".join(ACTIVATIONS)
+        raise invalid("hidden_act", values["hidden_act"], f"this network has {known} only")
     return {
-        "image_size": settings.square_side("image_size"),
-        "patch_size": settings.square_side("patch_size"),
-        "channels": settings.integer("num_channels"),
-        "dim": dim,
-        "depth": settings.integer("num_hidden_layers"),
-        "num_heads": heads,
-        "norm_eps": settings.number("layer_norm_eps"),
-        "hidden_dim": settings.integer("intermediate_size"),
-        "activation": "gelu" if gated else settings.activation(),
+        **{ours: values[theirs] for ours, theirs in SAME.items()},
+        "norm_eps": float(values["layer_norm_eps"]),
+        "activation": activation,
         **own,
     }
 
 
-def missing_biases(settings: ConfigValues) -> tuple[str, ...]:
+def missing_biases(model_type: str, values: Values) -> tuple[str, ...]:
     """Layers of a block without a bias, where our setting gives one to all of their kind."""
-    if settings.model_type in ("beit", "data2vec-vision"):
+    if model_type in ("beit", "data2vec-vision"):
         return ("attn.key", "attn.k")
-    if settings.model_type != "dinov3_vit":
+    if model_type != "dinov3_vit":
         return ()
     kinds = (
         {"query_bias": ("attn.q",), "key_bias": ("attn.k",), "value_bias": ("attn.v",)},
@@ -153,50 +133,50 @@ def missing_biases(settings: ConfigValues) -> tuple[str, ...]:
     return tuple(
         part
         for kind in kinds
-        if any(settings.flag(name) for name in kind)
+        if any(values[name] for name in kind)
         for name, parts in kind.items()
-        if not settings.flag(name)
+        if not values[name]
         for part in parts
     )
 
 
-def _vit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
-    return {"qkv_bias": settings.flag("qkv_bias")}
+def _vit(values: Values, _classifies: bool) -> dict[str, Any]:
+    return {"qkv_bias": values["qkv_bias"]}
 
 
-def _ijepa(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
+def _ijepa(values: Values, classifies: bool) -> dict[str, Any]:
     mean = {"class_token": False, "pooling": "mean", "final_norm": "tokens"}
-    return {**_vit(settings, classifies), **mean}
+    return {**_vit(values, classifies), **mean}
 
 
-def _deit(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
-    return {**_vit(settings, classifies), "registers": 1, "prefix_positions": "all"}
+def _deit(values: Values, classifies: bool) -> dict[str, Any]:
+    return {**_vit(values, classifies), "registers": 1, "prefix_positions": "all"}
 
 
-def _beit(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
-    absolute = settings.flag("use_absolute_position_embeddings")
-    relative = [name for name in RELATIVE if settings.flag(f"use_{name}")]
+def _beit(values: Values, _classifies: bool) -> dict[str, Any]:
+    absolute = values["use_absolute_position_embeddings"]
+    relative = [f"use_{name}" for name in RELATIVE if values[f"use_{name}"]]
     if absolute and relative:
-        raise settings.invalid(f"use_{relative[0]}", "this network has one kind of positions")
-    mean = settings.flag("use_mean_pooling")
+        raise invalid(relative[0], True, "this network has one kind of positions")
+    mean = values["use_mean_pooling"]
     return {
         "position": "relative" if relative else "learned" if absolute else "none",
-        "layer_scale": settings.number("layer_scale_init_value"),
+        "layer_scale": float(values["layer_scale_init_value"]),
         "pooling": "mean" if mean else "class_token",
         "final_norm": "pooled" if mean else "tokens",
     }
 
 
-def _dinov2(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
-    hidden = int(settings.integer("hidden_size") * settings.number("mlp_ratio"))
-    gated = settings.flag("use_swiglu_ffn")
+def _dinov2(values: Values, classifies: bool) -> dict[str, Any]:
+    hidden = int(values["hidden_size"] * values["mlp_ratio"])
+    gated = values["use_swiglu_ffn"]
     return {
         "hidden_dim": swiglu_width(hidden) if gated else hidden,
         "feedforward": "swiglu" if gated else "mlp",
-        "qkv_bias": settings.flag("qkv_bias"),
-        "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
+        "qkv_bias": values["qkv_bias"],
+        "layer_scale": float(values["layerscale_value"]) or SMALLEST_SCALE,
         "pooling": "class_token_mean" if classifies else "class_token",
-        "registers": settings.integer("num_register_tokens", 0),
+        "registers": values["num_register_tokens"],
     }
 
 
@@ -205,24 +185,23 @@ def swiglu_width(hidden: int) -> int:
     return (int(hidden * 2 / 3) + 7) // 8 * 8
 
 
-def _dinov3(settings: ConfigValues, _classifies: bool) -> dict[str, Any]:
-    gated = settings.flag("use_gated_mlp")
-    if gated and settings.values["hidden_act"] not in SILU:
-        raise settings.invalid("hidden_act", "a gated feed-forward part has silu only")
-    biases = [settings.flag(f"{name}_bias") for name in ("query", "key", "value")]
+def _dinov3(values: Values, _classifies: bool) -> dict[str, Any]:
+    gated = values["use_gated_mlp"]
+    if gated and values["hidden_act"] not in SILU:
+        raise invalid("hidden_act", values["hidden_act"], "a gated part has silu only")
     return {
         "feedforward": "swiglu" if gated else "mlp",
-        "qkv_bias": any(biases),
-        "proj_bias": settings.flag("proj_bias") or settings.flag("mlp_bias"),
-        "layer_scale": settings.number("layerscale_value") or SMALLEST_SCALE,
-        "registers": settings.integer("num_register_tokens", 0),
+        "qkv_bias": any(values[f"{name}_bias"] for name in ("query", "key", "value")),
+        "proj_bias": values["proj_bias"] or values["mlp_bias"],
+        "layer_scale": float(values["layerscale_value"]) or SMALLEST_SCALE,
+        "registers": values["num_register_tokens"],
         "position": "rotary",
         "rotary_grid": "centred",
-        "rotary_temperature": settings.number("rope_theta"),
+        "rotary_temperature": float(values["rope_theta"]),
     }
 
 
-def _clip(_settings: ConfigValues, classifies: bool) -> dict[str, Any]:
+def _clip(_values: Values, classifies: bool) -> dict[str, Any]:
     return {
         "patch_bias": False,
         "norm_pre": True,
@@ -232,8 +211,8 @@ def _clip(_settings: ConfigValues, classifies: bool) -> dict[str, Any]:
     }
 
 
-def _siglip(settings: ConfigValues, classifies: bool) -> dict[str, Any]:
-    attends = settings.flag("vision_use_head") and not classifies
+def _siglip(values: Values, classifies: bool) -> dict[str, Any]:
+    attends = values["vision_use_head"] and not classifies
     return {
         "class_token": False,
         "pooling": "attention" if attends else "mean",
@@ -249,7 +228,7 @@ class Family:
         defaults: Values that config.json may omit.
     """
 
-    fields: Callable[[ConfigValues, bool], dict[str, Any]]
+    fields: Callable[[Values, bool], dict[str, Any]]
     defaults: Mapping[str, Any]
 
 
@@ -266,7 +245,13 @@ COMMON = {
 VIT = {**COMMON, "layer_norm_eps": 1e-12, "qkv_bias": True}
 BEIT = {**COMMON, "layer_norm_eps": 1e-12, "layer_scale_init_value": 0.1, "use_mean_pooling": True}
 BEIT |= {f"use_{name}": False for name in ("absolute_position_embeddings", *RELATIVE)}
-DINO = {**COMMON, "layer_norm_eps": 1e-6, "qkv_bias": True, "mlp_ratio": 4, "layerscale_value": 1.0}
+DINO = {
+    **COMMON,
+    "layer_norm_eps": 1e-6,
+    "qkv_bias": True,
+    "mlp_ratio": 4.0,
+    "layerscale_value": 1.0,
+}
 DINO |= {"use_swiglu_ffn": False, "apply_layernorm": True, "num_register_tokens": 0}
 DINOV3 = {**COMMON, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
 DINOV3 |= {"layer_norm_eps": 1e-5, "rope_theta": 100.0, "layerscale_value": 1.0}

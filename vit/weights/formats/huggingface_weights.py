@@ -23,7 +23,8 @@ from vit.text import join_names, printable
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
     MULTILABEL,
-    ConfigValues,
+    Values,
+    invalid,
     missing_biases,
     model_fields,
     read_custom_model,
@@ -41,6 +42,7 @@ from vit.weights.formats.state_dict_names import (
     deduplicate_names,
     expand_shared_bias,
     fuse_qkv,
+    join_heads,
     meta_model,
     rename,
     to_float32,
@@ -83,6 +85,8 @@ VIT: Table = (
     *EMBEDDINGS,
     *ATTENTION,
     (r"{m}embeddings.distillation_token", "reg_token"),
+    (r"cls_classifier.{p}", "head.{p}"),
+    (r"distillation_classifier.{p}", "head_dist.{p}"),
     (r"{l}layernorm_before.{p}", "blocks.{b}.norm1.{p}"),
     (r"{l}layernorm_after.{p}", "blocks.{b}.norm2.{p}"),
     (r"{l}intermediate.dense.{p}", "blocks.{b}.mlp.fc1.{p}"),
@@ -274,9 +278,9 @@ def read_huggingface(
             notes: Notes = ()
             antialias = True
         else:
-            settings = read_vision_config(config)
-            found, ours, notes = _network(settings, _architecture(config), state)
-            antialias = settings.model_type == "dinov2_with_registers"
+            kind, values = read_vision_config(config)
+            found, ours, notes = _network(kind, values, _architecture(config), state)
+            antialias = kind == "dinov2_with_registers"
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
         raise WeightsError(f"{printable(where)}: {error}") from None
@@ -304,26 +308,24 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _network(
-    settings: ConfigValues, architecture: str, state: Mapping[str, Tensor]
+    model_type: str, values: Values, architecture: str, state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, State, Notes]:
     """Settings, tensors by our names, and notes for the user."""
-    if "cls_classifier.weight" in state:
-        raise WeightsError(
-            f"{architecture} (transformers) has two heads, and this network has one; take a DeiT "
-            "without distillation, or save its encoder alone: .deit.save_pretrained(FOLDER)"
-        )
-    if architecture.endswith("Backbone") and settings.values.get("apply_layernorm") is False:
-        raise settings.invalid("apply_layernorm", "this network normalises its last tokens")
-    classifies = any(name.startswith("classifier.") for name in state)
+    if architecture.endswith("Backbone") and values.get("apply_layernorm") is False:
+        raise invalid("apply_layernorm", False, "this network normalises its last tokens")
+    classifies = any(name.startswith(("classifier.", "cls_classifier.")) for name in state)
     if architecture.endswith("ForImageClassification") and not classifies:
         raise WeightsError(f"classifier.weight is missing, though this is a {architecture}")
-    fields = model_fields(settings, classifies=classifies)
-    names = tensor_names(settings.model_type, gated=fields.get("feedforward") == "swiglu")
+    fields = model_fields(model_type, values, classifies=classifies)
+    names = tensor_names(model_type, gated=fields.get("feedforward") == "swiglu")
     kept, notes = drop_tensors(
         state, names.left_out + (names.unused_with_head if classifies else ())
     )
     renamed = names.read(kept, f"{architecture} (transformers)")
-    ours = _convert_tensors(_fill_biases(renamed, missing_biases(settings)))
+    filled = _fill_biases(renamed, missing_biases(model_type, values))
+    ours = join_heads(_convert_tensors(filled))
+    if "head_dist.weight" in renamed:
+        fields["pooling"] = "class_token_registers"
     if fields.get("final_norm") == "pooled" and not classifies and "fc_norm.weight" not in ours:
         # saved without its pooler, which has the norm
         fields["final_norm"] = "tokens" if "norm.weight" in ours else "none"
@@ -331,7 +333,7 @@ def _network(
     config = ModelConfig(num_classes=classes, **fields)
     config, ours, more = _drop_zero_half(config, _fold_class_position(config, ours))
     _check(config, ours)
-    return config, ours, (*_assumptions(settings, config), *notes, *more)
+    return config, ours, (*_assumptions(model_type, config), *notes, *more)
 
 
 def _fill_biases(state: State, without: tuple[str, ...]) -> State:
@@ -416,11 +418,11 @@ def _check(config: ModelConfig, state: State) -> None:
     check_fit(state, model)
 
 
-def _assumptions(settings: ConfigValues, config: ModelConfig) -> Notes:
-    if settings.model_type == "vit_mae":
+def _assumptions(model_type: str, config: ModelConfig) -> Notes:
+    if model_type == "vit_mae":
         return ("every patch is seen: masking was for the pre-training",)
-    without = settings.model_type.startswith("siglip") or settings.model_type == "ijepa"
-    without |= settings.model_type in ("beit", "data2vec-vision") and config.last_norm != "pooled"
+    without = model_type.startswith("siglip") or model_type == "ijepa"
+    without |= model_type in ("beit", "data2vec-vision") and config.last_norm != "pooled"
     if without and config.pooling == "mean" and not config.num_classes:
         return ("no pooling of its own: the mean of the tokens",)
     return ()

@@ -229,7 +229,7 @@ def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{printable(name)} is there beside a whole qkv")
-    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(_join_heads(ours))))
+    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(join_heads(ours))))
     return whole if packed else _unpack(whole)
 
 
@@ -271,7 +271,7 @@ def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
     return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
 
 
-def _join_heads(state: State) -> State:
+def join_heads(state: State) -> State:
     """One head of the class token and the distillation token, with the mean of the two outputs."""
     joined = dict(state)
     if f"{DISTILLED}.weight" in joined and "dist_token" in joined:

@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -27,9 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
-from vit.errors import ConfigError, WeightsError
+from vit.errors import ConfigError, RunError, WeightsError
 from vit.paths import user_cache
 from vit.text import join_names, printable
 from vit.weights.formats.infer_architecture import bias_table, infer_config
@@ -124,7 +124,8 @@ def timm_facts(
     if not named and not about.get("label_names"):
         classes, more = imagenet_names(name, about, config.num_classes)
         facts = facts._replace(classes=classes, notes=(*notes, *more))
-    with suppress(OSError, TypeError, ValueError):  # then it is computed again each time
+    # after an error, it is computed again each time
+    with suppress(OSError, RunError, TypeError, ValueError):
         save_facts(path, facts)
     return facts
 
@@ -158,9 +159,7 @@ def save_facts(path: Path, facts: TimmFacts) -> None:
     order = None if facts.rotary_order is None else asdict(facts.rotary_order)
     text = json.dumps([asdict(facts.config), order, *facts[2:]], allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, text)
 
 
 def known_pretrained_cfg(name: str) -> dict[str, Any]:

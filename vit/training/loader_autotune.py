@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from vit.benchmark import time_calls, timed
 from vit.config import Config
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
@@ -176,24 +178,15 @@ def time_loading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, 
     transform = TransformFor(run.config, run.preprocessing)
     some = samples[:: max(len(samples) // TIMED_IMAGES, 1)][:TIMED_IMAGES]
     dataset = ImageDataset(some, transform, seed=0)
-    fetch, decode, done, began = 0.0, 0.0, 0, time.perf_counter()
+    reading, decoding = list[float](), list[float]()
     for index, sample in enumerate(some):
-        start = time.perf_counter()
-        if start - began > MAX_TIMING_SECONDS:
+        if sum(reading) + sum(decoding) > MAX_TIMING_SECONDS:
             break
-        try:
-            read_bytes(sample.path)
-        except BadImage:  # reported when training reads it
-            continue
-        middle = time.perf_counter()
-        dataset[SampleKey(0, index, 0)]
-        if index:  # the first one includes imports
-            fetch, decode, done = (
-                fetch + middle - start,
-                decode + time.perf_counter() - middle,
-                done + 1,
-            )
-    return fetch / max(done, 1), decode / max(done, 1)
+        with contextlib.suppress(BadImage):  # reported when training reads it
+            reading.append(timed(partial(read_bytes, sample.path))[0])
+            decoding.append(timed(partial(dataset.__getitem__, SampleKey(0, index, 0)))[0])
+    # the first one includes imports
+    return fmean(reading[1:] or [0.0]), fmean(decoding[1:] or [0.0])
 
 
 @torch.no_grad()
@@ -214,13 +207,7 @@ def time_network(run: TrainingState) -> float:
     precision = inference_precision(run.config.run.precision, accelerator.device)
     was = run.network.training
     run.network.eval()
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        with autocast(precision, accelerator.device):
-            run.network(images)
-        seconds.append(time.perf_counter() - began)
-        if sum(seconds) > MAX_TIMING_SECONDS:
-            break
+    with autocast(precision, accelerator.device):
+        seconds = time_calls(partial(run.network, images), repeats=3, seconds=MAX_TIMING_SECONDS)
     run.network.train(was)
     return 3 * min(seconds) / len(images)

@@ -10,8 +10,7 @@ import torch
 from tests.training.runs import events
 from vit.errors import ConfigError, DataError
 from vit.stop_signals import Interrupted
-from vit.training import final_report, training_loaders, training_loop
-from vit.training.autotune import loader_autotune
+from vit.training import final_report, loader_autotune, training_loaders, training_loop
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.show_batch import show_batch

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import re
 import time
 import weakref
 from pathlib import Path
@@ -21,17 +20,15 @@ from vit.errors import RunError
 from vit.model.build import build_classifier
 from vit.training import time_budget
 from vit.training.activation_checkpointing import recompute_blocks
-from vit.training.autotune.auto_batch_size import (
+from vit.training.auto_batch_size import (
     GIB,
     fit_memory,
-    largest_that_fits,
     micro_batch_sizes,
-    note_many_tokens,
     take_steps,
 )
-from vit.training.autotune.dry_run import dry_run
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.dry_run import dry_run, largest_that_fits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,28 +135,6 @@ def test_memory_is_free_again_after_a_trial_that_filled_it(tiny_config, accelera
     assert alive[-1]() is None
 
 
-@pytest.mark.parametrize(
-    ("size", "patch", "batch", "note"),
-    [
-        (2048, 16, 4, None),
-        (
-            20_000,
-            16,
-            4,
-            r"image_size=20000 is 1,562,500 tokens an image: a step of 4 images takes ",
-        ),
-        (224, 1, 1, r"is 50,176 tokens an image: a step of 1 image takes about .* [GM]iB \("),
-    ],
-)
-def test_sizes_beyond_reason_are_named_with_their_cost(
-    tiny_config, accelerator, size, patch, batch, note
-):
-    config, notes = tiny_config(image_size=size, patch_size=patch, batch_size=batch), []
-    note_many_tokens(config, accelerator, notes.append)
-    assert len(notes) == (note is not None)
-    assert note is None or re.search(note, notes[0])
-
-
 def test_a_cpu_takes_the_whole_batch_with_a_note(tiny_config, accelerator):
     said: list[str] = []
     config = fit_memory(tiny_config(accumulate=None), accelerator, said.append)
@@ -180,10 +155,10 @@ def gpu_for(monkeypatch):
                 raise full()
 
         properties = SimpleNamespace(total_memory=24 * GIB)
-        replaced = {"dry_run": dry_run, "max_over_processes": lambda _, number: number}
-        replaced["limit_gpu_memory"] = lambda _: contextlib.nullcontext(22 * GIB)
-        for name, value in replaced.items():
-            monkeypatch.setattr(f"vit.training.autotune.auto_batch_size.{name}", value)
+        room = contextlib.nullcontext(22 * GIB)
+        monkeypatch.setattr("vit.training.auto_batch_size.dry_run", dry_run)
+        monkeypatch.setattr("vit.training.auto_batch_size.limit_gpu_memory", lambda _: room)
+        monkeypatch.setattr("vit.training.dry_run.max_over_processes", lambda _, number: number)
         monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", id)
         monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda _: 18.3 * GIB)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)

@@ -5,14 +5,10 @@ tried: network, optimiser and moving average are built, and make steps at full s
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import psutil  # accelerate brings it
 import torch
 from accelerate import Accelerator
-from accelerate.utils import find_executable_batch_size
-from accelerate.utils.memory import should_reduce_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
@@ -20,47 +16,19 @@ from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
-from vit.evaluation.model_summary import cost_of
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
-from vit.text import Notify, format_bytes, plural
-from vit.training.autotune.dry_run import dry_run
+from vit.text import Notify
 from vit.training.batch_norm_statistics import local_batch_norm
-from vit.training.distributed.collectives import max_over_processes
+from vit.training.dry_run import dry_run, largest_that_fits, limit_gpu_memory
 from vit.training.training_loop import clip_gradients, forward_losses, objective
 from vit.training.training_state import TrainingState
 
-# Share of the free memory that a trial may not use: changing image sizes fragment it, and libraries
-# beside torch (NCCL, cuDNN) need some.
-HEADROOM = 0.08
 # The first step allocates the optimiser's state; the second one has it from its start.
 STEPS = 2
 # fp16 skips steps until its loss scale fits
 MAX_STEPS = 12
 GIB = 2**30
-MANY_TOKENS = 2**14
-"""Of an image, above which the cost of a step is named before it: 2048 px in patches of 16."""
-
-
-def note_many_tokens(config: Config, accelerator: Accelerator, notify: Notify) -> None:
-    """Name the cost of a step with very many tokens, which may end at the first one, or never."""
-    model, data, device = config.model, config.data, accelerator.device
-    tokens = math.prod(model.grid)
-    if tokens <= MANY_TOKENS:
-        return
-    images = data.batch_size // (data.accumulate or 1) // accelerator.num_processes or 1
-    cost = cost_of(model, batch_size=images)
-    free = (
-        torch.cuda.mem_get_info(device)[0]
-        if device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
-    notify(
-        f"note: image_size={model.image_size} is {tokens:,} tokens an image: a step of "
-        f"{plural(images, 'image')} takes about {format_bytes(cost.memory.training)} "
-        f"({format_bytes(free)} are free) and {3 * images * cost.flops / 1e12:,.0f} TFLOPs; a "
-        "smaller --image-size or a larger --patch-size takes less"
-    )
 
 
 def fit_memory(
@@ -114,72 +82,6 @@ def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:
     """
     sizes = [share // parts for parts in range(1, share + 1) if share % parts == 0]
     return [size for size in sizes if size == share or not (pairs and size % 2)]
-
-
-def largest_that_fits(
-    sizes: Sequence[int], trial: Callable[[int], float], accelerator: Accelerator
-) -> tuple[int, float] | None:
-    """The first of `sizes` that fits on every process.
-
-    Args:
-        sizes: Sizes to try, in this order.
-        trial: Returns a number for a size, such as the memory that it needs, or raises
-            torch.OutOfMemoryError. It must not wait for other processes, which may have run out of
-            memory earlier.
-
-    Returns:
-        The size and the largest of the processes' numbers; None if none fits.
-    """
-    smaller = iter(sizes[1:])
-
-    def attempt(size: int) -> tuple[int, float]:
-        needed = math.inf
-        try:
-            needed = trial(size)
-        except RuntimeError as error:
-            if not should_reduce_batch_size(error):
-                raise
-        # after the except block, whose traceback referred to the training
-        accelerator.free_memory()
-        most = max_over_processes(accelerator, needed)
-        if most == math.inf:
-            raise torch.OutOfMemoryError(f"{size} images: out of memory.")
-        return size, most
-
-    finder = find_executable_batch_size(
-        attempt, starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller)
-    )
-    try:
-        found: tuple[int, float] = finder()
-    except StopIteration:
-        return None
-    return found
-
-
-@contextlib.contextmanager
-def limit_gpu_memory(accelerator: Accelerator, headroom: float = HEADROOM) -> Iterator[float]:
-    """Limit torch to the same number of bytes of the GPU on all processes, and yield that limit.
-
-    Processes whose steps wait for each other then run out of memory together.
-    """
-    device = accelerator.device
-    if device.index is None:  # that of a single process
-        device = torch.device("cuda", torch.cuda.current_device())
-    before = memory_fraction(device)
-    free, total = torch.cuda.mem_get_info(device)
-    mine = (1 - headroom) * (free + torch.cuda.memory_reserved(device))
-    room = -max_over_processes(accelerator, -mine)
-    torch.cuda.set_per_process_memory_fraction(min(room / total, before), device)
-    try:
-        yield room
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-
-
-def memory_fraction(device: torch.device) -> float:
-    """Fraction of the GPU's memory that torch may use; older versions have no getter."""
-    getter = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if getter is None else float(getter(device))
 
 
 def take_steps(run: TrainingState, size: int) -> None:

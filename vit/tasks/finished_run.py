@@ -1,0 +1,261 @@
+"""A training whose last epoch is over, as its task completes and reports it."""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.config import Config
+from vit.data.dataloader import EvaluationLoader
+from vit.data.dataset import Batch
+from vit.data.dataset_types import Sample, Splits
+from vit.data.preprocessing import Preprocessing
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import image_groups
+from vit.errors import DataError, VitError
+from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.evaluation.intervals import number_groups
+from vit.evaluation.model_summary import forward_flops
+from vit.evaluation.run_report import REPORT_FILE, RunFacts
+from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
+from vit.event_log import METRICS_FILE, read_event_log
+from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
+from vit.precision import Precision, autocast
+from vit.stop_signals import Interrupted, Interruption
+from vit.tasks.task import Task
+from vit.text import Notify, printable
+from vit.weights.saved_model import LoadedRun, load_run
+
+MAX_HEADERS = 10_000
+"""Images up to which the report opens files for their size and format."""
+
+
+@dataclass(frozen=True)
+class ValidationLogits:
+    """Outputs of the best weights for the validation images that can be read."""
+
+    logits: Tensor
+    """(images, outputs), float32."""
+    labels: Tensor
+    """As `Batch.labels`."""
+    paths: list[str]
+    """Files of the images."""
+    failed: dict[str, str]
+    """Files that cannot be read, with the reason."""
+    distance: "FeatureDistance | None" = None
+    """The distance from the training images, for a single-label classifier."""
+    distances: Tensor | None = None
+    """Distance of each image, (images,), float64."""
+    properties: ImageProperties | None = None
+    """Brightness and sharpness of the images."""
+    data: DatasetSpec | None = None
+    """What they were read from, by which their groups are found."""
+
+    @cached_property
+    def groups(self) -> Tensor | None:
+        """The group of each image, for the report; None of independent images."""
+        names = None if self.data is None else image_groups(self.data, self.paths)
+        return None if names is None else number_groups(names)
+
+    def calibration_groups(self, notify: Notify) -> Tensor | None:
+        """`groups`; if they cannot be read again all images are one, which proves nothing."""
+        try:
+            return self.groups
+        except VitError as error:
+            notify(
+                "note: the groups of the validation images cannot be read again, so all images are "
+                f"one group, which proves nothing: {printable(error)}"
+            )
+            return torch.zeros(len(self.paths), dtype=torch.int64)
+
+    @cached_property
+    def temperature(self) -> FittedTemperature | None:
+        """The scaling of these logits, for the calibration and for the report."""
+        groups = self.calibration_groups(lambda _note: None)
+        return fit_temperature(self.logits, self.labels, groups)
+
+    def slices(
+        self,
+        right: Sequence[bool],
+        *,
+        classes: Sequence[str] | None = None,
+        training_counts: Mapping[str, int] | None = None,
+        fast: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Rows of accuracy by slices, for the report.
+
+        Args:
+            classes: The class of each image; None of a multi-label network.
+        """
+        if self.properties is None:
+            return []
+        if len(self.paths) <= MAX_HEADERS and not fast:
+            self.properties.add_headers(self.paths)
+        features = self.properties.features(
+            self.paths, classes=classes, training_counts=training_counts
+        )
+        return [one.to_dict() for one in accuracy_slices(right, features, self.groups)]
+
+
+@dataclass
+class FinishedRun:
+    """A training whose last epoch is over, with its best weights, on the main process.
+
+    Args:
+        open_loader: Batches of samples, prepared as a network needs them.
+        failed: Images that could not be read, with the reason.
+        environment: Lines of environment.jsonl.
+        distance_samples: Training images that the distance of other images is measured from.
+        robustness: `robustness` of `vit.evaluate` with corruptions, if the report shows it.
+    """
+
+    _: KW_ONLY
+    config: Config
+    task: Task
+    folder: Path
+    splits: Splits
+    best_epoch: int
+    device: torch.device
+    precision: Precision
+    processes: int
+    open_loader: Callable[[Sequence[Sample], Preprocessing], EvaluationLoader]
+    interruption: Interruption
+    notify: Notify
+    failed: Mapping[str, str]
+    environment: Sequence[dict[str, Any]]
+    distance_samples: Sequence[Sample] = ()
+    robustness: Mapping[str, Any] | None = None
+
+    @cached_property
+    def loaded(self) -> LoadedRun:
+        """The network, on its device."""
+        loaded = load_run(self.folder)
+        loaded.model.to(self.device)
+        return loaded
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events of metrics.jsonl."""
+        return read_event_log(self.folder / METRICS_FILE).events
+
+    def facts(self, failed: Mapping[str, str]) -> RunFacts:
+        """What every report shows of the run; `failed` could not be read, with the reason."""
+        log, processes = read_event_log(self.folder / METRICS_FILE), self.processes
+        events = log.events
+        soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
+        return RunFacts(
+            config=self.config,
+            classes=self.splits.classes,
+            parameters=sum(parameter.numel() for parameter in self.loaded.model.parameters()),
+            machine=f"{processes} x {self.device.type} in {self.precision}",
+            train_images=len(self.splits.train),
+            root=self.splits.root,
+            val_held_out=self.splits.made,
+            best_epoch=self.best_epoch,
+            soup=soups[0] if soups else (),
+            unreadable={**self.failed, **failed},
+            flops=forward_flops(self.loaded.model, self.config.model),
+            environment=self.environment,
+            notes=(*self.splits.notes, *filter(None, [log.damage])),
+            tested="".join(self.task.format_test(one) for one in events if one["event"] == "test"),
+        )
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Compute in the precision of inference."""
+        return autocast(self.precision, self.device)
+
+    def logits(
+        self,
+        samples: Sequence[Sample],
+        failed: dict[str, str],
+        *,
+        network: LoadedRun | None = None,
+    ) -> Generator[tuple[Batch, Tensor], None, None]:
+        """Batches of `samples` and their logits, float64 (images, classes); see `batches`."""
+        model = (network or self.loaded).model
+        with contextlib.closing(self.batches(samples, failed, network=network)) as batches:
+            for batch, images in batches:
+                with torch.inference_mode(), self.autocast():
+                    logits = model(images)
+                yield batch, logits.float().cpu().double()
+
+    @cached_property
+    def validation_logits(self) -> ValidationLogits:
+        """Logits of all validation images, computed once for the task's calibration and report."""
+        distance = self._fit_distance()
+        failed: dict[str, str] = {}
+        samples, logits, labels, paths = self.splits.val, [], [], list[str]()
+        distances: list[Tensor] = []  # its two parts
+        properties = ImageProperties()
+        with contextlib.closing(self.batches(samples, failed)) as batches:
+            for batch, images in batches:
+                with torch.inference_mode(), self.autocast():
+                    if distance is None:
+                        outputs = self.loaded.model(images)
+                    else:
+                        _, _, features = encode_with_features(self.loaded.model, images)
+                        outputs = self.loaded.model.head(features.pooled)
+                        distances.append(distance.parts(features.float_cpu()))
+                logits.append(outputs.float().cpu())
+                labels.append(batch.labels)
+                names = [samples[index].path for index in batch.indices.tolist()]
+                properties.add_pixels(names, batch.images)
+                paths += names
+        if distance is not None:
+            distance.standardise(torch.cat(distances))
+        return ValidationLogits(
+            torch.cat(logits),
+            torch.cat(labels),
+            paths,
+            failed,
+            distance,
+            None if distance is None else distance.combine(torch.cat(distances)).double(),
+            properties,
+            self.task.dataset_spec(self.config),
+        )
+
+    def _fit_distance(self) -> FeatureDistance | None:
+        """The distance from `distance_samples`, without augmentation, if there are some."""
+        if not self.distance_samples:
+            return None
+        features = []
+        with contextlib.closing(self.batches(self.distance_samples, {})) as batches:
+            for _, images in batches:
+                with torch.inference_mode(), self.autocast():
+                    found = encode_with_features(self.loaded.model, images)[2]
+                features.append(found.float_cpu())
+        return FeatureDistance.fit(DistanceFeatures.cat(features))
+
+    def batches(
+        self,
+        samples: Sequence[Sample],
+        failed: dict[str, str],
+        *,
+        network: LoadedRun | None = None,
+    ) -> Generator[tuple[Batch, Tensor], None, None]:
+        """Batches of `samples` with their normalised images, on the device."""
+        preprocessing = (network or self.loaded).preprocessing
+        loader = self.open_loader(samples, preprocessing)
+        found = False
+        try:
+            for batch in loader:
+                if signal := self.interruption.number:
+                    raise Interrupted(
+                        f"interrupted before {REPORT_FILE} was written; the run is complete, and "
+                        f"vit train --resume --out {printable(self.folder)} writes it",
+                        signal,
+                    )
+                failed.update((bad.path, bad.reason) for bad in batch.failed)
+                if len(batch.labels):
+                    found = True
+                    images = batch.images.to(self.device, non_blocking=True)
+                    yield batch, preprocessing.normalise(images)
+        finally:
+            loader.close()
+        if not found:
+            raise DataError("not one validation image can be read")

@@ -1,1 +1,0 @@
-"""Settings that are measured before a run: micro-batch size, loader processes, image cache."""
