@@ -90,7 +90,7 @@ def predict(run: Path, file: Path) -> None:
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
     predictor = Predictor(plain, precision="fp32")
     predictor.return_distances()
-    config = make_config(read_settings(run / "config.yaml"), complete=True)
+    config = make_config(read_settings(run / "config.yaml"))
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
     samples = load_samples(predictor.task, run, spec, predictor.classes, print)
     found: dict[str, Any] = {"labels": np.array([sample.label for sample in samples])}

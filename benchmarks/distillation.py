@@ -64,7 +64,7 @@ def train_teacher(options: argparse.Namespace, duration: str) -> Path:
 
 def half_network(teacher: Path) -> tuple[list[object], float]:
     """Flags of a network with half of the teacher's blocks, and its share of the FLOPs."""
-    config = make_config(read_settings(teacher / "config.yaml"), complete=True)
+    config = make_config(read_settings(teacher / "config.yaml"))
     settings = {name: getattr(config.model, name) for name in NETWORK}
     settings |= {"depth": max(config.model.depth // 2, 1)}
     given = {name: value for name, value in settings.items() if value is not None}

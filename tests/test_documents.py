@@ -249,7 +249,7 @@ def trained(monkeypatch):
     configs = []
 
     def train(first=None, out=None, *, resume=False, **settings):
-        values, _ = call_settings(first, settings, out=out, resume=resume)
+        values = call_settings(first, settings, out=out, resume=resume)
         configs.append(values if isinstance(values, Config) else make_config(values))
         return SimpleNamespace(epoch=3, val_top1=0.5)
 

@@ -32,7 +32,7 @@ def tasks_with(attribute: str) -> Callable[[], str]:
     """Names of the tasks of which an attribute is true."""
 
     def names() -> str:
-        from vit.config.pretraining_config import PRETRAINING_TASKS
+        from vit.config.config_section import PRETRAINING_TASKS
         from vit.config.training_config import TASKS as KNOWN
         from vit.tasks.task import get_task
 
@@ -101,7 +101,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Learn from a teacher",
-        "tasks/distillation training/teacher config/distillation_config",
+        "tasks/distillation training/teacher",
         *("train", CLASSES, DATA, "torch onnx openvino"),
     ),
     Capability(
@@ -119,7 +119,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Train within a time, memory and cores that fit",
-        "training/time_budget training/autotune",
+        "benchmark training/time_budget training/auto_batch_size training/dry_run "
+        "training/loader_autotune",
         *("train pretrain", TASKS, DATA, "torch"),
     ),
     Capability(
@@ -297,7 +298,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Fewer or other tokens: merging, packing, several patch sizes",
-        "model/token_merging model/sequence_packing model/patch_dropout inference/tta",
+        "model/token_merging model/sequence_packing model/patch_dropout",
         *("train predict", LABELS, DATA, "torch"),
     ),
     Capability(
@@ -314,7 +315,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Convert to timm and Hugging Face",
-        "weights/convert weights/model_card weights/library_registration "
+        "weights/convert weights/library_registration "
         "weights/formats/huggingface_writer weights/formats/huggingface_classes "
         "weights/formats/timm_conv_stem commands/convert_command",
         *("convert", LABELS, "", "torch"),
@@ -341,7 +342,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors json_values text paths precision cpu_cores "
+        "__init__ __main__ version errors atomic_files json_values text paths precision cpu_cores "
         "memory_allocator quick_imports commands config/parser config/merge_settings "
         "config/config_section config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
@@ -389,7 +390,7 @@ def stale_names(root: Path) -> list[str]:
         stale += [f"{folder}/{name} stands twice" for name in {*names} if names.count(name) > 1]
         for name in names:
             path = root / folder / name
-            if not path.is_dir() and not path.with_name(f"{path.name}.py").is_file():
+            if not any(path.glob("**/*.py")) and not path.with_name(f"{path.name}.py").is_file():
                 stale.append(f"{folder}/{name} is not there")
     return stale
 

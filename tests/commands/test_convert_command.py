@@ -133,18 +133,19 @@ def test_a_folder_is_not_replaced_by_one_that_answers_otherwise(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_unreadable_image_is_an_error_before_anything_is_written(tiny_run, tmp_path):
-    words = ("--to", "timm", "--out", tmp_path / "out", "--image", tmp_path / "none.jpg")
-    assert convert(tiny_run, *words) == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_invalid_repository_name_is_refused_before_anything_is_written(
-    tiny_run, tmp_path, capsys
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--push", "no owner", "write OWNER/NAME"),
+        ("--image", "none.jpg", "none.jpg"),
+        ("--merge-tokens", "-1", "merge_tokens=-1: must be at least 0"),
+    ],
+)
+def test_invalid_options_are_refused_before_anything_is_written(
+    tiny_run, tmp_path, capsys, flag, value, message
 ):
-    words = (tiny_run, "--to", "timm", "--out", tmp_path / "out", "--push", "no owner")
-    assert convert(*words) == 2
-    assert "write OWNER/NAME" in capsys.readouterr().err
+    assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "out", flag, value) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

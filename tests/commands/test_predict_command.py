@@ -17,19 +17,6 @@ from vit.inference.predictor import Predictor
 pytestmark = pytest.mark.auto_precision
 
 
-def test_whole_images_when_asked(predict, tiny_run, tmp_path):
-    paths = [str(tmp_path / f"{width}.png") for width in (40, 160)]
-    for path, width in zip(paths, (40, 160), strict=True):
-        Image.effect_noise((width, 40), 90).convert("RGB").save(path)
-    words = (*paths, "--format", "jsonl", "--precision", "fp32")
-    code, out, err = predict(*words, "--keep-aspect")
-    assert (code, err) == (0, [])
-    expected = Predictor(tiny_run, keep_aspect=True, precision="fp32")(paths)
-    for line, prediction in zip(out, expected, strict=True):
-        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
-    assert out != predict(*words)[1]
-
-
 def give_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
@@ -42,19 +29,6 @@ def test_json_lines_say_what_the_predictor_says(predict, tiny_run, input_images)
     for line, prediction in zip(out, expected, strict=True):
         scored = [{"label": label, "score": score} for label, score in prediction.predictions]
         assert json.loads(line) == {"image": prediction.image, "predictions": scored}
-
-
-def test_tokens_are_merged_when_asked(predict, tiny_run, input_images):
-    words = (*input_images, "--format", "jsonl", "--precision", "fp32")
-    assert predict(*words, "--merge-tokens", 0) == predict(*words)
-    code, out, _ = predict(*words, "--merge-tokens", 1)
-    assert code == 0
-    for line, prediction in zip(
-        out, Predictor(tiny_run, merge_tokens=1, precision="fp32")(input_images), strict=True
-    ):
-        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
-    assert out != predict(*words)[1]
-    assert predict(*input_images, "--merge-tokens", "few")[0] == 2
 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])

@@ -262,7 +262,6 @@ def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_im
     ("words", "reason"),
     [
         (["--resume"], "resume=True: needs out"),
-        (["--resume", "--out", "-"], "resume=True: needs out"),
         (["--resume", "--out", "/dev/null"], "resume=True: needs out"),
         (["--embeddings", "x.npy", "--out", "-"], "embeddings='x.npy': needs out"),
         (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy or .parquet"),

@@ -148,10 +148,3 @@ def test_unknown_images_are_sorted_into_unsure(predict, calibrated_run, input_im
     files = files_in(tmp_path / "sorted")
     assert sum(name.startswith("_unsure/") for name in files) == len(unknown)
     assert len(files) == 27
-
-
-def test_unknown_answers_are_not_explained(predict, calibrated_run, input_images, tmp_path):
-    words = (*input_images, "--reject", "--explain", tmp_path / "maps")
-    code, _, err = predict(*words, model=calibrated_run)
-    assert (code, len(err)) == (2, 1)
-    assert "reject=True: does not work with explain: predict twice" in err[0]

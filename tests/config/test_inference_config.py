@@ -68,7 +68,7 @@ def test_the_signature_shows_the_settings(function, kind):
         ({"bath_size": 4}, "bath_size is not a setting of a test; did you mean batch_size?"),
         ({"top_k": 0}, "top_k=0: must be at least 1"),
         ({"top_k": 2.5}, "top_k=2.5 is not a whole number"),
-        ({"threshold": 1.5}, "threshold=1.5: must be a share from 0 to 1"),
+        ({"threshold": 1.5}, "threshold=1.5: must be at least 0 and at most 1"),
         ({"sets": 0}, "sets=0.0: must be more than 0"),
         ({"csv_digits": 40}, "csv_digits=40: choose 0 to 17, or full"),
         ({"csv_digits": "many"}, "csv_digits='many' is not a whole number"),

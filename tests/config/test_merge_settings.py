@@ -19,19 +19,17 @@ def file(tmp_path):
 
 def test_data_and_settings_by_name_are_settings():
     expected = {"data": "photos/", "epochs": 5, "image_size": 32}
-    assert call_settings("photos/", {"epochs": 5, "img_size": 32}) == (expected, False)
-    assert call_settings(Path("photos"), {})[0] == {"data": "photos"}
-    assert call_settings(None, {"data": "photos"})[0] == {"data": "photos"}
-    assert call_settings({"data": "photos"}, {"epochs": 5}) == (
-        {"data": "photos", "epochs": 5},
-        False,
-    )
+    assert call_settings("photos/", {"epochs": 5, "img_size": 32}) == expected
+    assert call_settings(Path("photos"), {}) == {"data": "photos"}
+    assert call_settings(None, {"data": "photos"}) == {"data": "photos"}
+    assert call_settings({"data": "photos"}, {"epochs": 5}) == {"data": "photos", "epochs": 5}
 
 
 def test_a_file_has_the_settings_that_are_not_given(file):
-    found, stored = call_settings(str(file), {"epochs": 40})
-    assert (found, stored) == ({"data": "photos", "lr": 0.001, "epochs": 40}, True)
-    assert call_settings(file, {"data": "other"})[0]["data"] == "other"
+    found = call_settings(str(file), {"epochs": 40})
+    assert found == {"data": "photos", "lr": 0.001, "epochs": 40}
+    assert found.origins == {"data": "file", "lr": "file", "epochs": "flag"}
+    assert call_settings(file, {"data": "other"})["data"] == "other"
 
 
 def test_a_flag_switches_off_what_depends_on_it_in_a_file(file):
@@ -45,38 +43,38 @@ def test_a_flag_switches_off_what_depends_on_it_in_a_file(file):
         ({"mixup": 0.0, "cutmix": 0.0}, {"cutmix_share", "mix_probability"}),
         ({"min_crop": 1.0}, {"crop_ratio"}),
     ):
-        found, _ = call_settings(file, chosen)
+        found = call_settings(file, chosen)
         make_config(found)
-        assert call_settings(file, {})[0].keys() - found.keys() == left_out
+        assert call_settings(file, {}).keys() - found.keys() == left_out
     with pytest.raises(ConfigError, match="randaugment_magnitude"):  # somebody chose both
-        make_config(call_settings(file, {"aa": "three", "randaugment_magnitude": 12})[0])
+        make_config(call_settings(file, {"aa": "three", "randaugment_magnitude": 12}))
     file.write_text("data: photos\nrandaugment_magnitude: 10\n")
     with pytest.raises(ConfigError, match="randaugment_magnitude"):
-        make_config(call_settings(file, {})[0])
+        make_config(call_settings(file, {}))
 
 
 def test_a_run_of_another_version_is_repeated_without_settings_of_other_tasks(tmp_path):
     write_config(tmp_path, make_config({"data": "photos", "smoothing": 0.2}))
     path = tmp_path / "config.yaml"
     notes = []
-    found, _ = call_settings(str(path), {"lr": 1e-2}, notify=notes.append)
+    found = call_settings(str(path), {"lr": 1e-2}, notify=notes.append)
     assert (found["smoothing"], found["lr"], notes) == (0.2, 1e-2, [])
     make_config(found)
     text = path.read_text().replace("local_views: 0", "local_views: 4")
     path.write_text(text)
-    found, _ = call_settings(str(path), {}, notify=notes.append)
+    found = call_settings(str(path), {}, notify=notes.append)
     assert "local_views" not in found
     make_config(found)
     assert notes == [f"note: {path}: not used by this training: local_views=4"]
     path.write_text(text.split("\n", 1)[1])  # a file of one's own
     with pytest.raises(ConfigError, match="local_views"):
-        make_config(call_settings(str(path), {})[0])
+        make_config(call_settings(str(path), {}))
 
 
 def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
     file.rename(tmp_path / "config.yaml")
-    found, stored = call_settings(None, {}, out=tmp_path, resume=True)
-    assert (found["data"], found["epochs"], stored) == ("photos", 20, True)
+    found = call_settings(None, {}, out=tmp_path, resume=True)
+    assert (found["data"], found["epochs"], found.complete) == ("photos", 20, True)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +84,14 @@ def test_the_time_of_a_resumed_run_is_noted_as_unused(file, tmp_path, stored, ke
     (tmp_path / "config.yaml").write_text(file.read_text() + stored)
     notes = []
     again = {"out": tmp_path, "resume": True, "notify": notes.append}
-    found, _ = call_settings("photos", {"time": "2h"}, **again)
+    found = call_settings("photos", {"time": "2h"}, **again)
     assert "time" not in found
     assert notes == [f"note: time=2h is not used: the run keeps {kept}"]
 
 
 def test_a_config_is_left_alone():
     config = make_config({"data": "photos"})
-    assert call_settings(config, {}) == (config, False)
+    assert call_settings(config, {}) is config
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from vit.data.auto_augment import (
 )
 from vit.data.preprocessing import Preprocessing
 from vit.data.transforms import TrainingTransform, simple_random_crop
-from vit.errors import ConfigError
 
 GREY = (128, 128, 128)
 DRAWS = 300
@@ -182,24 +181,6 @@ def test_three_augment_uses_only_torch_s_generator(pil_image):
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"random_crop": "simple", "min_crop": 0.5}, "min_crop=0.5: does not apply"),
-        ({"random_crop": "simple", "crop_ratio": 2}, "crop_ratio=2.0: does not apply"),
-        ({"cutmix_share": 0.3, "mixup": 0.2}, "cutmix_share=0.3: only applies"),
-        ({"mix_probability": 0.5}, "mix_probability=0.5: only applies"),
-        ({"randaugment_layers": 3}, "randaugment_layers=3: only applies"),
-        ({"auto_augment": "three", "randaugment_magnitude": 5}, "randaugment_magnitude=5: only"),
-        ({"min_crop": 1, "crop_ratio": 2}, "crop_ratio=2.0: min_crop=1 switches"),
-        ({"auto_augment": "augmax"}, "did you mean augmix"),
-    ],
-)
-def test_augmentation_settings_without_an_effect_are_refused(settings, reason):
-    with pytest.raises(ConfigError, match=reason):
-        make_config(settings)
 
 
 def test_a_simple_crop_replaces_the_default_crop_of_captioning():

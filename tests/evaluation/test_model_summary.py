@@ -19,7 +19,6 @@ from vit.evaluation.model_summary import (
     cost_of,
     forward_flops,
     record_calls,
-    shape_of,
 )
 from vit.model import build
 from vit.model.build import build_classifier
@@ -294,8 +293,3 @@ def test_calls_have_shapes_without_the_batch_and_flops():
     assert head.flops == 2 * 2 * 32 * 5
     assert not head.identity
     assert calls[network.blocks].output_shape == (5, 32)
-
-
-def test_the_shape_of_a_nested_value_is_that_of_its_first_tensor():
-    assert shape_of((None, [torch.zeros(2, 3, 4)])) == (3, 4)
-    assert shape_of(None) is None

@@ -102,7 +102,7 @@ def test_a_finished_run_has_all_columns(add_run, found, tmp_path, tiny_run):
 )
 def test_parameters_are_those_of_the_network(add_run, found, settings, tiny_run):
     folder = add_run("one", [epoch(1)], weights=False, **settings)
-    config = make_config({**read_settings(folder / "config.yaml"), "num_classes": 3}, complete=True)
+    config = make_config({**read_settings(folder / "config.yaml"), "num_classes": 3})
     model = build_classifier(config.model)
     preprocessing = load_run(tiny_run).preprocessing
     save_model(folder, model, config=config, classes=tuple("abc"), preprocessing=preprocessing)

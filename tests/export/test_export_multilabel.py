@@ -90,13 +90,6 @@ def test_the_file_rejects_and_returns_sets_as_the_run(several_run, exported, ima
         runner(images, reject=True, threshold=0.4)
 
 
-def test_the_run_in_bf16_differs_by_rounding_only(several_run, exported, images):
-    found = Predictor(several_run, device="cpu", precision="bf16")(images, threshold=0.0)
-    expected = Predictor(exported)(images, threshold=0.0)
-    for one, other in zip(found, expected, strict=True):
-        assert dict(one.predictions) == pytest.approx(dict(other.predictions), abs=0.01)
-
-
 def test_verify_compares_the_sets_of_named_classes(several_run, exported, images):
     report = verify(exported, images, run=several_run)
     assert report.agrees, report.complaints()
@@ -196,14 +189,6 @@ def test_transformers_opens_the_folder_as_a_multilabel_model(several_run, images
 def test_conversion_to_timm_notes_that_thresholds_are_dropped(several_run, tmp_path):
     _, lines = convert(several_run, "timm", tmp_path / "timm")
     assert any("take sigmoids" in line for line in lines)
-
-
-def test_a_single_label_run_is_not_measured_on_multilabel_images(tiny_run, tmp_path, several_list):
-    own = tmp_path / "own.csv"
-    shutil.copy(several_list.parent / "01.png", tmp_path)
-    own.write_text("image,labels\n01.png,apple|class2\n")
-    with pytest.raises(ConfigError, match="this network gives each one"):
-        export_onnx(tiny_run, tmp_path / "m.onnx", validation=str(own), notify=None)
 
 
 def test_vit_evaluate_and_vit_compare_measure_the_file_as_the_run(

@@ -1,7 +1,5 @@
 """Settings that contradict each other are refused in one line."""
 
-import math
-
 import pytest
 
 from vit.errors import ConfigError
@@ -11,25 +9,12 @@ from vit.generation.generation_config import Search
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"beams": 0}, "beams=0: must be at least 1"),
-        ({"n_best": 0}, "n_best=0: must be at least 1"),
         ({"beams": 2, "n_best": 3}, "n_best=3: is more than beams=2"),
         ({"n_best": 2}, "n_best=2: is more than beams=1"),
         ({"beams": 4, "temperature": 0.7}, "set beams=1, or leave out temperature=0.7"),
         ({"length_penalty": 0.6}, "length_penalty=0.6: ranks beams"),
-        ({"beams": 2, "length_penalty": math.nan}, "length_penalty=nan: must be from -10 to 10"),
-        ({"top_k": 5}, "top_k=5: only sampling uses it; set temperature"),
-        ({"top_p": 0.9}, "top_p=0.9: only sampling uses it"),
-        ({"top_p": 0.0, "temperature": 1.0}, "top_p=0.0: must be more than 0"),
-        ({"top_p": 1.5, "temperature": 1.0}, "top_p=1.5: must be a share"),
-        ({"top_k": -1, "temperature": 1.0}, "top_k=-1: must be at least 0"),
         ({"temperature": 1e-9}, "temperature=1e-09: must be 0, or from 0.001 to 1000"),
-        ({"temperature": math.inf}, "temperature=inf: must be 0, or"),
-        ({"repetition_penalty": 0.5}, "repetition_penalty=0.5: must be from 1 to 100"),
-        ({"min_tokens": -1}, "min_tokens=-1: must be at least 0"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9: is more than max_tokens=8"),
-        ({"max_tokens": -1}, "max_tokens=-1: must be at least 0"),
-        ({"seed": -1}, "seed=-1: must be at least 0"),
     ],
 )
 def test_contradicting_settings_are_refused_in_one_line(settings, says):

@@ -44,11 +44,14 @@ def data(tiny_data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_data, tmp_path / "data"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precision):
-    scores = evaluate(tiny_run, str(tiny_data), precision=precision, batch_size=4)
+@pytest.mark.parametrize(
+    "settings", [{"precision": "fp32"}, {"precision": "bf16"}, {"keep_aspect": True}], ids=str
+)
+def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, settings):
+    settings = {"precision": "fp32", "batch_size": 4, **settings}
+    scores = evaluate(tiny_run, str(tiny_data), **settings)
     files = sorted((tiny_data / "val").rglob("*.*"))
-    found = Predictor(tiny_run, precision=precision, batch_size=4)(files)
+    found = Predictor(tiny_run, **settings)(files)
     right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
     assert scores.keys() == KEYS
     assert scores["count"] == len(files) == 27
@@ -59,14 +62,6 @@ def test_scores_equal_those_counted_from_predictions(tiny_run, tiny_data, precis
     answers = Counter((Path(p.image).parent.name, p.predictions[0][0]) for p in found)
     counts = {(a, b): n for a, row in scores["confusion"].items() for b, n in row.items()}
     assert counts == answers
-
-
-def test_scores_with_keep_aspect_equal_those_counted_from_predictions(tiny_run, tiny_data):
-    scores = evaluate(tiny_run, str(tiny_data), precision="fp32", keep_aspect=True)
-    files = sorted((tiny_data / "val").rglob("*.*"))
-    found = Predictor(tiny_run, precision="fp32", keep_aspect=True)(files)
-    right = sum(p.predictions[0][0] == Path(p.image).parent.name for p in found)
-    assert scores["top1"] == right / 27
 
 
 def test_classes_are_matched_by_name(tiny_run, data):
@@ -89,9 +84,6 @@ def test_unreadable_images_are_listed_and_not_counted(tiny_run, data):
     assert [row["image"] for row in scores["failed"]] == [str(lost)]
     assert scores["failed"][0]["error"]
     assert scores["per_class"][0]["count"] == 8
-
-
-def test_a_dataset_without_readable_images_is_an_error(tiny_run, data):
     for path in (data / "val").rglob("*.*"):
         path.write_bytes(b"")
     with pytest.raises(DataError, match="none of 27 images"):

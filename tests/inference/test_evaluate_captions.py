@@ -70,14 +70,20 @@ def references(data: Path) -> list[tuple[str, ...]]:
     return [said[path] for path in images(data)]
 
 
-@pytest.mark.parametrize("search", [None, Search(beams=3, max_tokens=4)], ids=["greedy", "beams"])
-def test_the_scored_captions_are_those_of_the_predictor(run, data, search):
-    scores = evaluate(run, str(data), search=search, **PRECISE)
-    found = Predictor(run, search=search, **PRECISE)(images(data))
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"search": Search(beams=3, max_tokens=4)}, {"keep_aspect": True}],
+    ids=["greedy", "beams", "aspect"],
+)
+def test_the_scored_captions_are_those_of_the_predictor(run, data, settings):
+    scores = evaluate(run, str(data), **settings, **PRECISE)
+    found = Predictor(run, **settings, **PRECISE)(images(data))
     told = [prediction.caption for prediction in found]
     expected = caption_scores(told, references(data))
     assert scores.keys() == KEYS
     assert {name: scores[name] for name in expected} == expected
+    whole = "keep_aspect" in settings
+    assert (scores["loss"] != evaluate(run, str(data), **PRECISE)["loss"]) == whole
     assert (scores["count"], scores["failed"]) == (27, [])
     assert 0 < scores["chrf"] < 1
     for row in scores["examples"]:
@@ -138,13 +144,6 @@ def test_the_losses_equal_those_computed_directly(run, data):
     assert scores["loss"] == pytest.approx(own, rel=1e-5)
     assert scores["loss_shuffled"] == pytest.approx(others, rel=1e-5)
     assert own != pytest.approx(others, rel=1e-4)
-
-
-def test_captions_with_keep_aspect_are_scored(run, data):
-    whole = evaluate(run, str(data), keep_aspect=True, **PRECISE)
-    found = Predictor(run, keep_aspect=True, **PRECISE)(images(data))
-    assert whole["chrf"] == caption_scores([p.caption for p in found], references(data))["chrf"]
-    assert whole["loss"] != evaluate(run, str(data), **PRECISE)["loss"]
 
 
 @pytest.fixture(scope="module", params=["caption", "classify,caption"])

@@ -99,11 +99,6 @@ def test_patch_dropout_compiles_as_one_graph_and_uses_torch_s_generator(position
     assert model.forward_features(images).shape == (2, 1 + 8 - merge_tokens, 32)
 
 
-def test_dropping_all_patches_is_refused():
-    with pytest.raises(ConfigError, match=r"patch_dropout=1\.0: must be a share from 0 to 1"):
-        ModelConfig(**SMALL, patch_dropout=1.0)
-
-
 def test_relative_positions_are_refused_without_the_whole_grid():
     with pytest.raises(ConfigError, match=r"patch_dropout.*position=relative needs the whole grid"):
         ModelConfig(**SMALL, position="relative", patch_dropout=0.5)

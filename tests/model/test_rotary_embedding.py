@@ -95,5 +95,3 @@ def test_rotary_positions_make_the_order_of_patches_matter():
 def test_rope_refuses_heads_whose_width_is_no_multiple_of_four():
     with pytest.raises(ConfigError, match="multiple of 4 in each head"):
         ModelConfig(dim=12, num_heads=2, position="rotary")
-    with pytest.raises(ConfigError, match="only rotary_grid=index has one"):
-        ModelConfig(position="rotary", rotary_grid="centred", rotary_reference=14)

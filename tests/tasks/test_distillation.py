@@ -137,13 +137,6 @@ def test_half_precision_logits_give_a_loss_in_float32():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"distillation_alpha": 0.3}, "distillation_alpha=0.3: needs a teacher"),
-        ({"teacher": "t", "distillation_alpha": 0}, "must be more than 0 and at most 1"),
-        ({"teacher": "t", "distillation_tau": 0}, "distillation_tau=0.0: must be more than 0"),
-        (
-            {"teacher": "t", "distillation_type": "hard", "distillation_tau": 3},
-            "distillation_tau=3.0: distillation_type=hard has no use for it",
-        ),
         ({"teacher": "t", "task": "mae"}, "is for classifiers, not for task=mae"),
         ({"teacher": "t", "task": "caption"}, "is for classifiers, not for task=caption"),
         (

@@ -53,4 +53,4 @@ def cut_and_continued(fine: Callable[..., Path], folder: Path, source: Path, **s
         fine("cut", weights=str(copy), **settings)
     shutil.rmtree(copy)
     stored = read_settings(folder / "cut/config.yaml")
-    return train(make_config(stored), folder / "cut", resume=True, given=[*stored]).folder
+    return train(make_config(stored), folder / "cut", resume=True).folder

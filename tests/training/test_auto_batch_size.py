@@ -252,7 +252,7 @@ def agree(settings: Path) -> int:
 
     time_budget.MOST_SECONDS = 0.05
     config = make_config({**read_settings(settings), "time": "1h"})
-    config, splits, _ = prepare_data(config, [], accelerator, print)
+    config, splits, _ = prepare_data(config, accelerator, print)
     began = time.monotonic() - 600 * rank  # one of them was started later
     fitted, _ = time_budget.fit_time(config, splits, accelerator, lambda _: None, began=began)
     epochs = torch.tensor([fitted.training.epochs])

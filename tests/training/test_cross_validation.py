@@ -77,7 +77,7 @@ def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkey
     (tmp_path / "fixed.csv").write_text("image,label\nred/2.png,blue\n")
     for _ in range(2):  # the second time with the settings that the first one wrote
         shutil.rmtree(weights.parent)
-        values, _ = collect_settings({"data": "../photos"}, out=tmp_path / "out", resume=True)
+        values = collect_settings({"data": "../photos"}, out=tmp_path / "out", resume=True)
         train_folds(make_config(values), tmp_path / "out", measure=measured, resume=True)
         assert weights.read_bytes() == before
 
@@ -195,7 +195,7 @@ def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
         train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
     with pytest.raises(ConfigError, match="a run trains one fold"):
         train(config(), tmp_path / "d")
-    with pytest.raises(ConfigError, match=r"val_share=0\.3: folds=3 hold out a part each"):
+    with pytest.raises(ConfigError, match=r"val_share=0\.3: folds=3 does not read it; folds=none"):
         tiny_config(**SETTINGS, val_share=0.3)
     with pytest.raises(ConfigError, match="fold=4: must be from 1 to folds=3"):
         config(fold=4)

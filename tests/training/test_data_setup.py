@@ -111,15 +111,15 @@ def test_another_range_can_be_given_for_a_prediction(low_byte, low_byte_run):
 def test_resuming_a_run_keeps_its_range_and_an_older_run_has_none(
     low_byte, low_byte_run, tmp_path, capsys
 ):
-    stored = make_config(read_settings(low_byte_run[0].folder / "config.yaml"), complete=True)
+    stored = make_config(read_settings(low_byte_run[0].folder / "config.yaml"))
     asked = make_config({"data": str(low_byte), **SETTINGS})
-    resumed = with_stored_settings(asked, low_byte_run[0].folder, ["data"])
+    resumed = with_stored_settings(asked, low_byte_run[0].folder)
     assert resumed.data.intensity_range == stored.data.intensity_range is not None
 
     older = (low_byte_run[0].folder / "config.yaml").read_text().splitlines()
     older = [line for line in older if not line.startswith("intensity_range")]
     (tmp_path / "config.yaml").write_text("\n".join(older))
-    assert with_stored_settings(asked, tmp_path, ["data"]).data.intensity_range is None
+    assert with_stored_settings(asked, tmp_path).data.intensity_range is None
 
 
 def test_a_run_of_8_bit_images_stores_no_range_and_notes_the_first_dark_image(

@@ -325,7 +325,7 @@ def test_the_report_of_a_split_measures_what_was_held_out(tiny_config, colour_da
     for name in ("blue", "green"):
         for number in range(20):
             shutil.copy(data / name / "0.png", data / name / f"new{number}.png")
-    splits = prepare_data(config, (), make_accelerator(config.run), lambda _: None)[1]
+    splits = prepare_data(config, make_accelerator(config.run), lambda _: None)[1]
     kept = with_held_out(splits, run)
     assert sorted(relative(one.path, kept.root) for one in kept.val) == sorted(held)
     assert {relative(one.path, kept.root) for one in kept.train}.isdisjoint(held)

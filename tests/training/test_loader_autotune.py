@@ -80,13 +80,6 @@ def test_trainings_with_images_on_a_gpu_follow_each_other(tiny_config, tmp_path)
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
 
 
-def test_a_cache_for_a_linear_probe_is_refused(tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match="is for cache=disk and device, not none: add"):
-        tiny_config(cache_folder="x")
-    with pytest.raises(ConfigError, match="decode='exact': cache=ram keeps images made smaller"):
-        tiny_config(cache="ram", decode="exact")
-
-
 def test_loader_processes_are_measured_unless_given(tiny_config, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.003, 0.001))
     monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 1)

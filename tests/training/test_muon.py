@@ -7,19 +7,15 @@ from functools import partial
 import pytest
 import timm.optim.muon as theirs
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config import TrainingConfig
 from vit.config.parser import make_config
-from vit.errors import ConfigError
 from vit.training import muon
-from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.muon import COEFFICIENTS, Muon, compute_dtype, orthogonalize
 from vit.training.optimizers import make_optimizer, set_lr
-from vit.training.train import train
 
 from vit.model.build import create_model  # isort: skip
 
@@ -257,54 +253,8 @@ def test_the_fallback_has_a_learning_rate_of_its_own():
         assert lrs["blocks.1.attn.qkv.weight"] == pytest.approx(lr / 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fallback_lr": 1e-3}, r"fallback_lr=0\.001: only muon has one, not optimizer=adamw"),
-        ({"fallback_lr": 1e-3, "opt": "adamuon"}, "only muon has one"),
-        ({"fallback_lr": 0, "opt": "muon"}, "fallback_lr=0"),
-        ({"betas": [0.9, 1.0], "opt": "muon"}, r"betas=\(0\.9, 1\.0\): each must be"),
-        ({"betas": [-0.1, 0.9]}, "betas="),
-    ],
-)
-def test_settings_of_another_optimiser_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        make_config(settings)
-
-
 def test_variants_stay_timms():
     optimizer = make_optimizer(network(), TrainingConfig(optimizer="adamuon"), depth=2)
     assert isinstance(optimizer, theirs.Muon)
     optimizer = make_optimizer(network(), TrainingConfig(optimizer="muon"), depth=2)
     assert isinstance(optimizer, Muon)
-
-
-def test_a_run_of_timms_muon_goes_on(tiny_config, tmp_path, monkeypatch, timm_in):
-    """Its checkpoints have the same names of state, and settings of groups, which are kept."""
-    timm_in(torch.float32)
-    config = tiny_config(optimizer="muon", clip_grad=0)
-
-    def weights(run) -> dict[str, torch.Tensor]:
-        return load_file(find_checkpoints(run / "checkpoints")[0])
-
-    with monkeypatch.context() as patched:
-
-        def timms(groups, **settings):
-            return theirs.Muon(groups, **{**settings, "momentum": 0.9, "nesterov": False})
-
-        patched.setattr("vit.training.optimizers.Muon", timms)
-        train(config, tmp_path / "theirs")
-        assert weights(tmp_path / "theirs")
-        train(config, tmp_path / "both")
-    newest = max((tmp_path / "both/checkpoints").iterdir())
-    newest.unlink()
-    train(config, tmp_path / "both", resume=True)
-    assert newest.exists()
-    first, second = weights(tmp_path / "theirs"), weights(tmp_path / "both")
-    assert first.keys() == second.keys()
-    assert any(name.endswith("/momentum_buffer") for name in first)
-    changed = 0
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, atol=1e-4, rtol=1e-3)
-        changed += not torch.equal(second[name], value)
-    assert changed, "the last epoch was timm's"

@@ -120,7 +120,7 @@ def test_a_run_of_a_version_with_other_defaults_is_read_and_resumed(tiny_config,
         text, count = re.subn(rf"^{name}: .*$", f"{name}: {value}", text, flags=re.MULTILINE)
         assert count == 1
     file.write_text(text)
-    with pytest.raises(ConfigError, match="it only applies to captions"):
+    with pytest.raises(ConfigError, match="does not read it"):
         make_config(read_settings(file))  # which somebody may have chosen
     assert stored_config(folder) == dataclasses.replace(config, model=stored_config(folder).model)
     assert train(out=folder, resume=True, report=False).epoch == 1

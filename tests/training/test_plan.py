@@ -575,10 +575,10 @@ def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
 def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, flags, warmup):
     (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
     notes = []
-    values, stored = collect_settings(
+    values = collect_settings(
         {"data": "digits", **flags}, config=tmp_path / "recipe.yaml", notify=notes.append
     )
-    assert stored
+    assert values.complete
     assert make_config(values).training.warmup_epochs == pytest.approx(warmup)
     noted = any("instead of 3: the file has it for 30 epochs" in note for note in notes)
     assert noted is (warmup < 2)
@@ -619,7 +619,7 @@ cooldown_steps: [10]
 def test_the_schedule_of_a_timed_run_fits_another_length(tmp_path, flags, settings, note):
     (tmp_path / "config.yaml").write_text(TIMED)
     notes = []
-    values, _ = collect_settings(
+    values = collect_settings(
         {"data": "digits", **flags}, config=tmp_path / "config.yaml", notify=notes.append
     )
     training = make_config(values).training

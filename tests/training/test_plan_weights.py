@@ -35,7 +35,7 @@ from vit.training.plan_weights import (
 )
 from vit.training.plan_weights import TINY as AUGREG_TINY
 from vit.weights import hub
-from vit.weights.formats import timm_registry
+from vit.weights.formats import timm_network
 from vit.weights.formats.timm_network import unproven_config
 
 GPU = dataclasses.replace(PHOTOS, device="cuda", flops=30e12)
@@ -51,10 +51,10 @@ def chosen(facts, given=(), on_disk=(), **options) -> rules.WeightsChoice:
 @pytest.mark.usefixtures("flops_alone")
 @pytest.mark.parametrize("weights", FOR_STEPS, ids=lambda weights: weights.name)
 def test_the_list_is_permissive_and_true(weights: ListedWeights):
-    entry = timm_registry.find_entry(weights.name)
+    entry = timm_network.find_entry(weights.name)
     assert entry is not None
     assert (entry.name, entry.hub_id) == (weights.name, weights.repository.name)
-    assert timm_registry.is_supported(weights.name)
+    assert timm_network.is_supported(weights.name)
     assert entry.license == weights.license
     assert weights.license in rules.PERMISSIVE
     with torch.device("meta"):

@@ -52,7 +52,7 @@ def test_a_recipe_takes_its_first_steps(path, photos):
         small["image_size"] = 64  # at 224 pixels two steps in emulated bf16 take minutes
     config = make_config({**read_settings(path), **small})
     accelerator = make_accelerator(config.run)
-    config, splits, _ = prepare_data(config, (), accelerator, print)
+    config, splits, _ = prepare_data(config, accelerator, print)
     run = make_training(config, accelerator, total_steps=100, splits=splits)
     before = {name: p.detach().clone() for name, p in run.network.named_parameters()}
     loader = training_loader(run, splits.train)

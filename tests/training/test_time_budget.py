@@ -79,7 +79,7 @@ def fit(tiny_config):
         said: list[str] = []
         config = tiny_config(**{"warmup_epochs": None, **changes})
         accelerator = make_accelerator(config.run)
-        config, splits, _ = prepare_data(config, [], accelerator, said.append)
+        config, splits, _ = prepare_data(config, accelerator, said.append)
         fitted, act.budget = fit_time(
             config, splits, accelerator, said.append, began=began, planned=planned
         )
@@ -170,7 +170,11 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     costs, accelerator = fit.budget.costs, make_accelerator(fitted.run)
     took = pace * costs.between(fitted, each, 0, first)
     clock.now = ends - costs.ending - costs.between(fitted, each, 0, training.steps) + took
-    settled = settle_steps(fitted, fit.budget, each, first, pace, accelerator)
+
+    def rate_of(config):
+        return learning_rate(config.training, epoch_steps=each, total=config.training.steps)
+
+    settled = settle_steps(fitted, rate_of(fitted), fit.budget, each, first, pace, accelerator)
     left = pace * (costs.between(settled, each, first, settled.training.steps) + costs.ending)
     assert ends - 2 * pace * STEP - VALIDATION < clock.now + left <= ends
     sizes = [image_side(fitted, epoch, training.epochs) for epoch in range(first // each)]
@@ -179,13 +183,12 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     assert settled.training.cooldown_epochs == (settled.training.steps - first) / each
     # once more an epoch later: what the first of the cooldown had, it has in the new settings
     clock.now -= 30
-    later = settle_steps(settled, fit.budget, each, first + each, pace, accelerator)
+    later = settle_steps(
+        settled, rate_of(settled), fit.budget, each, first + each, pace, accelerator
+    )
     assert later.training.steps > settled.training.steps
     assert (len(settled.training.cooldown_shares), len(later.training.cooldown_shares)) == (1, 2)
-    before, after = (
-        learning_rate(one.training, epoch_steps=each, total=one.training.steps)
-        for one in (settled, later)
-    )
+    before, after = rate_of(settled), rate_of(later)
     steps = range(first + each + 1)
     assert [before(step) for step in steps] == [after(step) for step in steps]
     assert after(first + 2 * each) == pytest.approx(

@@ -278,7 +278,7 @@ def test_a_resumed_search_takes_the_flags_that_its_error_names(pretended, tmp_pa
     out, learn, seen = tmp_path / "out", tuning.train, []
 
     def train(config, *args, **options):
-        seen.append((config.data.on_bad_image, options["given"]))
+        seen.append((config.data.on_bad_image, config.origins))
         if config.data.on_bad_image == "stop":
             raise BadImage("a.png", "cut")
         return learn(config, *args, **options)
@@ -290,7 +290,7 @@ def test_a_resumed_search_takes_the_flags_that_its_error_names(pretended, tmp_pa
         tune(out=out, resume=True, accumulate=7)
     tune(out=out, resume=True, on_bad_image="skip")
     assert [flag for flag, _ in seen] == ["stop", *["skip"] * 7]  # six trials, and the best
-    assert all("on_bad_image" in given for _, given in seen[1:])
+    assert all("on_bad_image" in origins for _, origins in seen[1:])
     record = json.loads((out / tuning.TUNE_FILE).read_text())
     assert record["settings"]["on_bad_image"] == "skip"  # the next one needs no flag
 

@@ -14,7 +14,7 @@ from safetensors.torch import save, save_file
 
 from vit.errors import WeightsError
 from vit.weights import hub
-from vit.weights.formats import timm_registry
+from vit.weights.formats import timm_network
 from vit.weights.resolve_source import (
     PREFERRED_FILES,
     TRAINING_STATE_FILES,
@@ -386,7 +386,7 @@ def test_timm_itself_fetches_no_config(cache):
 
 def test_two_networks_may_share_a_repository(cache):
     name = "vit_base_patch32_clip_quickgelu_224.openai"
-    repository = timm_registry.find_entry(name).hub_id
+    repository = timm_network.find_entry(name).hub_id
     assert repository != f"timm/{name}"
     put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
     assert locate_weights(f"timm/{name}").name == name
@@ -394,7 +394,7 @@ def test_two_networks_may_share_a_repository(cache):
 
 def test_a_name_that_timm_renamed(cache):
     assert (
-        timm_registry.find_entry("vit_small_patch16_224_in21k").name
+        timm_network.find_entry("vit_small_patch16_224_in21k").name
         == "vit_small_patch16_224.augreg_in21k"
     )
 
@@ -446,8 +446,8 @@ def test_an_unknown_name_of_timm_has_the_nearest(cache):
 
 
 def test_weights_that_timm_knows_by_an_address(cache, monkeypatch):
-    known = timm_registry.RegistryEntry("vit_x.y", None, "https://a.b/c/x.pth", None, (224, 224))
-    monkeypatch.setattr(timm_registry, "find_entry", lambda _: known)
+    known = timm_network.RegistryEntry("vit_x.y", None, "https://a.b/c/x.pth", None, (224, 224))
+    monkeypatch.setattr(timm_network, "find_entry", lambda _: known)
     assert "fetch https://a.b/c/x.pth, and give" in refusal("timm/vit_x.y")
 
 

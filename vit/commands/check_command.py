@@ -39,17 +39,13 @@ class Options(Section):
     vit train --exclude FILE leaves its images out, --corrections FILE takes its labels."""
     overwrite: bool = False
     """Replace an older file of --write-list."""
-    device: str | None = setting(None, needs={"weights": "it is where a network computes"})
+    device: str | None = None
     """Where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)."""
-    workers: int | None = setting(None, "-j")
+    workers: int | None = setting(None, "-j", least=1)
     """Processes that read images (default: one a core, at most 16), and threads with --weights (at
     most 8)."""
     no_cache: bool = False
     """Look at every image again, and keep nothing for the next time."""
-
-    def __post_init__(self) -> None:
-        if self.workers is not None:
-            self.check_at_least(1, "workers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = options_of(args, Options)
     write_list, html = options.write_list, options.html
-    if write_list is not None and options.weights is None and options.rows is None:
-        options.refuse(
-            "write_list", "suspected labels are found by --weights SOURCE or --rows FILE; give one"
-        )
     outputs = {"--json": args.json, "--html": html, "--write-list": write_list}
     inputs = (*data_files(args), options.weights, options.rows)
     check_outputs(outputs, inputs, overwrite=options.overwrite)

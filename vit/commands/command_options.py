@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vit.commands.command_parser import SETTING
 from vit.config import Section, SourceConfig
-from vit.config.inference_config import InferenceConfig, check_together, settings_of, split_settings
+from vit.config.inference_config import InferenceConfig, settings_of, split_settings
 from vit.config.parser import Setting, all_settings, choices_of
 from vit.config.presets import preset
 from vit.errors import ConfigError
@@ -98,7 +98,6 @@ def checked_settings(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
 def options_of(args: argparse.Namespace, kind: type[T]) -> T:
     """The options of a command, a dataclass, from the flags of its fields."""
     options: T = split_settings(checked_settings(args, kind), "this command", kind)[0]
-    check_together(options)
     return options
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vit.commands.command_options import add_fields, options_of
 from vit.commands.command_output import notify
-from vit.config.config_section import Section
+from vit.config.config_section import Section, setting
 from vit.text import printable
 
 
@@ -15,7 +15,7 @@ class Options(Section):
 
     overwrite: bool = False
     """Replace FOLDER where it exists."""
-    merge_tokens: int | None = None
+    merge_tokens: int | None = setting(None, least=0)
     """0 leaves out the merging that SOURCE was trained with, which no other library has."""
     image: str | None = None
     """Image on which both libraries are compared (default: the sheet of digits)."""
@@ -23,10 +23,6 @@ class Options(Section):
     """OWNER/NAME: upload FOLDER to the Hugging Face hub as well."""
     private: bool = False
     """Make a new repository of --push private."""
-
-    def __post_init__(self) -> None:
-        if self.merge_tokens is not None:
-            self.check_at_least(0, "merge_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,12 @@
 """`vit export`: a trained network becomes a file that runs without the code that trained it."""
 
 import argparse
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from vit.commands.command_options import add_max_pixels, positive_int
+from vit.commands.command_options import add_fields, add_max_pixels, options_of
 from vit.commands.command_output import notify, write_json
+from vit.config.config_section import Section
 from vit.errors import VitError
 from vit.output.output_file import check_distinct, check_output
 from vit.quick_imports import quick_imports
@@ -13,11 +15,38 @@ from vit.text import printable
 if TYPE_CHECKING:
     from vit.export.export_options import Exported
 
-# flags that `export` takes under their own names
-EXPORT_OPTIONS = (
-    *("tokens", "opset", "calibration", "samples", "dynamic", "static", "validation", "max_drop"),
-    "no_calibration",
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Options of `vit export`, those of `vit.export_model`."""
+
+    to: Literal["onnx", "openvino", "torch", "triton"] | None = None
+    """Format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a repository
+    of Triton (default: by the ending of --out)."""
+    precision: Literal["fp32", "fp16", "int8"] = "fp32"
+    """Weights and arithmetic of the network."""
+    tokens: bool = False
+    """Add the outputs tokens, embedding and attention."""
+    opset: int | None = None
+    """Version of ONNX's operators (default: 20)."""
+    calibration: str | None = None
+    """Dataset whose training images int8 is fitted to."""
+    samples: int | None = None
+    """Calibration images (default: 200)."""
+    dynamic: bool = False
+    """int8 without calibration images: less exact."""
+    static: bool = False
+    """int8 with the ranges that activations have on the calibration images, as OpenVINO fuses them
+    best: less exact."""
+    validation: str | None = None
+    """Labelled images on which top-1 (or mAP) of run and file are compared (default: those of
+    --calibration)."""
+    max_drop: float | None = None
+    """Write no file that loses more of top-1, or of mAP, than this (default: 0.01)."""
+    no_calibration: bool = False
+    """Write raw scores, not calibrated ones."""
+    overwrite: bool = False
+    """Replace files that exist."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,64 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the file to write; with a captioner NAME.decoder.onnx, the text decoder, is "
         "written beside it; with --to triton the folder REPOSITORY/NAME",
     )
-    add(
-        "--to",
-        choices=["onnx", "openvino", "torch", "triton"],
-        help="format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a "
-        "repository of Triton (default: by the ending of --out)",
-    )
-    add(
-        "--precision",
-        choices=["fp32", "fp16", "int8"],
-        default="fp32",
-        help="weights and arithmetic of the network",
-    )
-    add("--tokens", action="store_true", help="add the outputs tokens, embedding and attention")
-    add("--opset", type=positive_int, metavar="N", help="version of ONNX's operators (default: 20)")
-    add("--calibration", metavar="DATA", help="dataset whose training images int8 is fitted to")
-    add("--samples", type=positive_int, metavar="N", help="calibration images (default: 200)")
-    add("--dynamic", action="store_true", help="int8 without calibration images: less exact")
-    add(
-        "--static",
-        action="store_true",
-        help="int8 with the ranges that activations have on the calibration images, as OpenVINO "
-        "fuses them best: less exact",
-    )
-    add(
-        "--validation",
-        metavar="DATA",
-        help="labelled images on which top-1 (or mAP) of run and file are compared (default: "
-        "those of --calibration)",
-    )
-    add(
-        "--max-drop",
-        type=float,
-        metavar="SHARE",
-        help="write no file that loses more of top-1, or of mAP, than this (default: 0.01)",
-    )
-    add("--no-calibration", action="store_true", help="write raw scores, not calibrated ones")
+    add_fields(parser, Options)
     add("--json", metavar="FILE", help="file for all measurements")
-    add("--overwrite", action="store_true", help="replace files that exist")
 
 
 def run(args: argparse.Namespace) -> int:
+    options = options_of(args, Options)
     check_output(args.json, overwrite=True)
-    inputs = (args.run, args.calibration, args.validation)
+    inputs = (args.run, options.calibration, options.validation)
     check_distinct({"--out": args.out, "--json": args.json}, inputs)
 
     with quick_imports():
         from vit.export.export_formats import export_model
 
-    options = {name: getattr(args, name) for name in EXPORT_OPTIONS}
     report = export_model(
-        args.run,
-        args.out,
-        to=args.to,
-        precision=args.precision,
-        overwrite=args.overwrite,
-        notify=notify,
-        on_written=_print_files,
-        **options,
+        args.run, args.out, notify=notify, on_written=_print_files, **vars(options)
     )
     for line in report.lines():
         notify(line)

@@ -103,9 +103,9 @@ def default_word(setting: Setting) -> str:
 
 def list_pretrained(pattern: str) -> int:
     """Print timm's pretrained networks with their image sizes and licences."""
-    from vit.weights.formats import timm_registry
+    from vit.weights.formats import timm_network
 
-    found = timm_registry.search(pattern)
+    found = timm_network.search(pattern)
     width = max(len(entry.name) for entry in found) + len("timm/")
     print(f"{'name':<{width}}  image    license")
     for entry in found:

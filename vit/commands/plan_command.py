@@ -4,7 +4,7 @@ import argparse
 
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
-from vit.config.parser import write_settings
+from vit.config.parser import Settings, write_settings
 from vit.output.output_file import check_outputs
 from vit.quick_imports import quick_imports
 from vit.text import quoted
@@ -31,16 +31,15 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and write it to a file if requested."""
-    chosen = chosen_settings(args)
+    chosen = Settings(flag=chosen_settings(args))
     check_outputs({"--save": args.save}, [args.data], overwrite=args.overwrite)
     with quick_imports():
-        from vit.tasks.task import settings_to_plan
         from vit.training.plan import check_plannable, is_planned, plan_lines, plan_training
         from vit.training.teacher import teacher_lines
 
     check_plannable(chosen)
     pretrained = not is_planned(chosen)
-    config, plan = plan_training(settings_to_plan(chosen))
+    config, plan = plan_training(chosen)
     print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))
     if args.save is not None:
         # what pretrained weights decide is known when they are read

@@ -16,10 +16,10 @@ from vit.commands.train_command import (
     notify_on_main,
     require_data,
 )
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.merge_settings import collect_settings, names_of_chosen
-from vit.config.parser import default_run_folder, make_config
-from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.merge_settings import collect_settings
+from vit.config.parser import Settings, default_run_folder
 from vit.errors import ConfigError
 from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import resolve_link
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out) if args.out else None
     if out is None and flags.get("data"):
         out = run_folder(str(flags["data"]))
-    values, stored = collect_settings(
+    values = collect_settings(
         flags, config=args.config, out=out, resume=args.resume, notify=notify_on_main
     )
     require_data(values, args, "pretraining")
@@ -91,24 +91,22 @@ def run(args: argparse.Namespace) -> int:
             "weights=auto chooses weights for classes; name the weights to go on from, or leave "
             "--weights out"
         )
-    values["task"] = chosen_method(values.get("task"), args.method)
-    given = [*(names_of_chosen(values, flags) if stored else values), "task"]
+    task = chosen_method(values.get("task"), args.method)
+    values = Settings(**values.layers, command={"task": task})
     if args.show_batch is not None:
         check_show_batch(args)
         from vit.training.show_batch import show_batch
 
-        config = make_config(values) if stored else values
-        show_batch(config, resolve_link(args.show_batch), given=given)
+        show_batch(values, resolve_link(args.show_batch))
         return 0
     with quick_imports():
         from vit.training.train import train
 
     result = train(
-        make_config(values) if stored else values,
+        values,
         out,
         resume=args.resume,
         overwrite=args.overwrite,
-        given=given,
         began=began,
         resumed_by=("vit pretrain", out),
     )

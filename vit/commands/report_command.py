@@ -1,11 +1,30 @@
 """`vit report RUN [DATA]`: writes report.html of a finished run again."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
-from vit.commands.command_options import count
+from vit.commands.command_options import add_fields, options_of
 from vit.commands.command_output import Progress
+from vit.config.config_section import Section, setting
 from vit.text import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Options of `vit report`."""
+
+    device: str | None = None
+    """cpu, cuda, cuda:N or mps (default: that of the training)."""
+    corruptions: bool = False
+    """A section on corrupted images, as of vit evaluate --corruptions: 31 passes over the
+    validation images."""
+    workers: int | None = setting(None, "-j")
+    """Loader processes (default: as in training)."""
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 0:
+            self.refuse("workers", "must be at least 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,38 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="where the images of the training are now (default: where they were)",
     )
-    parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:N or mps (default: that of the training)"
-    )
-    parser.add_argument(
-        "--corruptions",
-        action="store_true",
-        help="a section on corrupted images, as of vit evaluate --corruptions: 31 passes over the "
-        "validation images",
-    )
-    parser.add_argument(
-        "-j",
-        "--workers",
-        type=count,
-        metavar="N",
-        help="loader processes (default: as in training)",
-    )
+    add_fields(parser, Options)
 
 
 def run(args: argparse.Namespace) -> int:
+    options = options_of(args, Options)
+
     from vit.training.final_report import finished_config, report
 
     finished_config(Path(args.run))  # refused before anything is measured
     robustness = None
-    if args.corruptions:
+    if options.corruptions:
         from vit.inference.evaluate import evaluate_held_out
 
         with Progress("vit report") as progress:
             robustness = evaluate_held_out(
-                args.run, args.data, device=args.device, corruptions=True, progress=progress
+                args.run, args.data, device=options.device, corruptions=True, progress=progress
             )["robustness"]
     path = report(
-        args.run, args.data, device=args.device, workers=args.workers, robustness=robustness
+        args.run, args.data, device=options.device, workers=options.workers, robustness=robustness
     )
     print(f"written: {printable(path)}")
     return 0

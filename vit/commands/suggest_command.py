@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from dataclasses import dataclass
+from typing import Literal
 
 from vit.commands.command_options import (
     add_data_options,
@@ -10,11 +12,12 @@ from vit.commands.command_options import (
     add_max_pixels,
     add_setting,
     checked_settings,
-    count,
+    options_of,
     positive_int,
 )
 from vit.commands.command_output import Progress, notify, write_json
 from vit.config import SourceConfig
+from vit.config.config_section import Section
 from vit.config.inference_config import InferenceConfig
 from vit.config.parser import all_settings
 from vit.data.workbook import check_size, is_workbook
@@ -23,6 +26,27 @@ from vit.text import printable, quoted
 
 MAX_FAILED = 20
 """Unreadable images that are named on the terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Section):
+    """Options of `vit suggest`."""
+
+    out: str | None = None
+    """List (.csv, .xlsx, .jsonl) of image, label and likely class, whose labels an annotator fills
+    in: vit train IMAGES --labels FILE (default: CSV on standard output)."""
+    overwrite: bool = False
+    """Replace an existing --out, with the labels that are in it."""
+    labels: str | None = None
+    """List of images with their labels so far, such as an earlier --out: these are not suggested
+    again, and say which images are uncertain."""
+    order: Literal["typical", "uncertain"] | None = None
+    """Typical images of every kind, or uncertain and different ones (default: typical, and
+    uncertain with --labels)."""
+    seed: int = 0
+    """Seed of the clustering."""
+    html: str | None = None
+    """A page with thumbnails and file names, which needs no network; an older file is replaced."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,38 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", type=positive_int, default=300, metavar="N", help="number of images (default: 300)"
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="list (.csv, .xlsx, .jsonl) of image, label and likely class, whose labels an "
-        "annotator fills in: vit train IMAGES --labels FILE (default: CSV on standard output)",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an existing --out, with the labels that are in it",
-    )
-    parser.add_argument(
-        "--labels",
-        metavar="FILE",
-        help="list of images with their labels so far, such as an earlier --out: these are not "
-        "suggested again, and say which images are uncertain",
-    )
-    parser.add_argument(
-        "--order",
-        choices=("typical", "uncertain"),
-        help="typical images of every kind, or uncertain and different ones (default: typical, "
-        "and uncertain with --labels)",
-    )
-    parser.add_argument(
-        "--seed", type=count, default=0, metavar="N", help="seed of the clustering (default: 0)"
-    )
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="a page with thumbnails and file names, which needs no network; an older file is "
-        "replaced",
-    )
+    add_fields(parser, Options)
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
     add_data_options(parser, without=("caption_column", "labels", "group"))
     add_setting(parser, all_settings()["exclude"])
@@ -83,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Suggest; the exit code is 1 if images could not be read."""
     settings = checked_settings(args, SourceConfig, InferenceConfig)
-    outputs = {"--out": args.out, "--json": args.json, "--html": args.html}
-    inputs = (args.data, args.weights, args.labels, settings.get("exclude"))
-    check_outputs(outputs, inputs, overwrite=args.overwrite)
-    if args.out is not None and is_workbook(args.out):
+    options = options_of(args, Options)
+    out, labels, html = options.out, options.labels, options.html
+    outputs = {"--out": out, "--json": args.json, "--html": html}
+    inputs = (args.data, args.weights, labels, settings.get("exclude"))
+    check_outputs(outputs, inputs, overwrite=options.overwrite)
+    if out is not None and is_workbook(out):
         check_size(args.n, 3, what="--out")
 
     from vit.inference.suggest import suggest
@@ -96,22 +91,21 @@ def run(args: argparse.Namespace) -> int:
             args.data,
             weights=args.weights,
             n=args.n,
-            labels=args.labels,
-            order=args.order,
-            seed=args.seed,
+            order=options.order,
+            seed=options.seed,
             **settings,
             progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit suggest: {note}"),
         )
-    found.write(args.out)
+    found.write(out)
     write_json(args.json, found.to_dict())
-    if args.html is not None:
+    if html is not None:
         from vit.evaluation.data_pages import suggestions_page
 
         rows = [(one.image, one.path, one.likely, one.margin) for one in found.suggested]
         heading = found.root.resolve().name or str(found.root)
-        with open_output(args.html) as out:
-            out.write(suggestions_page(heading, found.lines(), rows, found.failed))
+        with open_output(html) as page:
+            page.write(suggestions_page(heading, found.lines(), rows, found.failed))
     for image, reason in found.failed[:MAX_FAILED]:
         notify(f"vit suggest: left out {printable(image)}: {printable(reason)}")
     if len(found.failed) > MAX_FAILED:
@@ -119,19 +113,19 @@ def run(args: argparse.Namespace) -> int:
         notify(f"vit suggest: left out {rest:,} more unreadable images (--json FILE has all)")
     for line in found.lines():
         notify(f"vit suggest: {line}")
-    if args.out is not None:
+    if out is not None:
         append, flags = "", ""
-        if args.labels is not None:
-            same = os.path.splitext(args.labels)[1].lower() == os.path.splitext(args.out)[1].lower()
+        if labels is not None:
+            same = os.path.splitext(labels)[1].lower() == os.path.splitext(out)[1].lower()
             what = "rows, without the names of columns," if same else "images and labels"
-            append = f" append its {what} to {printable(args.labels)},"
+            append = f" append its {what} to {printable(labels)},"
         for name in ("images", "image_column", "label_column"):
             if name in settings:
                 flags += f" --{name.replace('_', '-')} {quoted(settings[name])}"
         column = next(name for name, content in found.columns if content == "label")
         notify(
-            f"vit suggest: {printable(args.out)} written; fill in its column {printable(column)},"
+            f"vit suggest: {printable(out)} written; fill in its column {printable(column)},"
             f"{append} then vit train {quoted(args.data)} --labels "
-            f"{quoted(args.labels or args.out)}{flags} --weights {quoted(args.weights)}"
+            f"{quoted(labels or out)}{flags} --weights {quoted(args.weights)}"
         )
     return int(bool(found.failed))

@@ -11,8 +11,8 @@ from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.config import SECTIONS, Config
-from vit.config.merge_settings import call_settings, collect_settings, names_of_chosen
-from vit.config.parser import all_settings, checked, default_run_folder, make_config
+from vit.config.merge_settings import call_settings, collect_settings
+from vit.config.parser import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
 from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import check_output, resolve_link
@@ -103,35 +103,30 @@ def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
     launch_if_requested()
-    flags = chosen_settings(args)
-    values, stored = collect_settings(
-        flags,
+    values = collect_settings(
+        chosen_settings(args),
         config=args.config,
         out=args.out,
         resume=args.resume,
         notify=notify_on_main,
     )
     require_data(values, args, "run")
-    given = names_of_chosen(values, flags) if stored else [*values]
     if args.show_batch is not None:
         check_show_batch(args)
-    config: Config | dict[str, Any] = make_config(values) if stored else values
-    if args.show_batch is not None:
         from vit.training.show_batch import show_batch
 
-        show_batch(config, resolve_link(args.show_batch), given=given)
+        show_batch(values, resolve_link(args.show_batch))
         return 0
     if values.get("folds") is not None and values.get("fold") is None:
-        return run_folds(config, args, given)
+        return run_folds(values, args)
     with quick_imports():
         from vit.training.train import train
 
     result = train(
-        config,
+        values,
         args.out,
         resume=args.resume,
         overwrite=args.overwrite,
-        given=given,
         began=began,
     )
     return int(bool(result.failed))
@@ -174,11 +169,9 @@ def check_show_batch(args: argparse.Namespace) -> None:
     check_output(args.show_batch, overwrite=args.overwrite)
 
 
-def run_folds(config: Config | dict[str, Any], args: argparse.Namespace, given: list[str]) -> int:
+def run_folds(values: Settings, args: argparse.Namespace) -> int:
     """Train every fold, and print their scores with mean and interval."""
-    record = cross_validate(
-        config, args.out, resume=args.resume, overwrite=args.overwrite, given=given
-    )
+    record = cross_validate(values, args.out, resume=args.resume, overwrite=args.overwrite)
     if os.environ.get("RANK", "0") == "0":
         print(format_folds(record), flush=True)
     return int(bool(record["failed"]))
@@ -220,11 +213,7 @@ def cross_validate(
     from vit.inference.fold_results import evaluate_fold, join_folds, save_fold_soup
     from vit.training.cross_validation import train_folds
 
-    flags = {**config, **settings} if isinstance(config, Mapping) else settings
-    config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
-    if stored and not isinstance(config, Config):
-        given = names_of_chosen(config, flags) if given is None else given
-        config = make_config(config)
+    config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:
         raise ConfigError("folds is missing: give the number of folds, such as folds=5")

@@ -4,19 +4,17 @@ Frozen dataclasses, checked when built; the flags of the command line and the ke
 are the fields' names. Imports no torch, so `--help` is instant.
 """
 
-import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vit.config.config_section import Section
+from vit.config.config_section import Section, check_read
 from vit.config.data_config import AugmentConfig, DataConfig, SourceConfig
 from vit.config.decoder_config import DecoderConfig
-from vit.config.distillation_config import DistillationConfig
-from vit.config.finetune_config import FinetuneConfig, PartialModelConfig
+from vit.config.finetune_config import DistillationConfig, FinetuneConfig, PartialModelConfig
 from vit.config.model_config import ModelConfig
-from vit.config.pretraining_config import PRETRAINING_TASKS, SETTINGS_OF, PretrainingConfig
-from vit.config.run_config import RunConfig
-from vit.config.training_config import TrainingConfig
+from vit.config.pretraining_config import PretrainingConfig
+from vit.config.training_config import RunConfig, TrainingConfig
 from vit.errors import ConfigError
 
 __all__ = [
@@ -50,76 +48,51 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where settings come from: call, flag, file, run, plan, task, data or weights."""
 
     def __post_init__(self) -> None:
         if self.training.soup and self.run.keep_best < 2:
             raise ConfigError(
                 f"keep_best={self.run.keep_best}: a soup averages several epochs; set how many"
             )
-        self._check_captions()
-        self._check_pretraining()
         self._check_balance()
         self._check_repeats()
-        self._check_crop_ratio()
         self._check_device_cache()
         self._check_probe()
         self._check_teacher()
-        if isinstance(self.model, PartialModelConfig):
-            if self.finetune.weights is not None:
-                return
+        partial = isinstance(self.model, PartialModelConfig)
+        if partial and self.finetune.weights is None:
             self.model.check_together()
-        self._check_routers()
+            partial = False
+        values = self.values()
+        if partial:  # the weights may bring what reads a setting
+            values = {name: value for name, value in values.items() if name not in vars(self.model)}
+        for section, kind in SECTIONS.items():
+            if not (partial and section == "model"):
+                check_read(values, kind)
+        if partial:
+            return
         self._check_start_size()
         if self.training.captions:
             self.decoder.check_with(self.model)
 
-    def _check_routers(self) -> None:
-        for name in ONLY_EXPERTS:
-            chosen = getattr(self.training, name)
-            if chosen != getattr(TrainingConfig, name) and self.model.feedforward != "moe":
-                raise ConfigError(
-                    f"{name}={chosen}: feedforward={self.model.feedforward} has no router; "
-                    "feedforward=moe has"
-                )
+    def chosen(self, name: str) -> bool:
+        """Whether a person chose the setting."""
+        return self.origins.get(name, "plan") not in ("plan", "task", "data", "weights")
 
-    def _check_captions(self) -> None:
-        """Check that caption settings have a caption task, and a caption task no label mixing."""
-        if not self.training.captions:
-            for section, names in ONLY_CAPTIONS.items():
-                for name in names or [field.name for field in fields(SECTIONS[section])]:
-                    chosen = getattr(getattr(self, section), name)
-                    if chosen != getattr(SECTIONS[section], name):
-                        raise ConfigError(
-                            f"{name}={chosen!r}: it only applies to captions; add --task caption"
-                        )
-            return
-        if self.augment.mixes:
-            raise ConfigError(
-                "mixup and cutmix mix labels, and captions cannot be mixed: leave them out"
-            )
+    @property
+    def settled(self) -> list[str]:
+        """Names of the settings that a person or the plan chose."""
+        return [n for n, origin in self.origins.items() if origin not in ("data", "weights")]
 
-    def _check_pretraining(self) -> None:
-        """Check that settings of pretraining have their task, and that no others are without use.
-
-        Raises:
-            ConfigError: It names the setting.
-        """
-        task = self.training.task
-        for name in dict.fromkeys(itertools.chain(*SETTINGS_OF.values())):
-            chosen = getattr(self.pretraining, name)
-            if chosen != getattr(PretrainingConfig, name) and name not in SETTINGS_OF.get(task, ()):
-                methods = [method for method, names in SETTINGS_OF.items() if name in names]
-                raise ConfigError(
-                    f"{name}={chosen!r}: it only applies to vit pretrain --method "
-                    f"{' or '.join(methods)}"
-                )
-        if task not in PRETRAINING_TASKS:
-            return
-        for section, others in NOT_PRETRAINING.items():
-            for name, why in others.items():
-                chosen = getattr(getattr(self, section), name)
-                if chosen not in (getattr(SECTIONS[section], name), *UNUSED.get(name, ())):
-                    raise ConfigError(f"{name}={chosen!r}: task={task} {why}; leave it out")
+    def values(self) -> dict[str, Any]:
+        """Every setting by name."""
+        return {
+            name: value
+            for section in SECTIONS
+            for name, value in vars(getattr(self, section)).items()
+        }
 
     def _check_balance(self) -> None:
         balance, task = self.training.balance, self.training.task
@@ -140,14 +113,6 @@ class Config:
             raise ConfigError(
                 f"repeats={repeats} fills batch_size={batch_size} with one image, and MixUp and "
                 "CutMix mix different ones; use fewer repeats"
-            )
-
-    def _check_crop_ratio(self) -> None:
-        ratio, views = self.augment.crop_ratio, self.pretraining.local_views
-        if ratio != AugmentConfig.crop_ratio and self.augment.min_crop == 1 and not views:
-            raise ConfigError(
-                f"crop_ratio={ratio}: min_crop=1 switches random crops off; leave it out, or use a "
-                "smaller --min-crop"
             )
 
     def _check_device_cache(self) -> None:
@@ -209,33 +174,8 @@ class Config:
             )
 
 
-# settings that only apply to captions; () is the whole section
-ONLY_CAPTIONS: dict[str, tuple[str, ...]] = {
-    "decoder": (),
-    "training": ("encoder_lr", "caption_samples"),
+SECTIONS: dict[str, type] = {
+    field.name: field.type  # type: ignore[misc]
+    for field in fields(Config)
+    if field.name != "origins"
 }
-ONLY_EXPERTS = ("balance_loss", "router_z_loss")
-# settings that have no meaning without labels
-NOT_PRETRAINING: dict[str, dict[str, str]] = {
-    "training": {
-        "smoothing": "learns no labels",
-        "balance": "learns no labels",
-        "patience": "keeps the last epoch, not the best of a score",
-        "soup": "keeps the last epoch, not the best of a score",
-    },
-    "finetune": {
-        "method": "trains the whole network",
-        "probe_first": "has no classes to probe",
-    },
-    "augment": dict.fromkeys(("mixup", "cutmix"), "learns no labels that could be mixed"),
-    "data": {"folds": "has no score to cross-validate", "labels": "learns no labels"},
-    "model": {"num_classes": "builds no head"},
-}
-# values of them that mean no more than the default
-UNUSED: dict[str, tuple[Any, ...]] = {
-    "smoothing": (0.0,),
-    "method": ("full",),
-    "probe_first": (False,),
-    "num_classes": (0,),
-}
-SECTIONS: dict[str, type] = {field.name: field.type for field in fields(Config)}  # type: ignore[misc]

@@ -1,10 +1,11 @@
 """Settings of the data: dataset, loading, evaluation transform, augmentation."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import Section, setting
+from vit.config.config_section import LABEL_TASKS, ON, Other, Section, setting
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -23,6 +24,8 @@ def check_intensity_range(values: tuple[float, float] | None) -> None:
 class SourceConfig(Section):
     """The dataset, and how it is read."""
 
+    shared: ClassVar[Mapping[str, Any]] = {"before_plan": True}
+
     data: str = ""
     """Image folder, list (CSV, JSON lines), tar shards, or the name of a dataset."""
     images: str | None = None
@@ -39,7 +42,7 @@ class SourceConfig(Section):
     """List of images that are left out, such as that of vit check --write-list."""
     corrections: str | None = None
     """List of images and classes (image, label) that replace those of the data."""
-    labels: str | None = None
+    labels: str | None = setting(None, tasks=LABEL_TASKS)
     """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
     """Column of a list, or regex over paths; equal values share a split, and count as one."""
@@ -49,71 +52,52 @@ class SourceConfig(Section):
 class DataConfig(SourceConfig):
     """The dataset, its loading and batches, and the evaluation transform."""
 
-    folds: int | None = None
+    folds: int | None = setting(None, least=2, tasks=LABEL_TASKS)
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None
     """The fold to train, from 1; all when left empty."""
     cache: Literal["none", "ram", "disk", "device"] = "none"
     """Keep decoded training images, as large as needed; device: on the GPU, which augments them."""
-    cache_folder: str | None = None
+    cache_folder: str | None = setting(
+        None, resumable=True, read_by=({"cache": ("disk", "device")},)
+    )
     """Folder of cache=disk (else the user's cache folder) and of cache=device (else memory)."""
-    decode: Literal["fast", "exact"] = "fast"
+    decode: Literal["fast", "exact"] = setting("fast", read_by=({"cache": ("none",)},))
     """Training crops: by torch from JPEGs decoded at a reduced size, or by Pillow in full size."""
-    val_share: float = 0.2
+    val_share: float = setting(0.2, above=0, below=1, read_by=({"folds": (None,)},))
     """Share of each class held out for validation if the data has no split."""
-    on_bad_image: Literal["stop", "skip"] = "stop"
+    on_bad_image: Literal["stop", "skip"] = setting("stop", resumable=True)
     """Unreadable images: stop the run, or skip and count them."""
-    max_pixels: int = 100_000_000
+    max_pixels: int = setting(100_000_000, least=1)
     """Most pixels of one image that are decoded; a larger JPEG is decoded at a part of its size."""
-    workers: int | None = setting(None, "-j")
+    workers: int | None = setting(None, "-j", least=0, resumable=True)
     """Loader processes per device; chosen by measuring the image loading when left empty."""
-    batch_size: int = setting(128, "-b")
+    batch_size: int = setting(128, "-b", least=1, decided_by="data")
     """Images per optimiser step, over all devices; auto keeps this and chooses accumulate."""
-    accumulate: int | None = setting(1, "--grad-accum-steps")
+    accumulate: int | None = setting(1, "--grad-accum-steps", least=1, resumable=True)
     """Micro-batches per optimiser step; auto: as few as the memory of a GPU allows."""
     resize: Literal["crop", "squash"] = "crop"
     """Evaluation: resize the short side and crop the centre, or resize to a square."""
-    crop_share: float = setting(0.9, "--crop-pct")
+    crop_share: float = setting(0.9, "--crop-pct", above=0, most=1)
     """Evaluation: share of the resized short side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Interpolation of resized images."""
     mean: Triple = (0.5, 0.5, 0.5)
     """Mean of each colour channel in [0, 1], subtracted from images."""
-    std: Triple = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = setting((0.5, 0.5, 0.5), above=0)
     """Standard deviation of each colour channel in [0, 1], by which images are divided."""
     intensity_range: tuple[float, float] | None = None
     """Values of 16-bit and float images that become black and white; measured when left empty."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "batch_size", "max_pixels")
-        if self.cache_folder is not None and self.cache not in ("disk", "device"):
-            self.refuse(
-                "cache_folder", f"is for cache=disk and device, not {self.cache}: add --cache disk"
-            )
-        if self.decode == "exact" and self.cache != "none":
-            why = f"cache={self.cache} keeps images made smaller, which is not exact"
-            self.refuse("decode", f"{why}; leave one of the two out")
-        if self.workers is not None:
-            self.check_at_least(0, "workers")
-        if self.folds is not None:
-            self.check_at_least(2, "folds")
+        super().__post_init__()
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
             self.refuse(
                 "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
             )
-        if self.folds is not None and self.val_share != DataConfig.val_share:
-            self.refuse("val_share", f"folds={self.folds} hold out a part each; leave it out")
-        if not 0 < self.val_share < 1:
-            self.refuse("val_share", "must be between 0 and 1, both excluded")
-        if not 0 < self.crop_share <= 1:
-            self.refuse("crop_share", "must be more than 0 and at most 1")
-        if min(self.std) <= 0:
-            self.refuse("std", "must be more than 0 in every channel")
         check_intensity_range(self.intensity_range)
-        if self.accumulate is not None:
-            self.check_at_least(1, "accumulate")
-            if self.batch_size % self.accumulate:
-                self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
+        if self.batch_size % self.micro_batches:
+            self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
 
     @property
     def micro_batches(self) -> int:
@@ -121,72 +105,60 @@ class DataConfig(SourceConfig):
         return self.accumulate or 1
 
 
-RANDAUGMENT = ("randaugment_layers", "randaugment_magnitude")
-"""Settings of this policy alone."""
+RANDAUGMENT = ({"auto_augment": ("randaugment",)},)
+RESIZED = {"random_crop": ("resized",)}
+MIXED = ("classify", "multilabel")
+"""Tasks with labels that can be mixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Section):
     """Augmentation of training images."""
 
+    shared: ClassVar[Mapping[str, Any]] = {"unused_by": ("probe",)}
+
     random_crop: Literal["resized", "simple"] = "resized"
     """Random resized crop, or a crop of the whole short side at a random position."""
-    min_crop: float = 0.08
+    min_crop: float = setting(0.08, above=0, most=1, read_by=(RESIZED,))
     """Smallest share of the image area in a random crop; 1 switches crops off."""
-    crop_ratio: float = 4 / 3
+    crop_ratio: float = setting(
+        4 / 3, least=1, read_by=(RESIZED, {"min_crop": Other((1,)), "local_views": ON})
+    )
     """Largest change of aspect ratio in a random crop."""
-    hflip: float = 0.5
+    hflip: float = setting(0.5, least=0, most=1)
     """Probability of a left-right flip."""
-    vflip: float = 0.0
+    vflip: float = setting(0.0, least=0, most=1)
     """Probability of an upside-down flip."""
-    rotate: float = 0.0
+    rotate: float = setting(0.0, least=0)
     """Largest random rotation, in degrees."""
-    translate: float = 0.0
+    translate: float = setting(0.0, least=0, most=1)
     """Largest random shift, as a share of the image's side."""
-    color_jitter: float = 0.0
+    color_jitter: float = setting(0.0, least=0)
     """Strength of random brightness, contrast and saturation; 0 is off, with three 0.3."""
     auto_augment: Literal["none", "randaugment", "trivialaugment", "augmix", "three"] = setting(
         "none", "--aa"
     )
     """Augmentation policy; three is 3-Augment of DeiT III (arXiv:2204.07118)."""
-    randaugment_layers: int = 2
+    randaugment_layers: int = setting(2, least=1, read_by=RANDAUGMENT)
     """RandAugment: operations per image."""
-    randaugment_magnitude: int = 9
+    randaugment_magnitude: int = setting(9, least=0, most=30, read_by=RANDAUGMENT)
     """RandAugment: strength of each operation, from 0 to 30."""
-    erase: float = setting(0.0, "--reprob")
+    erase: float = setting(0.0, "--reprob", least=0, most=1)
     """Probability of erasing a random rectangle (arXiv:1708.04896)."""
-    repeats: int = setting(1, "--aug-repeats")
+    repeats: int = setting(1, "--aug-repeats", least=1)
     """Repeated augmentation: copies of an image in a batch (arXiv:1901.09335)."""
-    mixup: float = 0.0
+    mixup: float = setting(0.0, least=0, tasks=MIXED)
     """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
-    cutmix: float = 0.0
+    cutmix: float = setting(0.0, least=0, tasks=MIXED)
     """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
-    mix_probability: float = setting(1.0, "--mixup-prob")
+    mix_probability: float = setting(
+        1.0, "--mixup-prob", least=0, most=1, read_by=({"mixup": ON, "cutmix": ON},)
+    )
     """Probability that a pair of images is mixed, if mixup or cutmix is on."""
-    cutmix_share: float = setting(0.5, "--mixup-switch-prob")
+    cutmix_share: float = setting(
+        0.5, "--mixup-switch-prob", least=0, most=1, read_by=({"mixup": ON}, {"cutmix": ON})
+    )
     """Share of the mixed pairs that use CutMix, if mixup and cutmix are both on."""
-
-    def __post_init__(self) -> None:
-        shares = ("hflip", "vflip", "translate", "erase", "mix_probability", "cutmix_share")
-        self.check_fraction(*shares, one=True)
-        self.check_at_least(0, "rotate", "color_jitter", "mixup", "cutmix", "randaugment_magnitude")
-        self.check_at_least(1, "crop_ratio", "randaugment_layers", "repeats")
-        if not 0 < self.min_crop <= 1:
-            self.refuse("min_crop", "must be more than 0 and at most 1")
-        if self.randaugment_magnitude > 30:
-            self.refuse("randaugment_magnitude", "must be at most 30")
-        if self.cutmix_share != AugmentConfig.cutmix_share and not (self.mixup and self.cutmix):
-            self.refuse("cutmix_share", "only applies when mixup and cutmix are both on: add both")
-        if self.mix_probability != AugmentConfig.mix_probability and not self.mixup + self.cutmix:
-            self.refuse("mix_probability", "only applies when mixup or cutmix is on: add one")
-        if self.auto_augment != "randaugment":
-            for name in RANDAUGMENT:
-                if getattr(self, name) != getattr(AugmentConfig, name):
-                    self.refuse(name, "only applies to auto_augment=randaugment: add it")
-        if self.random_crop == "simple":
-            for name in ("min_crop", "crop_ratio"):
-                if getattr(self, name) != getattr(AugmentConfig, name):
-                    self.refuse(name, "does not apply to random_crop=simple; leave it out")
 
     @property
     def unbatched(self) -> str | None:

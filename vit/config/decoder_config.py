@@ -1,9 +1,10 @@
 """Settings of the caption decoder and its tokenizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import Section, setting
+from vit.config.config_section import CAPTION_TASKS, Section, setting
 from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
 
 
@@ -11,15 +12,17 @@ from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
 class DecoderConfig(Section):
     """The caption decoder and its tokenizer; only with --task caption."""
 
-    decoder_dim: int | None = None
+    shared: ClassVar[Mapping[str, Any]] = {"tasks": CAPTION_TASKS}
+
+    decoder_dim: int | None = setting(None, least=1)
     """Width of a token; the encoder's when left empty."""
-    decoder_depth: int = 4
+    decoder_depth: int = setting(4, least=1)
     """Number of blocks."""
-    decoder_heads: int | None = None
+    decoder_heads: int | None = setting(None, least=1)
     """Attention heads; when empty, the encoder's, or decoder_dim // 64 for another width."""
-    decoder_kv_heads: int | None = None
+    decoder_kv_heads: int | None = setting(None, least=1)
     """Key and value heads; decoder_heads when left empty."""
-    decoder_hidden_dim: int | None = None
+    decoder_hidden_dim: int | None = setting(None, least=1)
     """Hidden width of the feed-forward layer; 4 x decoder_dim when left empty."""
     decoder_position: Literal["learned", "sinusoidal", "rotary"] = "learned"
     """Position embedding of the words."""
@@ -31,37 +34,27 @@ class DecoderConfig(Section):
     """Normalise queries and keys in each head."""
     decoder_feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
     """Feed-forward layer; moe: experts like those of the encoder, which must have some."""
-    decoder_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
+    decoder_activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = setting(
+        "gelu", read_by=({"decoder_feedforward": ("mlp", "moe")},)
+    )
     """Activation of the mlp."""
-    decoder_layer_scale: float = 0.0
+    decoder_layer_scale: float = setting(0.0, least=0)
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
-    decoder_dropout: float = 0.1
+    decoder_dropout: float = setting(0.1, least=0, below=1)
     """Dropout after the position embedding, attention and feed-forward layers."""
-    decoder_drop_path: float = 0.0
+    decoder_drop_path: float = setting(0.0, least=0, below=1)
     """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
-    caption_dropout: float = setting(0.0, "--word-dropout")
+    caption_dropout: float = setting(0.0, "--word-dropout", least=0, below=1)
     """Share of the words hidden from the decoder in training, so that it relies on the image."""
-    caption_tokens: int | None = setting(None, "--max-caption-tokens")
+    caption_tokens: int | None = setting(None, "--max-caption-tokens", least=3, decided_by="data")
     """Maximum length of a caption in tokens, with begin and end; by the data when left empty."""
     tokenizer: str = "bpe"
     """bpe, trained on the captions; or a file tokenizer.json, or a folder with one."""
-    vocab_size: int | None = None
+    vocab_size: int | None = setting(None, least=4, decided_by="data")
     """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "decoder_depth")
-        self.check_at_least(0, "decoder_layer_scale")
-        self.check_fraction("decoder_dropout", "decoder_drop_path", "caption_dropout")
-        for name in ("decoder_dim", "decoder_heads", "decoder_kv_heads", "decoder_hidden_dim"):
-            if getattr(self, name) is not None:
-                self.check_at_least(1, name)
-        if self.caption_tokens is not None:
-            self.check_at_least(3, "caption_tokens")
-        if self.vocab_size is not None:
-            self.check_at_least(4, "vocab_size")
-        if self.decoder_feedforward.startswith("swiglu") and self.decoder_activation != "gelu":
-            part = f"decoder_feedforward={self.decoder_feedforward}"
-            self.refuse("decoder_activation", f"{part} does not read it; mlp or moe does")
+        super().__post_init__()
         if self.decoder_drop_path and self.decoder_depth == 1:
             self.refuse("decoder_drop_path", "it is 0 at the first block, and there is no other")
 

@@ -1,47 +1,44 @@
-"""Settings of fine-tuning: pretrained weights, and which parameters are trained."""
+"""Settings of fine-tuning and distillation: weights, trained parameters, and a teacher."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import Section, setting
+from vit.config.config_section import LABEL_TASKS, ON, Section, setting
 from vit.config.model_config import ModelConfig
 
 AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
+TAUGHT = {"teacher": ON}
+LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(Section):
     """Pretrained weights, and how they are fine-tuned."""
 
-    weights: str | None = setting(None, "--pretrained")
+    weights: str | None = setting(None, "--pretrained", decided_by="plan")
     """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
-    method: Literal["full", "linear", "lora", "probe"] | None = None
+    method: Literal["full", "linear", "lora", "probe"] | None = setting(
+        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=("full",), decided_by="weights"
+    )
     """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
-    probe_first: bool | None = None
+    probe_first: bool | None = setting(
+        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=(False,), decided_by="weights"
+    )
     """Initialise the head with a linear probe; when left empty, if no method is chosen."""
-    lora_rank: int = 8
+    lora_rank: int = setting(8, least=1, read_by=LORA)
     """Rank of LoRA's update of a weight matrix."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = setting(16.0, above=0, read_by=LORA)
     """Scale of LoRA's update, which is divided by the rank."""
-    lora_targets: str = "qkv,proj"
+    lora_targets: str = setting("qkv,proj", read_by=LORA)
     """Matrices with a LoRA update, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
-    license: str | None = None
+    license: str | None = setting(None, decided_by="weights")
     """License of the trained weights; that of the pretrained weights when left empty."""
-    feature_cache: str | None = None
+    feature_cache: str | None = setting(None, resumable=True)
     """Folder of cached probe features; in the user's cache folder when left empty."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "lora_rank")
-        self.check_above(0, "lora_alpha")
-        if self.method != "lora":
-            for name in ("lora_rank", "lora_alpha", "lora_targets"):
-                if getattr(self, name) != getattr(FinetuneConfig, name):
-                    self.refuse(name, "only applies when method=lora")
-        if self.weights is None and self.method not in (None, "full"):
-            self.refuse("method", "needs pretrained weights: give --weights SOURCE")
-        if self.weights is None and self.probe_first:
-            self.refuse("probe_first", "needs pretrained weights: give --weights SOURCE")
+        super().__post_init__()
         if self.probe_first and self.method == "probe":
             self.refuse("probe_first", "method=probe does that already")
 
@@ -59,4 +56,20 @@ class PartialModelConfig(ModelConfig):
     """
 
     def __post_init__(self) -> None:
-        self.check_each()
+        self.check_ranges()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Section):
+    """A teacher, whose answers for the training images are learned beside their labels."""
+
+    teacher: str | None = setting(None, before_plan=True)
+    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
+    distillation_type: Literal["soft", "hard"] = setting("soft", read_by=(TAUGHT,))
+    """Learn its probabilities (arXiv:1503.02531), or its best class (arXiv:2012.12877)."""
+    distillation_alpha: float = setting(0.5, above=0, most=1, read_by=(TAUGHT,))
+    """Share of the loss that compares with the teacher; the labels have the rest."""
+    distillation_tau: float = setting(
+        2.0, above=0, read_by=(TAUGHT, {"distillation_type": ("soft",)})
+    )
+    """soft: temperature of both answers; higher shows more of the classes that are not the best."""

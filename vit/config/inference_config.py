@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from vit.config.config_section import Section, setting
+from vit.config.config_section import Section, SectionClass, properties_of, setting
 from vit.config.data_config import check_intensity_range
 from vit.config.parser import Setting, convert, field_docs, nearest
 from vit.errors import ConfigError
@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class InferenceConfig(Section):
     """How a network runs over images."""
 
-    batch_size: int | None = setting(None, "-b")
+    batch_size: int | None = setting(None, "-b", least=1)
     """Images in one pass through the network (default: 4 to 64 on a CPU, by the size of the images;
     else 64)."""
     device: str | None = None
@@ -33,7 +33,7 @@ class InferenceConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the network; auto is bf16 where the hardware has it and it is faster, which is
     tried once on a CPU with many images."""
-    workers: int | None = setting(None, "-j")
+    workers: int | None = setting(None, "-j", least=1)
     """Threads that read images, and compute on a CPU (default: one a core, at most 8)."""
     keep_aspect: bool = False
     """Keep the aspect ratio of images, with at most as many patches as usual, instead of a square
@@ -59,9 +59,7 @@ class InferenceConfig(Section):
     """Return an `embedding` with each prediction; the weights then need no head."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "workers"):
-            if getattr(self, name) is not None:
-                self.check_at_least(1, name)
+        super().__post_init__()
         check_intensity_range(self.intensity_range)
 
 
@@ -76,16 +74,16 @@ class PredictionConfig(Section):
     """A run folder, other weights with a head, or an exported network (.onnx, .xml)."""
     inputs: tuple[str, ...] = ()
     """Images, folders, patterns, lists; `-` is a list of paths on standard input."""
-    top_k: int | None = setting(None, "-k", "--topk")
+    top_k: int | None = setting(None, "-k", "--topk", least=1)
     """Most probable classes in a row (default: 5; for a multi-label network all above their
     thresholds)."""
-    threshold: float | None = setting(None, incompatible_with=RAY)
+    threshold: float | None = setting(None, least=0, most=1, incompatible_with=RAY)
     """Minimum probability of a class in a row (default: none; for a multi-label network the
     threshold of each class, and 0 gives all classes)."""
     reject: bool = setting(False, incompatible_with=RAY | NO_DRAWINGS)
     """Answer `unknown` where the network is too uncertain to be right as often as its calibration
     promises (98 % of what is answered, or --target-precision of vit calibrate)."""
-    sets: float | None = setting(None, incompatible_with=RAY | NO_DRAWINGS)
+    sets: float | None = setting(None, above=0, most=1, incompatible_with=RAY | NO_DRAWINGS)
     """Add to each row the classes that contain the true one with this probability, such as 0.9."""
     format: Literal["table", "jsonl", "csv", "xlsx"] | None = None
     """Format of the rows (default: by the suffix of --out, else table); xlsx is a file for Excel
@@ -128,12 +126,8 @@ class PredictionConfig(Section):
     over a cluster."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_row_settings(self)
-        if self.threshold is not None:
-            self.check_fraction("threshold", one=True)
-        if self.sets is not None:
-            self.check_above(0, "sets")
-            self.check_fraction("sets", one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +137,9 @@ class EvaluationConfig(Section):
     out: str | None = None
     """A row for each image, .jsonl, .csv or .xlsx: image, the cells of a list, label, its score,
     predictions; with several labels an image, its true labels and those above their thresholds."""
-    top_k: int | None = setting(None, needs={"out": "it is the number of classes in a row"})
+    top_k: int | None = setting(
+        None, least=1, needs={"out": "it is the number of classes in a row"}
+    )
     """Predicted classes in a row of --out (default: 5; of a multi-label network all above their
     thresholds)."""
     all_scores: bool = setting(False, needs={"out": "they are columns of its rows"})
@@ -163,14 +159,13 @@ class EvaluationConfig(Section):
     """Refuse a network that the page of --html does not show, before any image is read."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_row_settings(self)
         check_together(self)
 
 
 def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
     """Check the settings of rows that both have."""
-    if config.top_k is not None:
-        config.check_at_least(1, "top_k")
     if isinstance(config.csv_digits, int) and not 0 <= config.csv_digits <= 17:
         config.refuse("csv_digits", "choose 0 to 17, or full")
 
@@ -186,15 +181,16 @@ def check_together(config: Section) -> None:
         value = getattr(config, name)
         return value == wanted if wanted else value is not None and value is not False
 
-    for one in fields(config):  # type: ignore[arg-type]
-        if not is_chosen(one.name):
+    kind: SectionClass = type(config)
+    for name, known in properties_of(kind).items():
+        if not is_chosen(name):
             continue
-        for other, why in one.metadata.get("needs", {}).items():
+        for other, why in known.needs.items():
             if not is_chosen(other):
-                config.refuse(one.name, f"needs {other}: {why}")
-        for other, why in one.metadata.get("incompatible_with", {}).items():
+                config.refuse(name, f"needs {other}: {why}")
+        for other, why in known.incompatible_with.items():
             if is_chosen(other):
-                config.refuse(one.name, f"does not work with {other}{why and ': '}{why}")
+                config.refuse(name, f"does not work with {other}{why and ': '}{why}")
 
 
 @cache
@@ -208,7 +204,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
             kind=hints[field.name],
             default=field.default,
             help=" ".join(docs[field.name].split()).removesuffix("."),
-            aliases=field.metadata.get("aliases", ()),
+            properties=properties_of(kind)[field.name],
         )
         for field in fields(kind)
     }

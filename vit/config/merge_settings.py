@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
+from vit.config.config_section import as_typed
 from vit.config.finetune_config import AUTO_WEIGHTS
-from vit.config.parser import all_settings, as_typed, checked, default_run_folder, read_settings
+from vit.config.parser import (
+    Settings,
+    all_settings,
+    checked,
+    default_run_folder,
+    read_settings,
+    settings_with,
+    with_effect,
+)
 from vit.config.stored_config import (
     is_stored_file,
     located,
-    settings_of_task,
     stored_settings,
-    with_effect,
 )
-from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
 from vit.text import Notify, join_names, print_to_stderr, printable
@@ -39,7 +45,7 @@ def call_settings(
     out: str | Path | None = None,
     resume: bool = False,
     notify: Notify = print_to_stderr,
-) -> tuple[Config | dict[str, Any], bool]:
+) -> Config | Settings:
     """The settings of a Python call such as `train("photos/", epochs=5)`.
 
     Args:
@@ -47,23 +53,22 @@ def call_settings(
             `resume`, or with `data` among the settings.
         settings: More settings by name, unless `first` is a Config.
         out, resume, notify: As for `collect_settings`, for DATA, a YAML file and None.
-
-    Returns:
-        The settings, and whether a file or a run was read.
     """
+    if isinstance(first, Settings) and not settings:
+        return first
     if isinstance(first, Config):
         if settings:
             raise ConfigError(
                 f"{join_names(settings)}: a Config is complete; give all settings to "
                 "vit.make_config, or DATA and settings here"
             )
-        return first, False
+        return first
     if isinstance(first, Mapping):
         if twice := [name for name in settings if name in first]:
             raise ConfigError(f"{join_names(twice)} is given twice, in the dict and by name")
         every = {**first, **settings}
         if not resume:
-            return every, False
+            return Settings(call=every)
         return collect_settings(every, out=out, resume=True, notify=notify)
     chosen, config = dict(settings), None
     if first is not None:
@@ -78,11 +83,11 @@ def call_settings(
             "no data given: the first argument is a folder, a list or a name; or give resume=True "
             "and the run folder as out"
         )
-    values, stored = collect_settings(chosen, config=config, out=out, resume=resume, notify=notify)
+    values = collect_settings(chosen, config=config, out=out, resume=resume, notify=notify)
     if not values.get("data"):
         where = printable(config or os.fspath(out or ""))
         raise ConfigError(f"{where} has no data: give data=")
-    return values, stored
+    return values
 
 
 def collect_settings(
@@ -92,14 +97,11 @@ def collect_settings(
     out: str | Path | None = None,
     resume: bool = False,
     notify: Notify = print_to_stderr,
-) -> tuple[dict[str, Any], bool]:
+) -> Settings:
     """The settings in `chosen`, over those of a YAML file or of the run to resume.
 
     Args:
         chosen: Settings by name, as flags give them; may lack `data` if a run is resumed.
-
-    Returns:
-        The checked settings, and whether a file or a run was read.
     """
     chosen = checked(chosen)
     data = chosen.get("data")
@@ -108,35 +110,39 @@ def collect_settings(
         if (folder / FOLDS_FILE).is_file():
             stored = checked(read_fold_settings(folder / FOLDS_FILE))
             stored = with_effect(located(stored, folder / "fold-1", notify))
-            return {**stored, **_for_resumed_run(chosen, stored)}, True
+            return _over_stored("run", stored, _for_resumed_run(chosen, stored))
         if (folder / "config.yaml").is_file():
             stored = _checked_file(folder / "config.yaml", partial(stored_settings, notify=notify))
             if (time := chosen.pop("time", None)) is not None:  # it led to the stored length
                 steps = stored.get("steps")
                 length = "its length" if steps is None else f"its {steps:,} steps"
                 notify(f"note: time={time} is not used: the run keeps {length}")
-            return {**stored, **_for_resumed_run(chosen, stored)}, True
+            return _over_stored("run", stored, _for_resumed_run(chosen, stored))
     if config is None:
-        return chosen, False
+        return Settings(flag=chosen)
     values = _checked_file(config)
     if is_stored_file(config):
         values = _settings_of_run(config, values, notify)
     if "time" in chosen and values.get("steps") is not None:  # another time decided them
-        values = {name: value for name, value in values.items() if name not in TIME_DECIDES}
+        timed = settings_with(decided_by="time")
+        values = {name: value for name, value in values.items() if name not in timed}
     # what a flag switches off, but not what a file does itself
     kept = with_effect({**values, **chosen}).keys() | (values.keys() - with_effect(values).keys())
     values = {name: value for name, value in values.items() if name in kept}
-    return {**values, **_scaled_schedule(values, chosen, notify), **chosen}, True
+    values |= _scaled_schedule(values, chosen, notify)
+    return _over_stored("file", values, chosen)
 
 
-def names_of_chosen(values: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Names of the settings in `values` that somebody chose.
+def _over_stored(origin: str, stored: Mapping[str, Any], flags: Mapping[str, Any]) -> Settings:
+    """`flags` over `stored` settings.
 
-    config.yaml of a run also has settings that its data decided: the number of classes, and the
-    epochs that its steps make. Only a flag chooses them.
+    Of config.yaml of a run, the data decided the number of classes, and the epochs of its steps.
     """
-    decided = {"num_classes"} | ({"epochs"} if values.get("steps") is not None else set())
-    return [name for name in values if name in flags or name not in decided]
+    steps = {**stored, **flags}.get("steps")
+    decided = ("num_classes",) if steps is None else ("num_classes", "epochs")
+    data = {name: stored[name] for name in decided if name in stored}
+    rest = {name: value for name, value in stored.items() if name not in data}
+    return Settings(**{"data": data, origin: rest, "flag": flags})
 
 
 def read_fold_settings(path: Path) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
     They are defaults, perhaps of another version, or somebody changed them.
     """
     known = all_settings()
-    read = located(settings_of_task(values), Path(path).parent, notify)
+    read = located(with_effect(values), Path(path).parent, notify)
     unread = [
         f"{name}={as_typed(value)}"
         for name, value in values.items()

@@ -3,87 +3,85 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import Section, setting
+from vit.config.config_section import LABEL_TASKS, ON, Section, check_read, setting
 
 ROTARY = ("rotary", "learned_rotary")
 EXPERT_SETTINGS = (
     *("num_experts", "top_k", "moe_every", "capacity_factor", "shared_expert"),
     *("router_weights", "router_jitter", "router_priority"),
 )
-# setting -> the part that reads it, and which kinds of that part do
-BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
-    "rotary_grid": ("position", ROTARY),
-    "rotary_temperature": ("position", ROTARY),
-    "rotary_reference": ("position", ROTARY),
-    "prefix_positions": (
-        "position",
-        ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d"),
-    ),
-    "activation": ("feedforward", ("mlp", "moe")),
-    "patch_sizes": ("stem", ("linear",)),
-    "patch_bias": ("stem", ("linear", "linear_norm")),
-    **dict.fromkeys(("stem_depth", "stem_width", "stem_stride", "stem_norm"), ("stem", ("conv",))),
-    **dict.fromkeys(EXPERT_SETTINGS, ("feedforward", ("moe",))),
-}
+LINEAR_STEM, CONV_STEM = {"stem": ("linear",)}, {"stem": ("conv",)}
+BIASED = {"stem": ("linear", "linear_norm")}
+MOE, ROTATED = {"feedforward": ("moe",)}, {"position": ROTARY}
+PLACED = {"position": ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d")}
+HAS_MLP = {"feedforward": ("mlp", "moe"), "pooling": ("attention", "attention_all")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """The architecture of the network."""
 
-    image_size: int = setting(224, "--img-size")
+    image_size: int = setting(224, "--img-size", least=1)
     """Side of the square input image, in pixels; a multiple of patch_size."""
-    patch_size: int = 16
+    patch_size: int = setting(16, least=1)
     """Side of one square patch, in pixels."""
-    patch_sizes: tuple[int, ...] = ()
+    patch_sizes: tuple[int, ...] = setting((), read_by=(LINEAR_STEM,), unused_by=("probe",))
     """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
     stem: Literal["linear", "linear_norm", "conv"] = "linear"
     """Patch embedding: one linear projection, with a norm (AIMv2), or 3x3 convolutions
     (arXiv:2106.14881)."""
-    stem_depth: int = 3
+    stem_depth: int = setting(3, least=1, read_by=(CONV_STEM,))
     """Convolutional stem: number of 3x3 convolutions."""
-    stem_width: int | None = None
+    stem_width: int | None = setting(None, least=1, read_by=(CONV_STEM,))
     """Convolutional stem: first channels, doubled by each layer up to dim; dim // 4 when empty."""
-    stem_stride: int | None = None
+    stem_stride: int | None = setting(None, read_by=(CONV_STEM,))
     """Convolutional stem: stride of the first; when empty, 2 for patch_size >= 8, else 1."""
-    stem_norm: Literal["layernorm", "batchnorm"] = "batchnorm"
+    stem_norm: Literal["layernorm", "batchnorm"] = setting("batchnorm", read_by=(CONV_STEM,))
     """Convolutional stem: normalisation after each convolution."""
-    channels: int = setting(3, "--in-chans")
+    channels: int = setting(3, "--in-chans", least=1)
     """Channels of an image; `vit train` reads images as RGB and accepts only 3."""
-    num_classes: int = 1000
+    num_classes: int = setting(
+        1000, least=0, read_by=({"task": LABEL_TASKS},), off=(0,), decided_by="data"
+    )
     """Number of classes; training takes it from the data. 0 builds no head."""
-    dim: int = setting(384, "--embed-dim")
+    dim: int = setting(384, "--embed-dim", least=1)
     """Width of a token."""
-    depth: int = 12
+    depth: int = setting(12, least=1)
     """Number of encoder blocks."""
-    num_heads: int = 6
+    num_heads: int = setting(6, least=1)
     """Attention heads; divides dim."""
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = setting(None, least=1)
     """Key and value heads (GQA, arXiv:2305.13245); num_heads when left empty."""
-    repeat_blocks: int = 1
+    repeat_blocks: int = setting(1, least=1)
     """Number of times the blocks are applied with shared weights (ALBERT, arXiv:1909.11942)."""
-    hidden_dim: int | None = None
+    hidden_dim: int | None = setting(None, least=1)
     """Hidden width of the feed-forward layer; 4 x dim when left empty."""
     class_token: bool = True
     """Prepend a learned class token."""
-    registers: int = setting(0, "--reg-tokens")
+    registers: int = setting(0, "--reg-tokens", least=0)
     """Number of register tokens (Darcet et al., arXiv:2309.16588)."""
     position: Literal[
         "learned", "sinusoidal_1d", "sinusoidal_2d", "rotary", "learned_rotary", "relative", "none"
     ] = "learned"
     """Position embedding."""
-    prefix_positions: Literal["auto", "none", "class_token", "all"] = "auto"
+    prefix_positions: Literal["auto", "none", "class_token", "all"] = setting(
+        "auto", read_by=(PLACED,)
+    )
     """Prefix tokens with a position embedding; auto: the class token, none with registers."""
-    rotary_grid: Literal["index", "index_1", "centred", "mixed"] = "index"
+    rotary_grid: Literal["index", "index_1", "centred", "mixed"] = setting(
+        "index", read_by=(ROTATED,)
+    )
     """Rotary: coordinates are patch indices, from 0 or 1, or -1 to 1 across the image (DINOv3);
     mixed: learned frequencies of rows and columns (arXiv:2403.13298)."""
-    rotary_temperature: float = 100.0
+    rotary_temperature: float = setting(100.0, above=0, read_by=(ROTATED,))
     """Rotary: base of the frequencies (theta)."""
-    rotary_reference: int | None = None
+    rotary_reference: int | None = setting(
+        None, least=1, read_by=(ROTATED, {"rotary_grid": ("index", "index_1")})
+    )
     """Rotary, index: grid side that coordinates are scaled to; no scaling when left empty."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""
-    norm_eps: float = 1e-6
+    norm_eps: float = setting(1e-6, above=0)
     """Epsilon of the normalisation layers."""
     norm_order: Literal["pre", "post", "sandwich", "res_post", "sub", "sub_mlp"] = "pre"
     """Normalise the input of each branch, the residual sum, the branch's input and output, or its
@@ -94,7 +92,7 @@ class ModelConfig(Section):
     """Normalise the tokens before the first block (CLIP)."""
     final_norm: Literal["auto", "tokens", "pooled", "none"] = "auto"
     """Input of the last norm; auto: all tokens, or with pooling=mean the pooled vector."""
-    patch_bias: bool = True
+    patch_bias: bool = setting(True, read_by=(BIASED,))
     """Bias of the patch projection."""
     qkv_bias: bool = True
     """Bias of the query, key and value projections in the blocks."""
@@ -104,25 +102,29 @@ class ModelConfig(Section):
     """Normalise queries and keys in each head (Dehghani et al., arXiv:2302.05442)."""
     feedforward: Literal["mlp", "swiglu", "swiglu_packed", "moe"] = "mlp"
     """Feed-forward layer; swiglu_packed: gate and value in one matrix; moe: mixture of experts."""
-    num_experts: int = 8
+    num_experts: int = setting(8, least=1, read_by=(MOE,))
     """MoE: number of experts in a block."""
-    top_k: int = setting(2, "--experts-per-token")
+    top_k: int = setting(2, "--experts-per-token", least=1, read_by=(MOE,))
     """MoE: number of experts per token."""
-    moe_every: int = 2
+    moe_every: int = setting(2, least=1, read_by=(MOE,))
     """MoE: experts in every n-th block, counted from 1; the others have an mlp."""
-    capacity_factor: float = 0.0
+    capacity_factor: float = setting(0.0, least=0, read_by=(MOE,))
     """MoE: capacity factor, relative to an equal share of tokens; 0 is no limit."""
-    router_weights: Literal["auto", "softmax", "renormalised"] = "auto"
+    router_weights: Literal["auto", "softmax", "renormalised"] = setting("auto", read_by=(MOE,))
     """MoE: weights of the expert outputs; auto: renormalised, or softmax with top_k=1."""
-    router_jitter: float = 0.0
+    router_jitter: float = setting(0.0, least=0, below=1, read_by=(MOE,), unused_by=("probe",))
     """MoE: in training, router inputs are multiplied by random factors in 1 +- this."""
-    router_priority: Literal["order", "score"] = "order"
+    router_priority: Literal["order", "score"] = setting(
+        "order", read_by=(MOE, {"capacity_factor": ON})
+    )
     """MoE with a capacity: the tokens kept first; score: those with the largest router scores."""
-    shared_expert: bool = False
+    shared_expert: bool = setting(False, read_by=(MOE,))
     """MoE: one more expert, applied to every token."""
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = setting(
+        "gelu", read_by=(HAS_MLP,)
+    )
     """Activation of the mlp, also of attention pooling."""
-    layer_scale: float = setting(0.0, "--init-values")
+    layer_scale: float = setting(0.0, "--init-values", least=0)
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     pooling: Literal[
         "class_token",
@@ -135,34 +137,20 @@ class ModelConfig(Section):
     ] = "class_token"
     """Input of the head: class token, mean of patches, attention pooling (all: of the tokens before
     the patches too), token and mean, or token and registers."""
-    dropout: float = setting(0.0, "--drop")
+    dropout: float = setting(0.0, "--drop", least=0, below=1, unused_by=("probe",))
     """Dropout after the position embedding, attention and feed-forward layers."""
-    attention_dropout: float = setting(0.0, "--attn-drop")
+    attention_dropout: float = setting(0.0, "--attn-drop", least=0, below=1, unused_by=("probe",))
     """Dropout of the attention weights in the blocks."""
-    drop_path: float = 0.0
+    drop_path: float = setting(0.0, least=0, below=1, unused_by=("probe",))
     """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
-    patch_dropout: float = 0.0
+    patch_dropout: float = setting(0.0, least=0, below=1, unused_by=("probe",))
     """Share of the patches dropped from each training image (arXiv:2212.00794)."""
-    merge_tokens: int = 0
+    merge_tokens: int = setting(0, least=0)
     """Patches merged in each block, at most half of them (ToMe, arXiv:2210.09461)."""
 
     def __post_init__(self) -> None:
-        self.check_each()
+        self.check_ranges()
         self.check_together()
-
-    def check_each(self) -> None:
-        """Check each value."""
-        self.check_at_least(1, "image_size", "patch_size", "channels", "dim", "depth", "num_heads")
-        self.check_at_least(1, "repeat_blocks", "stem_depth")
-        self.check_at_least(1, "num_experts", "top_k", "moe_every")
-        self.check_at_least(0, "registers", "layer_scale", "num_classes", "merge_tokens")
-        self.check_at_least(0, "capacity_factor")
-        self.check_above(0, "norm_eps", "rotary_temperature")
-        self.check_fraction("dropout", "attention_dropout", "drop_path", "patch_dropout")
-        self.check_fraction("router_jitter")
-        for name in ("hidden_dim", "num_kv_heads", "rotary_reference", "stem_width"):
-            if getattr(self, name) is not None:
-                self.check_at_least(1, name)
 
     def check_together(self) -> None:
         """Check that the values fit each other."""
@@ -205,17 +193,7 @@ class ModelConfig(Section):
         if self.drop_path and self.depth == 1:
             self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
         self._check_tokens()
-        self._check_absent()
-
-    def _check_absent(self) -> None:
-        """Check that no setting belongs to a part that this network does not have."""
-        for name, (part, kinds) in BELONGS_TO.items():
-            if name == "activation" and self.pooling.startswith("attention"):
-                continue  # the pooling has an mlp too
-            default = self.__dataclass_fields__[name].default
-            if getattr(self, name) != default and getattr(self, part) not in kinds:
-                have = f"{part}={getattr(self, part)}"
-                self.refuse(name, f"{have} does not read it; {part}={' or '.join(kinds)} does")
+        check_read(vars(self), ModelConfig)
 
     def _check_patches(self) -> None:
         for size in self.patch_sizes:
@@ -264,8 +242,6 @@ class ModelConfig(Section):
     def _check_rotary(self) -> None:
         if self.is_rotary and self.dim // self.num_heads % 4:
             self.refuse("dim", f"position={self.position} needs a multiple of 4 in each head")
-        if self.rotary_reference is not None and not self.rotary_grid.startswith("index"):
-            self.refuse("rotary_reference", "only rotary_grid=index has one")
 
     def _check_experts(self) -> None:
         if self.feedforward != "moe":
@@ -278,8 +254,6 @@ class ModelConfig(Section):
             self.refuse("router_weights", "with top_k=1 it is always 1; use softmax")
         if self.repeat_blocks > 1:
             self.refuse("repeat_blocks", "routers would learn from the last time alone; use 1")
-        if self.router_priority != "order" and not self.capacity_factor:
-            self.refuse("router_priority", "nothing is dropped; set a capacity_factor, such as 1.0")
 
     def feedforward_of(self, block: int) -> str:
         """The feed-forward part of a block; blocks are counted from 1."""

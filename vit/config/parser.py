@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
+from vit.config.config_section import Properties, missing_need, properties_of
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
 from vit.errors import ConfigError
@@ -50,7 +51,12 @@ class Setting:
     kind: Any
     default: Any
     help: str
-    aliases: tuple[str, ...]
+    properties: Properties
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Alternative flags."""
+        return self.properties.aliases
 
 
 @cache
@@ -62,11 +68,36 @@ def all_settings() -> dict[str, Setting]:
         docs = field_docs(kind)
         for field in dataclasses.fields(kind):
             assert field.name not in found, f"two settings are called {field.name}"
-            aliases = field.metadata.get("aliases", ())
             found[field.name] = Setting(
-                field.name, section, hints[field.name], field.default, docs[field.name], aliases
+                field.name,
+                section,
+                hints[field.name],
+                field.default,
+                docs[field.name],
+                properties_of(kind)[field.name],
             )
     return found
+
+
+def settings_with(**properties: Any) -> list[str]:
+    """Names of the settings with these properties."""
+    return [
+        name
+        for name, found in all_settings().items()
+        if all(getattr(found.properties, key) == value for key, value in properties.items())
+    ]
+
+
+def with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those that nothing reads beside the others."""
+    every = {name: found.default for name, found in all_settings().items()} | {**values}
+    read = {}
+    for name, value in values.items():
+        found = all_settings()[name]
+        need = missing_need(name, every, SECTIONS[found.section])
+        if need is None or value in found.properties.off:
+            read[name] = value
+    return read
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -96,18 +127,55 @@ def names_by_alias() -> dict[str, str]:
     return found
 
 
-def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
+class Settings(dict[str, Any]):
+    """Settings by field name, converted, in layers by origin; a later layer wins.
+
+        Settings(run={"lr": 1e-3, "epochs": 5}, flag={"lr": "2e-3"})
+
+    Attributes:
+        layers: The layers. `data` and `weights` are what those decided; nobody chose it.
+        origins: Name -> the last layer that has it.
+    """
+
+    def __init__(self, **layers: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layers = {origin: checked(values) for origin, values in layers.items()}
+        self.origins: dict[str, str] = {}
+        for origin, values in self.layers.items():
+            self.update(values)
+            self.origins |= dict.fromkeys(values, origin)
+
+    @classmethod
+    def of(cls, config: Config) -> "Settings":
+        """Those of `config` that somebody chose."""
+        layers: dict[str, dict[str, Any]] = {}
+        values = flatten(config)
+        for name in config.settled:
+            layers.setdefault(config.origins[name], {})[name] = values[name]
+        return cls(**layers)
+
+    @property
+    def complete(self) -> bool:
+        """Whether they are those of a file, a run or a plan, to which no plan adds others."""
+        return not {"file", "run", "plan"}.isdisjoint(self.layers)
+
+
+def make_config(values: Mapping[str, Any], *, origins: Mapping[str, str] | None = None) -> Config:
     """Build a Config from flat values, by name or alias; the preset named by `model` comes first.
+
+    If they name pretrained weights and no whole network, model settings are checked one by one, and
+    together once those of the weights are known.
 
     Args:
         values: The settings.
-        complete: Whether the values are final. Otherwise, if they name pretrained weights, model
-            settings are checked one by one, and together once those of the weights are known.
+        origins: Who chose them, as in `Config.origins`; this call chose all of them if omitted.
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or two values do not fit.
     """
-    chosen = checked(values)
+    settings = values if isinstance(values, Settings) else Settings(call=values)
+    chosen = dict(settings)
+    origins = settings.origins if origins is None else origins
     model = chosen.get("model", _default_model())
     usual = task_defaults(chosen.get("task"))
     if chosen.get("random_crop") == "simple":  # which keeps all of the short side
@@ -117,13 +185,34 @@ def make_config(values: Mapping[str, Any], *, complete: bool = False) -> Config:
     for name, value in chosen.items():
         sections[all_settings()[name].section][name] = value
     kinds = dict(SECTIONS)
-    if sections["finetune"].get("weights") is not None and not complete:
+    if sections["finetune"].get("weights") is not None and not settings.keys() >= REQUIRED_SETTINGS:
         kinds["model"] = PartialModelConfig
-    return Config(**{name: kind(**sections[name]) for name, kind in kinds.items()})
+    built = {name: kind(**sections[name]) for name, kind in kinds.items()}
+    return Config(**built, origins=known_origins(chosen, origins))
+
+
+def known_origins(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
+    """`origins` without those of None that leaves a setting to what decides it."""
+    return {
+        name: origin
+        for name, origin in origins.items()
+        if values[name] is not None or not all_settings()[name].properties.decided_by
+    }
+
+
+def with_origins(config: Config, given: Collection[str] | None = None) -> Config:
+    """`config` in which the settings `given` were chosen, or those that differ from defaults."""
+    if given is None:
+        origins = {**dict.fromkeys(changed_settings(config), "call"), **config.origins}
+    else:
+        origins = dict.fromkeys(given, "call")
+    return dataclasses.replace(config, origins=known_origins(config.values(), origins))
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` by field names and converted to their types, not yet checked together."""
+    if isinstance(values, Settings):
+        return dict(values)
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"settings={printable(repr(values)[:40])} ({type(values).__name__}): give a dict of "
@@ -389,13 +478,6 @@ def _parse_value(text: str) -> Any:
     if isinstance(value, dict) or (isinstance(value, list) and text[0] != "["):
         raise ValueError("the line is no `name: value`")
     return value
-
-
-def as_typed(value: object) -> str:
-    """A setting's value as a user would type it."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_settings(

@@ -7,19 +7,15 @@ copies of the lists that people edit.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from vit.atomic_files import write_text
-from vit.config import ONLY_CAPTIONS, ONLY_EXPERTS, SECTIONS, Config, TrainingConfig
-from vit.config.data_config import RANDAUGMENT
-from vit.config.parser import flatten, make_config, read_stored_settings
-from vit.config.pretraining_config import SETTINGS_OF
+from vit.config import Config
+from vit.config.parser import flatten, make_config, read_stored_settings, with_effect
 from vit.errors import RunError
 from vit.text import Notify, printable
 
@@ -46,7 +42,7 @@ def has_stored_config(folder: Path) -> bool:
 
 def stored_config(folder: Path, notify: Notify = lambda _note: None) -> Config:
     """Read the completed settings of the run in `folder`; `notify` is that of `located`."""
-    return make_config(stored_settings(folder / "config.yaml", notify), complete=True)
+    return make_config(stored_settings(folder / "config.yaml", notify), origins={})
 
 
 def is_stored_file(path: str | Path) -> bool:
@@ -64,7 +60,7 @@ def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> di
     It has all settings; those of other tasks are the defaults of the version that wrote it, which
     another version would take for settings that somebody chose, and refuse.
     """
-    return located(settings_of_task(read_stored_settings(path)), Path(path).parent, notify)
+    return located(with_effect(read_stored_settings(path)), Path(path).parent, notify)
 
 
 def write_paths(folder: Path, config: Config) -> None:
@@ -126,26 +122,3 @@ def find_path(folder: Path, entry: Mapping[str, str]) -> tuple[str, str]:
         if there:
             return key, str(path)
     return "", ""
-
-
-def settings_of_task(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of all settings that the task in them reads."""
-    task = str(values.get("task", TrainingConfig.task))
-    unread = {*itertools.chain(*SETTINGS_OF.values())} - {*SETTINGS_OF.get(task, ())}
-    if values.get("feedforward") != "moe":
-        unread |= {*ONLY_EXPERTS}
-    if not TrainingConfig(task=task).captions:
-        for section, names in ONLY_CAPTIONS.items():
-            unread |= {*(names or [each.name for each in fields(SECTIONS[section])])}
-    read = {name: value for name, value in values.items() if name not in unread}
-    return with_effect(read)
-
-
-def with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without settings of augmentation that the others switch off."""
-    unread = set() if values.get("auto_augment") == "randaugment" else {*RANDAUGMENT}
-    mixing = bool(values.get("mixup")) + bool(values.get("cutmix"))
-    unread |= {*("mix_probability", "cutmix_share")[mixing:]}
-    if not values.get("local_views"):
-        unread |= {"local_crop"} | ({"crop_ratio"} if values.get("min_crop") == 1 else set())
-    return {name: value for name, value in values.items() if name not in unread}

@@ -1,12 +1,19 @@
-"""Settings of training: length, optimiser, learning rate, regularisation."""
+"""Settings of training: length, optimiser, regularisation; device, precision, checkpoints."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from vit.config.config_section import Section, setting
-from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.config_section import (
+    CAPTION_TASKS,
+    LABEL_TASKS,
+    ON,
+    PRETRAINING_TASKS,
+    Section,
+    setting,
+)
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -21,11 +28,9 @@ TASKS: dict[str, str] = {
     "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
 }
 """Value of the setting `task` -> module and class that implements it."""
-# settings that `time` decides
-TIME_DECIDES = (
-    *("epochs", "steps", "epoch_steps", "warmup_epochs", "growth_epochs"),
-    *("cooldown_epochs", "cooldown_shares", "cooldown_steps"),
-)
+PROBE, FROZEN = ("probe",), ("probe", "linear")
+"""Methods that make no steps, or none of the encoder's parameters."""
+ROUTERS = ({"feedforward": ("moe",)},)
 
 
 def implied_task(*, multilabel: bool, captions: bool, classes: bool) -> str:
@@ -39,116 +44,101 @@ def implied_task(*, multilabel: bool, captions: bool, classes: bool) -> str:
 class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
-    task: Annotated[str, TASKS] = "classify"
+    task: Annotated[str, TASKS] = setting("classify", before_plan=True)
     """Task: one class per image, any number, captions, classes and captions; or no labels."""
     model: str = "vit_tiny_patch16_224"
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
-    epochs: int = 30
+    epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)
     """Passes over the training images, or multiples of epoch_steps; each ends in a validation."""
-    epoch_steps: int | None = None
+    epoch_steps: int | None = setting(None, least=1, decided_by="time", unused_by=PROBE)
     """Optimiser steps per epoch; one pass over the training images when left empty."""
-    steps: int | None = None
+    steps: int | None = setting(None, least=1, decided_by="time", unused_by=PROBE)
     """Optimiser steps of the training, instead of epochs; the last epoch may be shorter."""
-    time: str | None = None
+    time: str | None = setting(None, decided_by="plan", unused_by=PROBE, before_plan=True)
     """Duration of the training, such as 90s, 30m or 2h; the number of steps is chosen to fit."""
-    lr: float = 1e-3
+    lr: float = setting(1e-3, above=0, unused_by=PROBE)
     """Peak learning rate, for the whole batch."""
-    encoder_lr: float | None = None
+    encoder_lr: float | None = setting(None, above=0, tasks=CAPTION_TASKS, unused_by=("linear",))
     """Captions: peak learning rate of the encoder; lr when left empty."""
-    schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched")
+    schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched", unused_by=PROBE)
     """Learning rate after the warm-up: cosine, or constant with a cooldown (arXiv:2404.06395)."""
-    cooldown_epochs: float | None = None
+    cooldown_epochs: float | None = setting(
+        None, least=0, read_by=({"schedule": ("wsd",)},), decided_by="time", unused_by=PROBE
+    )
     """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
-    cooldown_shares: tuple[float, ...] = ()
+    cooldown_shares: tuple[float, ...] = setting((), decided_by="time", unused_by=PROBE)
     """wsd: fractions of lr during the cooldown, between which it is linear; set by a run with a
     time."""
-    cooldown_steps: tuple[int, ...] = ()
+    cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE)
     """wsd: steps of the cooldown after which lr has these fractions; its epochs when left empty."""
-    fallback_lr: float | None = None
+    fallback_lr: float | None = setting(
+        None, above=0, read_by=({"optimizer": ("muon",)},), unused_by=PROBE
+    )
     """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
-    min_lr: float = 1e-6
+    min_lr: float = setting(1e-6, least=0, unused_by=PROBE)
     """Learning rate at the end."""
-    warmup_epochs: float | None = None
+    warmup_epochs: float | None = setting(None, least=0, decided_by="time", unused_by=PROBE)
     """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
-    optimizer: str = setting("adamw", "--opt")
+    optimizer: str = setting("adamw", "--opt", unused_by=PROBE)
     """adamw, muon, or the name of any optimiser in timm's factory."""
-    weight_decay: float = 0.05
+    weight_decay: float = setting(0.05, least=0, unused_by=PROBE)
     """Weight decay of matrices; biases, norms, position embeddings and tokens have none."""
-    betas: tuple[float, float] | None = setting(None, "--opt-betas")
+    betas: tuple[float, float] | None = setting(
+        None, "--opt-betas", least=0, below=1, unused_by=PROBE
+    )
     """Betas of the optimiser (of Muon: its AdamW); the optimiser's defaults when left empty."""
-    layer_decay: float = 1.0
+    layer_decay: float = setting(1.0, above=0, unused_by=FROZEN)
     """Layer-wise learning rate decay, from each block to the one before it; 1 is off."""
-    clip_grad: float = 1.0
+    clip_grad: float = setting(1.0, least=0, unused_by=PROBE)
     """Maximum norm of the gradient of all parameters; 0 is off."""
-    smoothing: float = 0.1
+    smoothing: float = setting(
+        0.1, least=0, below=1, tasks=LABEL_TASKS, off=(0.0,), unused_by=PROBE
+    )
     """Label smoothing: share of a label that is spread over all classes."""
-    balance: Literal["none", "loss", "sampler", "logit-adjust"] = "none"
+    balance: Literal["none", "loss", "sampler", "logit-adjust"] = setting(
+        "none", tasks=LABEL_TASKS, unused_by=PROBE, before_plan=True
+    )
     """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
-    balance_loss: float = 0.01
+    balance_loss: float = setting(0.01, least=0, read_by=ROUTERS, unused_by=FROZEN)
     """MoE: weight of the load balancing loss (Switch, arXiv:2101.03961)."""
-    router_z_loss: float = 0.001
+    router_z_loss: float = setting(0.001, least=0, read_by=ROUTERS, unused_by=FROZEN)
     """MoE: weight of the router z-loss (ST-MoE, arXiv:2202.08906)."""
-    ema: float = setting(0.0, "--model-ema-decay")
+    ema: float = setting(0.0, "--model-ema-decay", least=0, below=1, unused_by=PROBE)
     """Decay per step of the moving average of the weights; 0 keeps none (DINO: 0.95)."""
-    start_image_size: int | None = None
+    start_image_size: int | None = setting(None, unused_by=PROBE)
     """Progressive resizing: image side in the first epochs; image_size when left empty."""
-    growth_epochs: float | None = None
+    growth_epochs: float | None = setting(
+        None, above=0, read_by=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
+    )
     """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
-    seed: int = 0
+    seed: int = setting(0, least=0, before_plan=True)
     """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
-    patience: int | None = None
+    patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE)
     """Early stopping: epochs without an improvement; off when left empty."""
-    soup: bool = False
+    soup: bool = setting(False, tasks=LABEL_TASKS, unused_by=PROBE)
     """Model soup: average the keep_best epochs that improve the average (arXiv:2203.05482)."""
 
-    caption_samples: int = 2000
+    caption_samples: int = setting(2000, least=1, tasks=CAPTION_TASKS)
     """Captions: validation images captioned after each epoch, for BLEU and CIDEr."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "epochs", "caption_samples")
-        self.check_above(0, "lr", "layer_decay")
-        if self.encoder_lr is not None:
-            self.check_above(0, "encoder_lr")
-        if self.fallback_lr is not None:
-            self.check_above(0, "fallback_lr")
-            if self.optimizer != "muon":
-                self.refuse("fallback_lr", f"only muon has one, not optimizer={self.optimizer}")
-        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
-            self.refuse("betas", "each must be at least 0 and less than 1")
-        self.check_at_least(0, "min_lr", "weight_decay", "clip_grad", "seed")
-        self.check_at_least(0, "balance_loss", "router_z_loss")
-        self.check_fraction("smoothing", "ema")
-        if self.patience is not None:
-            self.check_at_least(1, "patience")
+        super().__post_init__()
         if self.time is not None and not DURATION.fullmatch(self.time):
             self.refuse("time", "write a number and s, m or h, such as 90s, 30m or 1.5h")
         if self.seconds == 0:
             self.refuse("time", "no time is left to train in: give more")
         if self.min_lr > self.lr:
             self.refuse("min_lr", f"is more than lr={self.lr}")
-        for name in ("epoch_steps", "steps"):
-            if getattr(self, name) is not None:
-                self.check_at_least(1, name)
         if self.steps is not None and self.time is not None:
             self.refuse("steps", f"time={self.time} chooses the number of steps; give one of them")
-        if self.cooldown_epochs is not None:
-            self.check_at_least(0, "cooldown_epochs")
-            if self.schedule != "wsd":
-                self.refuse("cooldown_epochs", f"schedule={self.schedule} has none; use wsd")
         shares, at = len(self.cooldown_shares), self.cooldown_steps
         if not at and shares > (self.cooldown_epochs or 0):
             self.refuse("cooldown_shares", f"are more than cooldown_epochs={self.cooldown_epochs}")
         if at and (len(at) != shares or any(low >= high for low, high in pairwise((0, *at)))):
             self.refuse("cooldown_steps", f"must be {shares} increasing steps, as cooldown_shares")
-        if self.growth_epochs is not None:
-            self.check_above(0, "growth_epochs")
-            if self.start_image_size is None:
-                self.refuse("growth_epochs", "nothing grows: give start_image_size")
-        if self.warmup_epochs is not None:
-            self.check_at_least(0, "warmup_epochs")
-            if self.time is None and self.warmup_epochs >= self.epochs:
-                remedy = "lower it, such as --warmup-epochs 0, or train longer"
-                self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}; {remedy}")
+        if self.time is None and (self.warmup_epochs or 0) >= self.epochs:
+            remedy = "lower it, such as --warmup-epochs 0, or train longer"
+            self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}; {remedy}")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -190,3 +180,34 @@ class TrainingConfig(Section):
     def warmup(self) -> float:
         """Epochs of linear warm-up."""
         return min(self.epochs / 10, 5) if self.warmup_epochs is None else self.warmup_epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """Device, precision, checkpoints and tracking."""
+
+    shared: ClassVar[Mapping[str, Any]] = {"before_plan": True}
+
+    device: str = setting("auto", resumable=True)
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"] = "auto"
+    """Arithmetic of the network; auto: bf16 if the hardware supports it, else fp32 (not tf32)."""
+    deterministic: bool = False
+    """Deterministic algorithms on GPUs, which are slower; CPUs are always deterministic."""
+    compile: bool = setting(False, "--torchcompile", resumable=True)
+    """Compile by torch.compile: half a minute, or seconds for each size of images that grow."""
+    checkpoint_activations: bool = setting(False, "--grad-checkpointing", resumable=True)
+    """Recompute activations of encoder blocks in the backward pass: less memory, more work."""
+    checkpoint_minutes: float = setting(10.0, above=0, resumable=True)
+    """Maximum time between two checkpoints, a minute to the first; each epoch also saves one."""
+    checkpoint_steps: int | None = setting(None, least=1, resumable=True)
+    """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
+    keep_best: int = setting(1, least=1)
+    """Number of best epochs whose weights are kept; the best is model.safetensors."""
+    track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
+        None, resumable=True
+    )
+    """Experiment tracker that losses and scores are sent to."""
+
+    report: Literal["full", "fast"] = "full"
+    """Report of the run: fast opens no image again, so it has no thumbnails and fewer slices."""

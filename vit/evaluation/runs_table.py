@@ -24,10 +24,15 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from vit.config.config_section import as_typed
 from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
-from vit.config.parser import all_settings, as_typed, nearest, read_stored_settings
+from vit.config.parser import (
+    all_settings,
+    nearest,
+    read_stored_settings,
+    settings_with,
+)
 from vit.config.presets import PRESETS
-from vit.config.training_config import TIME_DECIDES
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.event_log import (
@@ -245,7 +250,9 @@ class RunsTable:
     def differing(self) -> dict[str, str]:
         """Settings that differ between the runs, with the value that most of them have."""
         read = [run for run in self.runs if run.settings]
-        known = sorted(all_settings(), key=TIME_DECIDES.__contains__)  # those that a time gave last
+        known = sorted(
+            all_settings(), key=settings_with(decided_by="time").__contains__
+        )  # those that a time gave last
         found = {}
         for name in dict.fromkeys([*known, *(name for run in read for name in run.settings)]):
             values = Counter(setting_text(run.setting(name)) for run in read)
@@ -339,11 +346,8 @@ def runs(
             "--out writes it"
         )
     records.sort(key=lambda run: run.name.casefold())
-    ranked = [(key(run), run) for run in records]
-    having = [pair for pair in ranked if pair[0] is not None]
-    having.sort(key=lambda pair: pair[0], reverse=reverse)
-    lacking = [run for value, run in ranked if value is None]
-    return RunsTable(root, (*(run for _, run in having), *lacking))
+    having = sorted((run for run in records if key(run) is not None), key=key, reverse=reverse)
+    return RunsTable(root, (*having, *(run for run in records if key(run) is None)))
 
 
 def sort_key(name: str) -> Callable[[RunRecord], Any]:

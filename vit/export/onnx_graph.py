@@ -110,19 +110,15 @@ def trace_module(part: Part, opset: int) -> Any:
                 verbose=False,
             )
         except Exception as error:  # of torch's compiler, ONNX's or ours
-            words = error_text(_first(error))
+            first: BaseException = error
+            while first.__cause__ is not None:  # torch wraps it in advice for its developers
+                first = first.__cause__
+            words = error_text(first)
             raise VitError(f"torch cannot export the {part.name}: {words}") from error
     assert program is not None, "an exporter without a file gives a program"
     proto = program.model_proto
     _tidy(proto, part)
     return proto
-
-
-def _first(error: BaseException) -> BaseException:
-    """The cause of `error`, which torch wraps in advice for its developers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _tidy(proto: Any, part: Part) -> None:

@@ -400,8 +400,8 @@ def _described(model: LoadedRun | Predictor) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    numbers = isinstance(value, list | tuple)
-    return ", ".join(f"{number:g}" for number in value) if numbers else printable(value)
+    values = value if isinstance(value, list | tuple) else [value]
+    return ", ".join(f"{one:g}" if isinstance(one, float) else printable(one) for one in values)
 
 
 def compare(

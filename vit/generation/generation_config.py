@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vit.config.config_section import Section
+from vit.config.config_section import ON, Section, setting
 from vit.errors import WeightsError
 
 if TYPE_CHECKING:  # a server of exported files imports no torch
@@ -65,6 +65,9 @@ def make_hypothesis(ids: Sequence[int], score: float, *, ended: bool) -> Hypothe
     return Hypothesis(tuple(ids), score, ended)
 
 
+SAMPLES = ({"temperature": ON},)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search(Section):
     """Generation settings; the default is greedy decoding.
@@ -73,36 +76,31 @@ class Search(Section):
         ConfigError: A setting is out of range, or has no effect beside another one.
     """
 
-    beams: int = 1
+    beams: int = setting(1, least=1)
     """Number of beams; 1 is greedy decoding or sampling."""
-    n_best: int = 1
+    n_best: int = setting(1, least=1)
     """Sequences to return for each image, the best first; at most `beams`."""
-    length_penalty: float = 1.0
+    length_penalty: float = setting(1.0, least=-10, most=10)
     """Beams are ranked by score / tokens**length_penalty, the end token included; 0 is off."""
-    temperature: float = 0.0
+    temperature: float = setting(0.0, least=0, most=1000)
     """Sample from softmax(logits / temperature); 0 is greedy decoding."""
-    top_k: int = 0
+    top_k: int = setting(0, least=0, read_by=SAMPLES)
     """Sample from the k most likely tokens; 0 is all."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, above=0, most=1, read_by=SAMPLES)
     """Nucleus sampling: sample from the fewest tokens with this probability (arXiv:1904.09751)."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = setting(1.0, least=1, most=100)
     """Penalty on tokens already in the sequence; 1 is off (arXiv:1909.05858)."""
-    min_tokens: int = 1
+    min_tokens: int = setting(1, least=0)
     """Minimum number of tokens before the end token."""
-    max_tokens: int = 0
+    max_tokens: int = setting(0, least=0)
     """Maximum number of tokens; 0: as many as the decoder has positions for."""
-    seed: int = 0
+    seed: int = setting(0, least=0, read_by=SAMPLES)
     """Seed of sampling."""
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "beams", "n_best")
-        self.check_at_least(0, "top_k", "min_tokens", "max_tokens", "seed")
-        self._check_between("length_penalty", -10, 10)
-        self._check_between("repetition_penalty", 1, 100)
-        if self.temperature != 0:
-            self._check_between("temperature", 0.001, 1000, "0, or ")
-        self.check_above(0, "top_p")
-        self.check_fraction("top_p", one=True)
+        super().__post_init__()
+        if 0 < self.temperature < 0.001:
+            self.refuse("temperature", "must be 0, or from 0.001 to 1000")
         if self.n_best > self.beams:
             self.refuse("n_best", f"is more than beams={self.beams}")
         if self.max_tokens and self.min_tokens > self.max_tokens:
@@ -112,13 +110,8 @@ class Search(Section):
                 "beams",
                 f"do not sample; set beams=1, or leave out temperature={self.temperature!r}",
             )
-        if self.seed and not self.temperature:
-            self.refuse("seed", "only sampling uses it; set temperature, such as 1.0")
         if self.beams == 1 and self.length_penalty not in (0, 1):
             self.refuse("length_penalty", "ranks beams; set beams to more than 1")
-        for name, off in (("top_k", 0), ("top_p", 1)):
-            if getattr(self, name) != off and not self.temperature:
-                self.refuse(name, "only sampling uses it; set temperature, such as 1.0")
 
     def changes(self) -> dict[str, Any]:
         """Settings that differ from their defaults."""
@@ -131,7 +124,3 @@ class Search(Section):
     def __str__(self) -> str:
         changed = [f"{name}={value!r}" for name, value in self.changes().items()]
         return ", ".join(changed) or "search"
-
-    def _check_between(self, name: str, low: float, high: float, other: str = "") -> None:
-        if not low <= getattr(self, name) <= high:
-            self.refuse(name, f"must be {other}from {low} to {high}")

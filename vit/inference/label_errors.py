@@ -22,7 +22,7 @@ from torch import Tensor
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings, split_settings
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
-from vit.data.checks.check_listing import ListedImage, Problem
+from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
     CheckReport,
     Progress,
@@ -32,6 +32,7 @@ from vit.data.checks.dataset_check import (
 from vit.data.checks.duplicates import near_duplicate_problem, verify_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
+from vit.data.sources.problems import Problem
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     MIN_AGREEMENT,

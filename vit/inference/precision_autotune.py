@@ -99,10 +99,13 @@ class PrecisionAutotuner:
         notify: Notify,
         folder: Path | None = None,
     ) -> None:
-        self.folder = user_cache() / "precision" if folder is None else folder
-        self.key = cache_key(network=asdict(config), threads=torch.get_num_threads(), **usage)
+        machine = {"cpu": sorted(cpu_features()), "torch": torch.__version__}
+        network = {"network": asdict(config), "threads": torch.get_num_threads(), **usage}
+        text = json.dumps({**machine, **network}, sort_keys=True, default=str)
+        name = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        self.path = (user_cache() / "precision" if folder is None else folder) / name
         self.notify = notify
-        self.result = load_result(self.folder, self.key)
+        self.result = load_result(self.path)
         self.precision = usual if self.result is None else self.result.precision
 
     def choose(
@@ -126,38 +129,21 @@ class PrecisionAutotuner:
         result = run_trial(lambda batch, way: run(batch, way).probabilities, batches, timed)
         self.result, self.precision = result, result.precision
         self.notify(result.line())
-        note = save_result(self.folder, self.key, result)
-        if note is not None:
-            self.notify(note)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps(asdict(result)) + "\n")
+        except (OSError, RunError):
+            self.notify(
+                f"note: {printable(self.path.parent)} cannot be written, so this is measured again "
+                "each time; set XDG_CACHE_HOME to a folder that can, or give --precision"
+            )
         return self.precision
 
 
-def cache_key(**usage: Any) -> str:
-    """Name of a cached result; depends on the CPU, the version of torch, and `usage`."""
-    machine = {"cpu": sorted(cpu_features()), "torch": torch.__version__}
-    text = json.dumps({**machine, **usage}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def load_result(folder: Path, key: str) -> TrialResult | None:
+def load_result(path: Path) -> TrialResult | None:
     """The cached result; None if it is missing or damaged."""
     try:
-        values = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        result = TrialResult(**values)
-        numbers = [float(value) for value in asdict(result).values()]
-        return result if all(map(math.isfinite, numbers)) else None
+        result = TrialResult(**json.loads(path.read_text(encoding="utf-8")))
+        return result if all(math.isfinite(value) for value in asdict(result).values()) else None
     except (OSError, ValueError, TypeError):
         return None
-
-
-def save_result(folder: Path, key: str, result: TrialResult) -> str | None:
-    """Write a result to the cache; returns a note for the user if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{key}.json", json.dumps(asdict(result)) + "\n")
-    except (OSError, RunError):
-        return (
-            f"note: {printable(folder)} cannot be written, so this is measured again each time; "
-            "set XDG_CACHE_HOME to a folder that can, or give --precision"
-        )
-    return None

@@ -314,7 +314,7 @@ class Predictor:
 
     def to_predictions(
         self,
-        outputs: Iterable[ImageOutput],
+        outputs: Sequence[ImageOutput],
         top_k: int | None = None,
         threshold: float | None = None,
         *,
@@ -323,12 +323,14 @@ class Predictor:
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
+        rows = [one.probabilities for one in outputs if one.probabilities is not None]
+        orders: Iterator[Array] = iter(ranked_classes(np.stack(rows)) if rows else [])
         predictions = []
         for output in outputs:
             if output.probabilities is None:
                 predictions.append(Prediction(output.image, error=output.error))
                 continue
-            order = ranked_classes(output.probabilities)
+            order = next(orders)
             best = order[:top_k]
             pairs = zip(best.tolist(), output.probabilities[best].tolist(), strict=True)
             selected: dict[str, Any] = {}
@@ -362,7 +364,7 @@ accepts_settings(InferenceConfig)(Predictor)
 
 
 def ranked_classes(probabilities: Array) -> Array:
-    """Classes from the most to the least probable; of equal ones the first."""
+    """Classes from the most to the least probable, (..., classes); of equal ones the first."""
     order: Array = np.argsort(-probabilities, kind="stable")
     return order
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from vit.atomic_files import open_atomic
 from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.list_formats import read_rows
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.generation_config import Caption
 from vit.inference.predictor import Predictor
@@ -27,8 +29,6 @@ from vit.text import Notify, printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
-import csv
-import io
 import itertools
 import tempfile
 from collections.abc import Iterable
@@ -384,16 +384,15 @@ def is_url(name: str) -> bool:
 
 def read_list(path: str) -> list[str]:
     """Names of images: the column `image` of a .parquet, .jsonl or .csv file, in its order."""
-    name, ending = printable(path), os.path.splitext(path)[1].lower()
-    if ending not in LISTS:
-        raise DataError(f"{name}: a list of images is called {', '.join(LISTS)}")
-    try:
-        with _open_file(path, "rb") as file:
-            rows = _columns(file, ending)
-    except ImportError as error:
-        raise missing(error) from None
-    except (OSError, ValueError) as error:  # of pyarrow and json too
-        raise DataError(f"{name} is no readable list: {printable(error)}") from None
+    name = printable(path)
+    with fetched([path]) as ((local,), errors):
+        if errors:
+            raise DataError(f"{name}: {errors[0]}")
+        if path.lower().endswith(".parquet"):
+            rows = _parquet_column(local)
+        else:
+            spec = DatasetSpec(local, image_column=COLUMN)
+            rows = [row.values.get(COLUMN) for row in read_rows(local, spec, [])]
     if not rows:
         raise DataError(f"{name} is an empty list; give one image a row")
     for number, row in enumerate(rows, 1):
@@ -402,33 +401,19 @@ def read_list(path: str) -> list[str]:
     return [str(row) for row in rows]
 
 
-def _columns(file: IO[bytes], ending: str) -> list[object]:
-    """The column of each row; None where a row has none."""
-    if ending == ".parquet":
+def _parquet_column(path: str) -> list[object]:
+    try:
         import pyarrow.parquet as pq
 
-        found = pq.ParquetFile(file)
+        found = pq.ParquetFile(path)
         if COLUMN not in found.schema_arrow.names:
             return [None]
         column: list[object] = found.read([COLUMN])[COLUMN].to_pylist()
-        return column
-    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        if ending == ".csv":
-            return [row.get(COLUMN) for row in csv.DictReader(text)]
-        records = [json.loads(line) for line in text if line.strip()]
-    return [record.get(COLUMN) if isinstance(record, dict) else None for record in records]
-
-
-@contextmanager
-def _open_file(path: str, mode: str) -> Iterator[Any]:
-    if not is_url(path):
-        with open(path, mode) as file:
-            yield file
-        return
-    import fsspec
-
-    with fsspec.open(path, mode) as file:
-        yield file
+    except ImportError as error:
+        raise missing(error) from None
+    except (OSError, ValueError) as error:  # of pyarrow too
+        raise DataError(f"{printable(path)} is no readable list: {printable(error)}") from None
+    return column
 
 
 def missing(error: ImportError) -> VitError:

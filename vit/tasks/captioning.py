@@ -98,17 +98,17 @@ class Captioning(Task):
             data, multilabel=False, captions=True, labels=self.classifies
         )
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """Without classes, the network has no head."""
         if self.classifies:
             return config
-        if "pooling" in given and config.model.pooling != "none":
+        if config.chosen("pooling") and config.model.pooling != "none":
             raise ConfigError(
                 f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
                 "is no head to pool for; leave it out"
             )
         for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
-            if name in given and (value := getattr(config.model, name)) not in usual:
+            if config.chosen(name) and (value := getattr(config.model, name)) not in usual:
                 raise ConfigError(
                     f"{name}={value}: task=caption alone has no head; leave it out, or learn "
                     "classes too with --task classify,caption"

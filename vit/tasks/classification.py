@@ -68,17 +68,15 @@ class Classification(Task):
         self.balance = balance
         self.distillation = distillation
 
-    def check_data(
-        self, config: Config, splits: Splits, given: Sequence[str], notify: Notify
-    ) -> tuple[Config, Splits]:
+    def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
         """Change to the multi-label task for such data, unless the user chose this one."""
         if not splits.multilabel:
             return config, splits
-        if "task" in given:
+        if config.chosen("task"):
             raise one_class_needed(config, "use --task multilabel")
         notify("note: images have several labels: task=multilabel")
         training, finetune = replace(config.training, task="multilabel"), config.finetune
-        if "probe_first" not in given and finetune.method != "probe":
+        if not config.chosen("probe_first") and finetune.method != "probe":
             finetune = replace(finetune, probe_first=False)
         return replace(config, training=training, finetune=finetune), splits
 

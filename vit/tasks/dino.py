@@ -17,7 +17,7 @@ arXiv:2104.14294; Oquab et al., "DINOv2", section 4, arXiv:2304.07193; Caron et 
 section 3.1, arXiv:2006.09882.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -62,13 +62,13 @@ class DINO(JointEmbeddingPretraining):
     why_several = "lets the images beside each other share the prototypes"
     why_no_repeats = "count copies of an image as others"
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """The teacher's momentum."""
         if not config.training.ema:
-            if "ema" in given:
+            if config.chosen("ema"):
                 raise ConfigError("ema=0: task=dino has the average as its teacher; leave it out")
             config = with_settings(config, ema=MOMENTUM)
-        return super().complete(config, given)
+        return super().complete(config)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         layout = view_layout(run.config, images.shape[-1])

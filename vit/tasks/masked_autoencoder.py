@@ -65,9 +65,9 @@ class MaskedAutoencoding(Pretraining):
     least_spread = 0.005  # features of patches that look alike are alike: 0.03 is ordinary
     remedy = "lower --lr, or raise --warmup-epochs"
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """Normalise tokens, which the decoder reads, not pooled features."""
-        config = super().complete(config, given)
+        config = super().complete(config)
         model = config.model
         for name, (value, why) in REFUSED.items():
             if getattr(model, name) != value:
@@ -93,14 +93,14 @@ class MaskedAutoencoding(Pretraining):
                 "with the labels"
             )
         if model.stem == "conv" and model.stem_norm == "batchnorm":
-            if "stem_norm" in given:
+            if config.chosen("stem_norm"):
                 raise ConfigError(
                     "stem_norm=batchnorm: its statistics would be those of single patches; use "
                     "--stem-norm layernorm"
                 )
             model = replace(model, stem_norm="layernorm")
         if model.last_norm == "pooled":
-            if "final_norm" in given:
+            if config.chosen("final_norm"):
                 raise ConfigError(
                     "final_norm=pooled: task=mae pools nothing, and would not train that norm; use "
                     "--final-norm tokens"

@@ -74,7 +74,6 @@ class MultiLabel(Task):
         self,
         config: Config,
         splits: Splits,
-        given: Sequence[str],
         notify: Notify,
     ) -> tuple[Config, Splits]:
         """Any data will do."""

@@ -73,9 +73,7 @@ class Pretraining(Task):
         """All images; classes only where every image has one."""
         return DatasetSpec.from_config(config.data, optional_labels=True)
 
-    def check_data(
-        self, config: Config, splits: Splits, given: Sequence[str], notify: Notify
-    ) -> tuple[Config, Splits]:
+    def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
         """Any images will do."""
         return config, splits
 
@@ -83,7 +81,7 @@ class Pretraining(Task):
         """None: there is no head."""
         return ()
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """Check the network's settings; subclasses complete them."""
         if config.model.pooling == "none":
             raise ConfigError(
@@ -270,9 +268,9 @@ class JointEmbeddingPretraining(Pretraining):
     why_no_repeats: ClassVar[str] = ""
     """Why there must then be no copies of an image among them."""
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """Check the sizes of the views, and that there are other images where they are needed."""
-        config = super().complete(config, given)
+        config = super().complete(config)
         task, repeats, data = config.training.task, config.augment.repeats, config.data
         if self.why_several and repeats > 1:
             raise ConfigError(

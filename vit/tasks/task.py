@@ -206,7 +206,6 @@ class Task(ABC):
         self,
         config: Config,
         splits: Splits,
-        given: Sequence[str],
         notify: Notify,
     ) -> tuple[Config, Splits]:
         """Check that the task can learn `splits`, or change the task to one that can."""
@@ -218,7 +217,7 @@ class Task(ABC):
         """Name of each output of the head: the classes."""
         return splits.classes
 
-    def complete(self, config: Config, given: Sequence[str]) -> Config:
+    def complete(self, config: Config) -> Config:
         """Complete the settings of the network that the task decides."""
         return config
 
@@ -358,11 +357,6 @@ def get_task(name: str) -> Task:
     module, _, kind = TASKS[name].partition(":")
     task: Task = getattr(importlib.import_module(module), kind)()
     return task
-
-
-def settings_to_plan(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a plan takes as given: those in `chosen`, and those of its task."""
-    return {**get_task(str(chosen.get("task", "classify"))).planned_settings, **chosen}
 
 
 class ScaledLogits(nn.Module):

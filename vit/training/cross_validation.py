@@ -26,18 +26,21 @@ from vit.config import Config
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
 from vit.config.parser import (
+    Settings,
     changed_settings,
     default_run_folder,
     flatten,
     make_config,
+    settings_with,
+    with_effect,
+    with_origins,
     with_settings,
 )
-from vit.config.stored_config import PATHS, has_stored_config, located, stored_config, with_effect
+from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
-    RESUMABLE_CHANGES,
     WEIGHTS,
     delete_run,
     delete_unused,
@@ -65,7 +68,7 @@ Measure = Callable[[Path], Mapping[str, Any]]
 
 
 def train_folds(
-    config: Config | Mapping[str, Any],
+    config: Config | Settings,
     out: str | Path | None = None,
     *,
     measure: Measure,
@@ -85,15 +88,16 @@ def train_folds(
         raise ConfigError("no data given: give a folder, a list or a name as data")
     folder = Path(out or default_run_folder(data))
     if resume:
-        config, given = with_recorded_plan(config, given, folder)
-    config, given, _ = resolve_plan(config, given)
+        config = with_recorded_plan(config, folder)
+    config, _ = resolve_plan(config, given)
     folds = config.data.folds
     assert folds is not None
     accelerator = make_accelerator(config.run)
     notify = notifier(accelerator)
-    config, given = resolve_weights_once(config, given, accelerator, folder, resume=resume)
-    flat = flatten(config)
-    settings = {name: flat[name] for name in given}
+    config = resolve_weights_once(config, accelerator, folder, resume=resume)
+    flat, pretrained = flatten(config), config.finetune.weights is not None
+    # what the plan chose for weights is found in the record when the folds are resumed
+    settings = {name: flat[name] for name in config.settled if pretrained or config.chosen(name)}
     planned = {name: flat[name] for name in changed_settings(config) if name not in settings}
     find = partial(finished_folds, folder, settings, resume=resume, overwrite=overwrite)
     scores = on_main(accelerator, find)
@@ -124,7 +128,6 @@ def train_folds(
             run_folder,
             resume=resume,
             overwrite=overwrite,
-            given=[*given, "fold"],
             resumed_by=("vit train", folder),
             claimed=claimed,
         )
@@ -135,7 +138,7 @@ def train_folds(
     return {**record(), "failed": failed}
 
 
-def refuse_time(config: Config | Mapping[str, Any]) -> None:
+def refuse_time(config: Config | Settings) -> None:
     """Raise ConfigError if `config` has a time, before a plan measures anything."""
     time = config.training.time if isinstance(config, Config) else config.get("time")
     if time is None:
@@ -147,23 +150,19 @@ def refuse_time(config: Config | Mapping[str, Any]) -> None:
     )
 
 
-def with_recorded_plan(
-    config: Config | Mapping[str, Any], given: Sequence[str] | None, folder: Path
-) -> tuple[Config | Mapping[str, Any], Sequence[str] | None]:
+def with_recorded_plan(config: Config | Settings, folder: Path) -> Config | Settings:
     """`config` with what the plan decided for the folds that are there: it is made once for all."""
     try:
         planned = json.loads((folder / FOLDS_FILE).read_text(encoding="utf-8"))["planned"]
     except (OSError, ValueError, KeyError, TypeError):  # none, or damaged, which is said later
-        return config, given
-    flat = flatten(config) if isinstance(config, Config) else dict(config)
-    if given is None:
-        given = changed_settings(config) if isinstance(config, Config) else [*flat]
-    return make_config({**planned, **{name: flat[name] for name in given}}), given
+        return config
+    chosen = Settings.of(with_origins(config)) if isinstance(config, Config) else config
+    return Settings(**{"plan": planned, **{n: v for n, v in chosen.layers.items() if n != "plan"}})
 
 
 def resolve_weights_once(
-    config: Config, given: Sequence[str], accelerator: Accelerator, folder: Path, *, resume: bool
-) -> tuple[Config, Sequence[str]]:
+    config: Config, accelerator: Accelerator, folder: Path, *, resume: bool
+) -> Config:
     """Settings with what the plan chooses for `--weights`, once for all folds."""
     weights = config.finetune.weights
     if weights is not None and resume and (folder / FOLDS_FILE).is_file():
@@ -173,10 +172,9 @@ def resolve_weights_once(
                 f"weights=auto: the folds in {printable(folder)} began without pretrained weights; "
                 "leave --weights out, or start anew with another --out"
             )
-        settings |= {name: flat[name] for name in given if flat[name] != AUTO_WEIGHTS}
-        return make_config(settings), [*settings]
-    config, given, _ = with_chosen_weights(config, given, accelerator)
-    return config, given
+        settings |= {name: flat[name] for name in config.settled if flat[name] != AUTO_WEIGHTS}
+        return make_config(settings)
+    return with_chosen_weights(config, accelerator)[0]
 
 
 def finished_folds(
@@ -206,7 +204,7 @@ def finished_folds(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
     settings, before = with_effect(settings), located(before, folder / "fold-1")
-    names = sorted({*settings, *before} - RESUMABLE_CHANGES)
+    names = sorted({*settings, *before} - {*settings_with(resumable=True)})
     now, then = (
         {**one, **{name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}}
         for one in (settings, before)

@@ -35,7 +35,6 @@ from vit.weights.formats.pretrained import Pretrained
 
 def prepare_data(
     config: Config,
-    given: Sequence[str],
     accelerator: Accelerator,
     notify: Notify,
     resumed: Path | None = None,
@@ -55,16 +54,20 @@ def prepare_data(
             raise
         hint = "if it moved, give it: vit train DATA --resume --out RUN, vit report RUN DATA"
         raise DataError(f"{failure}; {hint}") from None
-    config, splits = task_of(config).check_data(config, splits, given, notify)
-    config = complete_for_data(config, splits, given, notify)
+    config, splits = task_of(config).check_data(config, splits, notify)
+    config = complete_for_data(config, splits, notify)
     error = undecodable_error(splits.classes) if config.model.num_classes else ""
     if error and resumed is None:
         raise DataError(f"{printable(config.data.data)}: {error}")
     if source is not None:
         config = complete_for_added_classes(
-            config, source, splits.classes, len(splits.train), given, notify
+            config, source, splits.classes, len(splits.train), notify
         )
-    if "val_share" in given and not splits.made and config.data.val_share != DataConfig.val_share:
+    if (
+        config.chosen("val_share")
+        and not splits.made
+        and config.data.val_share != DataConfig.val_share
+    ):
         unused = f"val_share={config.data.val_share} is not used"
         notify(f"note: {unused}: the data have their own validation images")
     scan = scan_images(splits, config, accelerator)
@@ -81,7 +84,7 @@ def prepare_data(
     if config.training.captions:
         config, splits = prepare_captions(config, splits, accelerator, resumed, tokenizer, notify)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
-    config = count_epochs(config, len(splits.train), given)
+    config = count_epochs(config, len(splits.train))
     batch_size, images = config.data.batch_size, len(splits.train)
     probing = config.finetune.method == "probe"  # which uses each image once
     once = config.augment.repeats == 1 and config.training.balance != "sampler"
@@ -145,21 +148,19 @@ def check_channels(channels: int) -> None:
         )
 
 
-def complete_for_data(
-    config: Config, splits: Splits, given: Sequence[str], notify: Notify = lambda _: None
-) -> Config:
+def complete_for_data(config: Config, splits: Splits, notify: Notify = lambda _: None) -> Config:
     """Set the size of the head, and what else of the network the task decides."""
     task = task_of(config)
     found = len(task.output_names(splits))
     stated = config.model.num_classes
-    if stated != found and "num_classes" in given:
+    if stated != found and config.chosen("num_classes"):
         raise ConfigError(
             f"num_classes={stated}: the data has {found} classes; leave it out and it is taken "
             "from the data"
         )
     if stated not in (found, ModelConfig.num_classes):
         notify(f"note: {found} classes instead of num_classes={stated} of the settings file")
-    config = task.complete(config, given)
+    config = task.complete(config)
     return with_settings(config, num_classes=found)
 
 
@@ -202,14 +203,14 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
     return scan
 
 
-def count_epochs(config: Config, images: int, given: Sequence[str]) -> Config:
+def count_epochs(config: Config, images: int) -> Config:
     """Set `epochs` from `steps`, if that is given."""
     training = config.training
     if training.steps is None:
         return config
     epoch_steps = training.epoch_steps or images // config.data.batch_size
     epochs = ceil(training.steps / epoch_steps)
-    if "epochs" in given and training.epochs != epochs:
+    if config.chosen("epochs") and training.epochs != epochs:
         raise ConfigError(
             f"epochs={training.epochs}: steps={training.steps} make {epochs} epochs of "
             f"{epoch_steps} steps; leave one of them out (--steps none)"

@@ -159,7 +159,7 @@ def report(
         notify(f"note: {log.damage}; the report has what is left")
     loaded = load_run(folder)
     with lock_folder(folder), Interruption() as signals:
-        found, splits, failed = prepare_data(config, (), accelerator, notify, folder)
+        found, splits, failed = prepare_data(config, accelerator, notify, folder)
         if splits.unlabelled:  # their classes are those of the teacher
             splits = with_teacher(found, splits, accelerator, notify, folder)
         task = get_task(config.training.task).with_data(found, splits)

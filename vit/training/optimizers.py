@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from vit.config import TrainingConfig
 from vit.errors import ConfigError
-from vit.training.finetune.freezing import HEAD
+from vit.training.finetune.lora import HEAD
 from vit.training.muon import Muon, has_fused_adamw
 
 # tokens and positions are not matrices that map one space to another

@@ -15,11 +15,17 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.decoder_config import DecoderConfig
 from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
-from vit.config.parser import all_settings, checked, flatten, make_config, with_settings
-from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.parser import (
+    Settings,
+    known_origins,
+    make_config,
+    settings_with,
+    with_settings,
+)
 from vit.config.stored_config import stored_config
 from vit.config.training_config import TASKS, TrainingConfig
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
@@ -97,10 +103,6 @@ WEIGHTS_PROBE = PHOTO_NETWORKS[6]._replace(passes=0)
 # of them, and one is timed unless it is out of reach even where it is so many times as fast as the
 # last. On a GPU all are timed that may be in reach.
 MEASURED, FASTER = 3, 2.0
-# Settings of which None says that nobody chose one.
-UNSET = ("time", "weights", "method", "probe_first", "epochs", "steps")
-# Settings of the training that decide what is planned with, beside those of data and device.
-BEFORE = ("task", "time", "seed", "balance", "teacher")
 
 
 def is_planned(chosen: Mapping[str, Any]) -> bool:
@@ -139,30 +141,26 @@ def check_plannable(chosen: Mapping[str, Any]) -> None:
         )
 
 
-def without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without those of `UNSET` that are None, which is as if nobody had named them."""
-    return {name: value for name, value in values.items() if value is not None or name not in UNSET}
-
-
-def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
-    """Settings of a training: those in `chosen`, and for all others what the plan says.
+def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
+    """Settings of a training: those in `settings`, and for all others what the plan says.
 
     Args:
-        chosen: Settings by name, `data` among them; `is_planned`, `chooses_weights` or
+        settings: By name, `data` among them; `is_planned`, `chooses_weights` or
             `continues_pretraining` holds.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
     """
-    values = without_unset(checked(chosen))
+    chosen = settings if isinstance(settings, Settings) else Settings(call=settings)
+    task = get_task(str(chosen.get("task", TrainingConfig.task)))
+    chosen = Settings(**{"task": task.planned_settings, **chosen.layers})
+    settled = known_origins(chosen, chosen.origins)
+    values = {n: chosen[n] for n, origin in settled.items() if origin not in ("data", "weights")}
     pretrained = chooses_weights(values)
     if pretrained:
         check_chosen_weights(values)
-    before = {
-        name: value
-        for name, value in values.items()
-        if all_settings()[name].section in ("data", "run") or name in BEFORE
-    }
+    early = settings_with(before_plan=True)
+    before = {name: value for name, value in values.items() if name in early}
     if before.get("accumulate") is None:  # of a batch that is still to be chosen
         before.pop("accumulate", None)
     if before.get("folds") is not None:
@@ -176,7 +174,7 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
     listing = list_data(config)
     splits = open_data(config, listing, compare=False)
     # what does not fit the task is refused before anything is measured
-    get_task(config.training.task).check_data(config, splits, [*values], lambda _line: None)
+    get_task(config.training.task).check_data(config, splits, lambda _line: None)
     run = None
     if not pretrained and continues_pretraining(values):
         run = read_pretraining_run(values["weights"])
@@ -194,13 +192,14 @@ def plan_training(chosen: Mapping[str, Any]) -> tuple[Config, Plan]:
         plan = plan_weights(facts, values, choice, one_class=one_class)
     elif run is not None:
         plan = plan_after_pretraining(facts, values, network, one_class=not splits.multilabel)
-        values = {**dataclasses.asdict(run[0]), "num_classes": facts.classes, **values}
+        theirs = {**dataclasses.asdict(run[0]), "num_classes": facts.classes}
+        chosen = Settings(**{"weights": theirs, **chosen.layers})
     else:
         plan = make_plan(facts, values)
     plan.listing = listing
-    config = make_config({**values, **plan.settings})
+    config = make_config(Settings(**{**chosen.layers, "plan": plan.settings}))
     if facts.captions is not None:  # without classes, there is no head
-        config = get_task(config.training.task).complete(config, [*values])
+        config = get_task(config.training.task).complete(config)
     return config, plan
 
 
@@ -219,8 +218,8 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
 
 
 def with_chosen_weights(
-    config: Config, given: Sequence[str], accelerator: Accelerator, begun: Path | None = None
-) -> tuple[Config, list[str], Listing | None]:
+    config: Config, accelerator: Accelerator, begun: Path | None = None
+) -> tuple[Config, Listing | None]:
     """`config` with what the plan chooses: weights for `--weights auto`, and how they are trained.
 
     A run that is resumed has those that were chosen when it began.
@@ -229,26 +228,25 @@ def with_chosen_weights(
         config: Settings; returned as they are unless they name `auto` or a run of `vit pretrain`.
 
     Returns:
-        The settings, the names of those that are to be kept, and the data as listed for the plan.
+        The settings, and the data as listed for the plan.
     """
-    flat, names = flatten(config), {*given, "data", "weights"}
-    chosen = without_unset({name: flat[name] for name in flat if name in names})
+    needed = {"data": config.data.data, "weights": config.finetune.weights}
+    chosen = Settings(**{"config": needed, **Settings.of(config).layers})
     auto = chooses_weights(chosen)
     if not auto and (begun is not None or not continues_pretraining(chosen)):
-        return config, [*given], None
+        return config, None
     if begun is None:
         config, plan = plan_training(chosen)
         for line in summary_lines(plan):
             notifier(accelerator)(line)
-        decided = {*plan.settings} - {"time"}  # which may be too short, unlike one that is given
-        return config, [*{*chosen, *decided}], plan.listing
+        return config, plan.listing
     weights = stored_config(begun).finetune.weights
     if weights is None:
         raise ConfigError(
             "weights=auto: the run began without pretrained weights; leave --weights out, or "
             "start a new run with another --out"
         )
-    return with_settings(config, weights=weights), [*given], None
+    return with_settings(config, weights=weights), None
 
 
 def facts_of(

@@ -24,7 +24,7 @@ from vit.config import ModelConfig
 from vit.config.parser import all_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.training.finetune.finetuning import DEFAULTS, UNUSED_BY_PROBE
+from vit.training.finetune.finetuning import DEFAULTS
 from vit.training.finetune.linear_probe import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,
@@ -264,7 +264,8 @@ class Rules:
             return (str(self.given["method"]),)
         if not self.one_class:
             return ("full", "linear")
-        if self.given.get("probe_first") or set(self.given) & {*UNUSED_BY_PROBE} - {"time"}:
+        steps = [n for n in self.given if "probe" in all_settings()[n].properties.unused_by]
+        if self.given.get("probe_first") or {*steps} - {"time"}:
             return ("full",)
         return ("probe",) if self.facts.images <= PROBED_IMAGES else ("full", "probe")
 

@@ -6,17 +6,15 @@ in the image size of the first epoch.
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vit.atomic_files import atomic_file
 from vit.config import Config, DistillationConfig
-from vit.config.parser import with_settings
+from vit.config.parser import Settings, with_settings
 from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
@@ -31,17 +29,12 @@ from vit.training.training_loaders import training_loader
 from vit.training.training_state import TrainingState
 
 
-def show_batch(
-    config: Config | Mapping[str, Any],
-    path: str | Path,
-    *,
-    given: Sequence[str] | None = None,
-) -> None:
+def show_batch(config: Config | Settings, path: str | Path) -> None:
     """Write the first micro-batch of a training, with classes or captions, to an image file."""
     kind = sheet_format(path)
-    config, given, listing = resolve_plan(config, given)
+    config, listing = resolve_plan(config)
     accelerator = make_accelerator(config.run)
-    config, given, planned = with_chosen_weights(config, given, accelerator)
+    config, planned = with_chosen_weights(config, accelerator)
     if config.data.labels is not None and config.distillation.teacher is not None:
         notifier(accelerator)(
             "note: only images with a label are shown; the teacher adds the others to the training"
@@ -49,9 +42,7 @@ def show_batch(
     # the time budget and the teacher do not change the first epoch's images
     config = dataclasses.replace(config, distillation=DistillationConfig())
     config = with_settings(config, time=None, workers=0)
-    resolved = resolve(
-        config, given, accelerator, began=time.monotonic(), listing=planned or listing
-    )
+    resolved = resolve(config, accelerator, began=time.monotonic(), listing=planned or listing)
     config, splits = resolved.config, resolved.splits
     if config.finetune.method == "probe":
         raise ConfigError(

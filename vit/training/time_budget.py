@@ -38,8 +38,6 @@ from vit.training.lr_schedule import (
     GROWN,
     WarmupStableDecay,
     image_side,
-    learning_rate,
-    total_steps,
 )
 from vit.training.training_loaders import (
     evaluation_loader,
@@ -135,21 +133,6 @@ class TimeBudget:
     """By `time.monotonic`; the margin is not part of it."""
     costs: Costs
 
-    def steps_from(
-        self, config: Config, epoch_steps: int, step: int, *, pace: float, room: float
-    ) -> int:
-        """Steps of the whole run, of which `step` are made, that end when the time does.
-
-        Args:
-            pace: Seconds that the run took so far, as a share of what was expected of it.
-        """
-        room -= self.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
-
-        def needed(more: int) -> float:
-            return pace * self.costs.between(config, epoch_steps, step, step + more)
-
-        return step + max(count_that_fit(room, needed), 1)
-
 
 def fit_time(
     config: Config,
@@ -187,7 +170,12 @@ def fit_time(
 
     steps = count_that_fit((1 - MARGIN) * seconds, end)
     if not steps:
-        raise ConfigError(too_short(config, costs, end(1)))
+        raise ConfigError(
+            f"time={config.training.time}: start, one step, its validation and the report take "
+            f"about {format_duration(end(1))} (a step {costs.full_step:.2g} s, a validation "
+            f"{costs.validation:.2g} s): use --time {math.ceil(1.1 * end(1) / (1 - MARGIN))}s or "
+            "more, a smaller --model or --image-size, or fewer images"
+        )
     epochs = math.ceil(steps / epoch_steps)
     notify(
         f"note: time={config.training.time}: {plural(steps, 'step')} ({costs.full_step:.2g} s a "
@@ -206,11 +194,9 @@ def fit_time(
         raise ConfigError(
             f"time={config.training.time} has room for {plural(epochs, 'epoch')}: {error}"
         ) from None
-    return (
-        (fitted, None)
-        if fitted.training.schedule == "cosine"
-        else (before_cooldown(fitted, epoch_steps, steps), budget)
-    )
+    if fitted.training.schedule == "cosine":
+        return fitted, None
+    return before_cooldown(fitted, epoch_steps, steps), budget
 
 
 def long_enough(
@@ -276,25 +262,38 @@ def with_growth(config: Config, epochs: float) -> Config:
 
 def settle_steps(
     config: Config,
+    rate: WarmupStableDecay,
     budget: TimeBudget,
     epoch_steps: int,
     step: int,
     pace: float,
     accelerator: Accelerator,
 ) -> Config:
-    """`config` with as many steps as fit the rest of the time, in the cooldown.
+    """`config` with as many steps as fit the rest of the time, in the cooldown of `rate`.
 
     The share that the learning rate has at the next step at which they may be settled again is
     settled with it: whatever follows then, the settings give all steps before the rates they had.
+
+    Args:
+        step: Steps made.
+        pace: Seconds that the run took so far, as a share of what was expected of it.
     """
-    rate = cooldown_of(config, epoch_steps)
-    late = max_over_processes(accelerator, time.monotonic() - budget.ends)
-    steps = budget.steps_from(config, epoch_steps, step, pace=pace, room=-late)
+
+    def needed(more: int) -> float:
+        return pace * budget.costs.between(config, epoch_steps, step, step + more)
+
+    room = -max_over_processes(accelerator, time.monotonic() - budget.ends)
+    room -= budget.costs.ending * max(pace, 1.0)  # one pass, not many: it has no faster pace
+    steps = step + max(count_that_fit(room, needed), 1)
     if step % epoch_steps:
         steps = min(steps, (step // epoch_steps + 1) * epoch_steps)
-    again = next_settling(step, steps, epoch_steps)
+    # after the next epoch, or in the last one when half of what remains is made
+    half = (steps - step) // 2
+    again = (step // epoch_steps + 1) * epoch_steps
+    if again >= steps:
+        again = step + half if half >= FEWEST_STEPS else steps
     shares, at = config.training.cooldown_shares, config.training.cooldown_steps
-    if again is not None:
+    if again < steps:
         share = rate.share(step) * (1 - (again - step) / (steps - step))
         shares, at = (*shares, share), (*at, again - rate.start)
     return with_settings(
@@ -305,29 +304,6 @@ def settle_steps(
         cooldown_shares=shares,
         cooldown_steps=at,
     )
-
-
-def next_settling(step: int, steps: int, epoch_steps: int) -> int | None:
-    """After `step` of `steps`, the end of an epoch, or in the last one half of what remains."""
-    end = (step // epoch_steps + 1) * epoch_steps
-    if end < steps:
-        return end
-    half = (steps - step) // 2
-    return step + half if half >= FEWEST_STEPS else None
-
-
-def settling_step(config: Config, epoch_steps: int) -> int | None:
-    """The step before which the number of steps is settled, after `settle_steps`."""
-    at = config.training.cooldown_steps
-    return cooldown_of(config, epoch_steps).start + at[-1] if at else None
-
-
-def cooldown_of(config: Config, epoch_steps: int) -> WarmupStableDecay:
-    """The learning rate of a run whose steps may be settled."""
-    total = total_steps(config, epoch_steps)
-    rate = learning_rate(config.training, epoch_steps=epoch_steps, total=total)
-    assert isinstance(rate, WarmupStableDecay), "only with schedule=wsd"
-    return rate
 
 
 def endless(config: Config) -> Config:
@@ -468,14 +444,3 @@ def count_that_fit(room: float, end: Callable[[int], float]) -> int:
     while end(most) <= room:
         most *= 2
     return bisect_right(range(1, most + 1), room, key=end)
-
-
-def too_short(config: Config, costs: Costs, needed: float) -> str:
-    """Why not one step fits, and what would."""
-    enough = math.ceil(1.1 * needed / (1 - MARGIN))
-    return (
-        f"time={config.training.time}: start, one step, its validation and the report take about "
-        f"{format_duration(needed)} (a step {costs.full_step:.2g} s, a validation "
-        f"{costs.validation:.2g} s): use --time {enough}s or more, a "
-        "smaller --model or --image-size, or fewer images"
-    )

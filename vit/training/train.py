@@ -18,15 +18,15 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.merge_settings import call_settings, names_of_chosen
-from vit.config.parser import changed_settings, checked, default_run_folder, make_config
+from vit.config.merge_settings import call_settings
+from vit.config.parser import Settings, default_run_folder, make_config, with_origins
 from vit.config.stored_config import stored_config
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
-from vit.tasks.task import get_task, settings_to_plan
+from vit.tasks.task import get_task
 from vit.text import Notify, printable
 from vit.training.auto_batch_size import fit_memory
 from vit.training.checkpoint.run_folder import (
@@ -94,8 +94,8 @@ def train(
         out: The run folder; `runs/<name of the data>` if omitted.
         resume: Continue from the newest checkpoint in `out`, or start if there is none.
         overwrite: Delete the run in `out` first.
-        given: Names of the settings that the user chose; those that differ from their default if
-            omitted. Pretrained weights and data may decide the others.
+        given: Names of the settings that count as chosen, instead of those that `config` knows.
+            Pretrained weights and data may decide the others.
         began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
@@ -108,17 +108,13 @@ def train(
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
-    flags = {**config, **settings} if isinstance(config, Mapping) else settings
-    config, stored = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
-    if stored and not isinstance(config, Config):
-        given = names_of_chosen(config, flags) if given is None else given
-        config = make_config(config)
+    config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     data = config.data.data if isinstance(config, Config) else config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
         # a first time, before the plan measures anything
         place = Path(out or default_run_folder(data))
         check_run_folder(place, resume=resume, overwrite=overwrite)
-    config, given, listing = resolve_plan(config, given)
+    config, listing = resolve_plan(config, given)
     require_tracker(config.run.track)
     check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
@@ -128,7 +124,7 @@ def train(
     resumed = folder if on_main(accelerator, check) else None
     if resume and resumed is None:
         notify(f"note: no run in {printable(folder)} yet: starting one")
-    resolved = resolve(config, given, accelerator, resumed, began=began, listing=listing)
+    resolved = resolve(config, accelerator, resumed, began=began, listing=listing)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     resuming = config if resumed is not None else None
     stops = Interruption(
@@ -167,24 +163,23 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
     """The settings that `train` would choose, each with its reason: `vit plan`.
 
         config, plan = vit.plan("photos/", time="20m")
-        vit.train(config, "runs/photos", given=plan.names)
+        vit.train(config, "runs/photos")
 
     Args:
         data: As for `train`, except a Config.
         settings: More settings by name.
 
     Returns:
-        Settings, with which and `given=plan.names` `train` follows the plan, and the plan.
+        Settings, with which `train` follows the plan, and the plan.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
-    chosen, _ = call_settings(data, settings)
+    chosen = call_settings(data, settings)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to plan: give DATA or settings")
-    settings = checked(chosen)
-    check_plannable(settings)
-    return plan_training(settings_to_plan(settings))
+    check_plannable(chosen)
+    return plan_training(chosen)
 
 
 def notify_on_main(line: str) -> None:
@@ -194,26 +189,24 @@ def notify_on_main(line: str) -> None:
 
 
 def resolve_plan(
-    config: Config | Mapping[str, Any], given: Sequence[str] | None = None
-) -> tuple[Config, Sequence[str], Listing | None]:
+    settings: Config | Settings, given: Sequence[str] | None = None
+) -> tuple[Config, Listing | None]:
     """Make a Config of settings; the plan decides those that are missing, where it applies.
 
-    Args:
-        config: The settings; a Config is returned unchanged.
-
     Returns:
-        The Config, the names of the chosen settings, and the data as listed for the plan, if any.
+        The Config, and the data as listed for the plan, if any.
     """
-    if isinstance(config, Config):
-        return config, changed_settings(config) if given is None else given, None
-    settings = checked(config)
-    given = [*settings] if given is None else given
-    if not is_planned(settings):
-        return make_config(settings), given, None
-    planned, plan = plan_training(settings_to_plan(settings))
-    for line in summary_lines(plan):
-        notify_on_main(line)
-    return planned, given, plan.listing
+    if isinstance(settings, Config):
+        return with_origins(settings, given), None
+    listing = None
+    if settings.complete or not is_planned(settings):
+        config = make_config(settings)
+    else:
+        config, plan = plan_training(settings)
+        listing = plan.listing
+        for line in summary_lines(plan):
+            notify_on_main(line)
+    return config if given is None else with_origins(config, given), listing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,61 +227,55 @@ class ResolvedRun:
 
 def resolve(
     config: Config,
-    given: Sequence[str],
     accelerator: Accelerator,
     resumed: Path | None = None,
     *,
     began: float,
     listing: Listing | None = None,
 ) -> ResolvedRun:
-    """Complete the settings of a run from its plan, weights, data and devices, in this order.
-
-    Args:
-        given: Names of the settings that the user chose; the others may be decided here.
-    """
+    """Complete the settings of a run from its plan, weights, data and devices, in this order."""
     notify = notifier(accelerator)
-    config, given, planned = with_chosen_weights(config, given, accelerator, resumed)
+    config, planned = with_chosen_weights(config, accelerator, resumed)
     source = None
     if resumed is not None:  # its checkpoint has the weights
-        if config.data.accumulate is None and "accumulate" in given:
+        if config.data.accumulate is None and config.chosen("accumulate"):
             kept = stored_config(resumed).data.accumulate
             keeps = f"the run keeps accumulate={kept}; --accumulate changes it"
             notify(f"note: -b auto is not used: {keeps}")
-        config = with_stored_settings(config, resumed, given)
+        config = with_stored_settings(config, resumed)
     elif config.finetune.weights is not None:
-        source = load_source(config, given, accelerator, notify)
-        config = complete_for_weights(config, source, given, notify)
-    tokenizer = pretrained_tokenizer(config, source, given)
+        source = load_source(config, accelerator, notify)
+        config = complete_for_weights(config, source, notify)
+    tokenizer = pretrained_tokenizer(config, source)
     config, splits, failed = prepare_data(
-        config, given, accelerator, notify, resumed, tokenizer, planned or listing, source
+        config, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
     if resumed is not None:
         require_same_settings(config, resumed, splits)
-    if (limit := config.training.time) is not None and "epochs" in given:
+    if (limit := config.training.time) is not None and config.chosen("epochs"):
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")
-    if source is not None and "cache" not in given:
+    if source is not None and "cache" not in config.settled:
         config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)
         config = fit_memory(config, accelerator, notify, splits)
         config, budget = fit_time(
-            config, splits, accelerator, notify, began=began, planned="time" not in given
+            config, splits, accelerator, notify, began=began, planned=not config.chosen("time")
         )
     return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)
 
 
-def load_source(
-    config: Config, given: Sequence[str], accelerator: Accelerator, notify: Notify
-) -> Pretrained:
+def load_source(config: Config, accelerator: Accelerator, notify: Notify) -> Pretrained:
     """Load the pretrained weights."""
     where = config.finetune.weights
     assert where is not None
     if not config.training.captions:
         check_source_exists(config.data.data)  # report a wrong DATA before a download
     # with a `dim` of its own, a preset is only a label, and not the network of a bare state dict
-    model = config.training.model if "model" in given and "dim" not in given else None
+    named = config.chosen("model") and "dim" not in config.settled
+    model = config.training.model if named else None
     # one process downloads, the others find the files
     on_main(accelerator, lambda: locate_weights(where))
     try:
@@ -300,7 +287,7 @@ def load_source(
     for line in describe_source(where, source):
         notify(line)
     _, assumed = preprocessing_or_default(source)
-    if assumed and not {"mean", "std"} <= {*given}:
+    if assumed and not {"mean", "std"} <= {*config.settled}:
         notify(
             f"{assumed}; --mean, --std and --crop-share set those of their training: of DINO and "
             "DeiT --mean 0.485 0.456 0.406 --std 0.229 0.224 0.225"
@@ -308,12 +295,10 @@ def load_source(
     return source
 
 
-def pretrained_tokenizer(
-    config: Config, source: Pretrained | None, given: Sequence[str]
-) -> Tokenizer | None:
+def pretrained_tokenizer(config: Config, source: Pretrained | None) -> Tokenizer | None:
     """The tokenizer of the pretrained decoder, unless the settings choose another vocabulary."""
     decoder = None if source is None else source.decoder
-    if decoder is None or wants_other_vocabulary(config, decoder, given):
+    if decoder is None or wants_other_vocabulary(config, decoder):
         return None
     return decoder.tokenizer
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, WeightsError
@@ -36,7 +37,7 @@ from vit.training.lr_schedule import (
     total_steps,
 )
 from vit.training.setup import fingerprint, preflight
-from vit.training.time_budget import TimeBudget, settle_steps, settling_step
+from vit.training.time_budget import TimeBudget, settle_steps
 from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
 from vit.training.training_state import Step, TrainingState
@@ -123,24 +124,16 @@ class Trainer:
             notify(line)
         notify(f"run folder: {quoted(self.folder)}")
         if probed is not None:
-            self.record_probe(probed)
-        elif run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
-            self.measure_start()  # which a signal interrupted
-
-    def record_probe(self, probed: ProbeFit) -> None:
-        """Record the head that a linear probe fitted as epoch 0, which may remain the best."""
-        self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
-        if self.total_steps:
+            self.part = {"images": probed.images, "loss_sum": probed.loss * probed.images}
+        if run.step == 0 and self.part["images"] and not self.best.events and self.total_steps:
             self.measure_start()
 
     def measure_start(self) -> None:
-        """Validate the network before its first step, as epoch 0."""
+        """Validate the head that a linear probe fitted, as epoch 0, which may remain the best."""
         self.save_first()
         progress = self.logger.open_progress(-1, 0)
         progress.close()
-        measured = validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
-        self.stop_on_signal(agreed_signal(self.run.accelerator, self.run.interruption.number))
-        assert measured is not None
+        measured = self.validate(self.run, self.evaluation, len(self.splits.val), self.averaged)
         self.epoch = -1
         self.finish_epoch(measured, progress)
 
@@ -161,22 +154,20 @@ class Trainer:
         run, training = self.run, self.run.config.training
         self.settled = (time.monotonic(), run.step)
         room = math.inf if self.budget is None else self.budget.ends - self.settled[0]
-        self.remaining = TimeRemaining(
-            steps=steps_left(run.config, step=run.step, steps_per_epoch=self.steps),
-            validations=training.epochs - self.epoch,
-            validation_share=len(self.splits.val) / run.config.data.batch_size,
-            growing=training.start_image_size is not None,
-            most=room,
+        left = steps_left(
+            run.config,
+            step=run.step,
+            steps_per_epoch=self.steps,
+            val_images=len(self.splits.val),
         )
+        growing = training.start_image_size is not None
+        self.remaining = TimeRemaining(left, most=room, growing=growing)
         while self.epoch < run.config.training.epochs and not self.stopped_early():
             with self.saving_at_bad_images():
                 progress = self.run_epoch()
                 self.save_first()
-                measured = validate(run, self.evaluation, len(self.splits.val), self.averaged)
-            self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-            assert measured is not None
+                measured = self.validate(run, self.evaluation, len(self.splits.val), self.averaged)
             self.finish_epoch(measured, progress)
-            self.remaining.validated()
             self.keep_to_time()
         self.checkpoints.wait()
         self.training.close()
@@ -219,16 +210,16 @@ class Trainer:
             expected += budget.costs.start
         if step % self.steps:  # in the last epoch, whose validation has not been
             expected -= budget.costs.validation + budget.costs.saving
-        self.settle(budget, (now - began) / expected)
+        self.settle(budget, rate, (now - began) / expected)
 
-    def settle(self, budget: TimeBudget, pace: float) -> None:
+    def settle(self, budget: TimeBudget, rate: WarmupStableDecay, pace: float) -> None:
         """Settle the number of steps at a `pace`, as a share of what was expected.
 
         Steps made so far do not depend on that number, so the new settings reproduce the run.
         """
         run, training, before = self.run, self.run.config.training, self.total_steps
         pace = max_over_processes(run.accelerator, pace)
-        config = settle_steps(run.config, budget, self.steps, run.step, pace, run.accelerator)
+        config = settle_steps(run.config, rate, budget, self.steps, run.step, pace, run.accelerator)
         if run.accelerator.is_main_process:
             write_config(self.folder, config)
         run.config = config
@@ -249,7 +240,9 @@ class Trainer:
 
         def after_step(seen: Step) -> None:
             self.after_step(seen)
-            if run.step < end() and run.step == settling_step(run.config, self.steps):
+            rate, at = run.lr_at, run.config.training.cooldown_steps
+            settles = at and isinstance(rate, WarmupStableDecay) and run.step == rate.start + at[-1]
+            if settles and run.step < end():
                 self.keep_to_time()
                 progress.resize(progress.done + (end() - run.step) * run.config.data.batch_size)
 
@@ -281,6 +274,19 @@ class Trainer:
         if seen.due or (often and self.run.step % often == 0):
             self.save()
         self.stop_on_signal(seen.signal)
+
+    def validate(
+        self,
+        run: TrainingState,
+        loader: EvaluationLoader,
+        expected: int,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Validation:
+        """Measure the network, or stop on a signal."""
+        measured = validate(run, loader, expected, weights)
+        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
+        assert measured is not None
+        return measured
 
     def stop_on_signal(self, signal: int) -> None:
         """Save a checkpoint and raise, if `signal` is not 0."""
@@ -346,13 +352,13 @@ class Trainer:
         """Average the weights of the best epochs, and save the average if it is better."""
         run = self.run
 
-        def evaluate(weights: Mapping[str, Tensor]) -> Validation | None:
+        def evaluate(weights: Mapping[str, Tensor]) -> Validation:
             present = run.network.state_dict()
             shards = {n: shard_like(tensor, present[n]) for n, tensor in weights.items()}
-            return validate(run, self.evaluation, len(self.splits.val), shards)
+            return self.validate(run, self.evaluation, len(self.splits.val), shards)
 
         try:
-            made = average_best_epochs(self.best, evaluate)
+            event, weights = average_best_epochs(self.best, evaluate)
         except WeightsError as error:  # on all processes alike; the run is complete
             self.logger.notify(f"note: no soup: {error}")
             with contextlib.suppress(WeightsError):  # an earlier attempt may have saved an average
@@ -360,9 +366,6 @@ class Trainer:
                 if run.accelerator.is_main_process:
                     self.checkpoints.save_model(weights)
             return None
-        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-        assert made is not None
-        event, weights = made
         self.logger.soup({**event, "step": run.step})
         if run.accelerator.is_main_process:
             self.checkpoints.save_model(weights)
@@ -374,9 +377,7 @@ class Trainer:
         run = dataclasses.replace(self.run, network=network, model=network)
         loader = evaluation_loader(run, self.splits.test)
         with contextlib.closing(loader), self.saving_at_bad_images():
-            measured = validate(run, loader, len(self.splits.test))
-        self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
-        assert measured is not None
+            measured = self.validate(run, loader, len(self.splits.test))
         self.logger.test(measured)
         return {name.removeprefix("val_"): score for name, score in measured.scores.items()}
 

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,17 @@ from accelerate import Accelerator
 
 from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.merge_settings import call_settings
-from vit.config.parser import checked, default_run_folder, make_config, write_settings
-from vit.config.pretraining_config import PRETRAINING_TASKS
+from vit.config.parser import (
+    Settings,
+    checked,
+    default_run_folder,
+    make_config,
+    settings_with,
+    write_settings,
+)
 from vit.config.stored_config import has_stored_config
-from vit.config.training_config import TIME_DECIDES
 from vit.data.dataset_types import labels_of
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
 from vit.evaluation.tune_report import (
@@ -50,7 +56,6 @@ from vit.text import format_duration, percent, plural, printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.checkpoint.run_folder import (
     BEST,
-    RESUMABLE_CHANGES,
     TEACHER_FILE,
     WEIGHTS,
     delete_run,
@@ -90,8 +95,6 @@ COMMAND = "vit tune"
 MAX_SEARCH_SHARE = 0.75
 """Share of the time after which a search that is slower than measured ends."""
 RECIPE = "The best settings that vit tune found.\nTrain them: vit train --config THIS"
-# Settings that the search decides: they count epochs, of which trials have few.
-REFUSED = (*TIME_DECIDES, "patience")
 
 Record = dict[str, Any]
 """The content of tune.json."""
@@ -142,7 +145,8 @@ def tune(
         VitError: An error that the user can fix; the message has the remedy.
     """
     began = time.monotonic() if began is None else began
-    chosen, _ = (more, False) if resume and settings is None else call_settings(settings, more)
+    resumes = resume and settings is None
+    chosen = Settings(call=more) if resumes else call_settings(settings, more)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to search: give DATA")
     values, trials, folder = resumed_settings(checked(chosen), out, trials, resume=resume)
@@ -186,7 +190,6 @@ def tune(
             config,
             run_folder,
             resume=resume and has_stored_config(run_folder),
-            given=[*values, "time"],
             resumed_by=(COMMAND, folder),
         )
         record["result"] = {"epoch": result.epoch, "scores": result.scores}
@@ -243,7 +246,7 @@ def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
             f"folds={values['folds']}: a tuning validates on one part; leave it out, and train the "
             f"{RECIPE_FILE} that it writes with --folds"
         )
-    for name in REFUSED:
+    for name in (*settings_with(decided_by="time"), "patience"):  # they count epochs
         if values.get(name):
             raise ConfigError(
                 f"{name}={values[name]!r}: trials have lengths of their own, by the time; leave it "
@@ -310,7 +313,7 @@ def claim_tuning(
 
 def change_settings(record: Record, values: Mapping[str, Any]) -> None:
     """Apply those of `values` that may change on resume to a search and all of its trials."""
-    changes = {name: values[name] for name in values if name in RESUMABLE_CHANGES}
+    changes = {name: values[name] for name in values if name in settings_with(resumable=True)}
     for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
         settings.update(changes)
     for trial in record["trials"]:
@@ -366,7 +369,7 @@ def require_same(
     changed = [
         name
         for name in sorted({*now, *before})
-        if now.get(name) != before.get(name) and name not in RESUMABLE_CHANGES
+        if now.get(name) != before.get(name) and name not in settings_with(resumable=True)
     ]
     if changed:
         name = changed[0]
@@ -387,13 +390,12 @@ def plan_search(
     config, plan = plan_training({**values, "time": f"{SEARCH_SHARE * seconds:.1f}s"})
     for line in summary_lines(plan):
         notifier(accelerator)(line)
-    given = [name for name in values if name != "time"]
     with contextlib.ExitStack() as repeated:
         if config.distillation.teacher is not None:  # its pass over the images, which is made once
-            resolve(with_steps(config, 1), given, accelerator, began=time.monotonic())
+            resolve(with_steps(config, 1), accelerator, began=time.monotonic())
             repeated.enter_context(redirect_lines(lambda _line: None))
         setup_began = time.monotonic()
-        resolved = resolve(with_steps(config, 1), given, accelerator, began=setup_began)
+        resolved = resolve(with_steps(config, 1), accelerator, began=setup_began)
     startup = max_over_processes(accelerator, time.monotonic() - setup_began)
     config, splits = resolved.config, resolved.splits
     if config.training.multilabel and not any(map(labels_of, splits.val)):
@@ -439,7 +441,6 @@ def search(record: Record, folder: Path, seconds: float, accelerator: Accelerato
     """Train the remaining trials, rung after rung, and add their results to `record`."""
     notify = notifier(accelerator)
     notes = DistinctNotes()
-    given = [name for name in record["settings"] if name != "time"]
     for rung, size in enumerate(record["rungs"], 1):
         for place, trial in enumerate(trials_of_rung(record, rung), 1):
             finished = find_result(record, rung, trial) is not None
@@ -458,7 +459,7 @@ def search(record: Record, folder: Path, seconds: float, accelerator: Accelerato
                 continue
             began = time.monotonic()
             with redirect_lines(notes):
-                result = run_trial(record, rung, trial, folder, given, accelerator)
+                result = run_trial(record, rung, trial, folder, accelerator)
             taken = max_over_processes(accelerator, time.monotonic() - began)
             result["seconds"] = round(taken, 2)
             record["results"].append(result)
@@ -472,7 +473,6 @@ def run_trial(
     rung: int,
     trial: int,
     folder: Path,
-    given: Sequence[str],
     accelerator: Accelerator,
 ) -> dict[str, Any]:
     """Train or resume one trial of a rung; returns its result for tune.json, without seconds."""
@@ -486,7 +486,6 @@ def run_trial(
             config,
             where,
             resume=resume,
-            given=[*given, "steps", "epoch_steps"],
             resumed_by=(COMMAND, folder),
             report=False,
         )

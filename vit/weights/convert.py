@@ -32,7 +32,7 @@ from vit.event_log import METRICS_FILE, Event, ranking_metric, read_event_log, s
 from vit.text import Notify, print_to_stderr, printable
 from vit.version import __version__
 from vit.weights.adapt_weights import fit_preprocessing
-from vit.weights.formats.huggingface_processor import processor_notes
+from vit.weights.formats.huggingface_config import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import to_timm

@@ -8,7 +8,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,27 +20,8 @@ PLUGINS = {
 }
 
 
-class PluginLoader(Loader):
-    """Loads a module with its own loader, then imports our plug-in."""
-
-    def __init__(self, loader: Loader, plugin: str) -> None:
-        self.loader = loader
-        self.plugin = plugin
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Delegate to the module's loader."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Delegate to the module's loader, then import our plug-in."""
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader  # importlib.resources uses it
-        self.loader.exec_module(module)
-        import_plugin(self.plugin)
-
-
 class PluginFinder(MetaPathFinder):
-    """Finds the modules of PLUGINS like all others, and wraps their loader in `PluginLoader`."""
+    """Finds the modules of PLUGINS like all others, and imports the plug-in after each."""
 
     def __init__(self) -> None:
         self.pending = dict(PLUGINS)
@@ -51,7 +32,7 @@ class PluginFinder(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """The spec of a module in PLUGINS, with our loader; None for all others."""
+        """The spec of a module in PLUGINS, which then imports our plug-in; None for all others."""
         plugin = self.pending.pop(fullname, None)  # avoids recursion in find_spec
         if plugin is None:
             return None
@@ -60,9 +41,14 @@ class PluginFinder(MetaPathFinder):
         finally:
             # kept: transformers only checks whether timm is installed, and loads it later or never
             self.pending[fullname] = plugin
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = PluginLoader(spec.loader, plugin)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                import_plugin(plugin)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

@@ -22,8 +22,7 @@ from vit.errors import ConfigError, WeightsError
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import Notify, join_names, print_to_stderr, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preprocessing
-from vit.weights.file_format import read_json
-from vit.weights.formats import timm_registry
+from vit.weights.formats import timm_network
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.infer_architecture import OPENAI
 from vit.weights.formats.jax_weights import read_jax
@@ -46,7 +45,7 @@ from vit.weights.saved_model import (
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import StateFile, read_npz, read_state
+from vit.weights.state_dict_readers import StateFile, read_json, read_npz, read_state
 
 Source = str | os.PathLike[str]
 
@@ -64,7 +63,7 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     """
     if not pretrained:
         return [*find_presets(pattern)]
-    return [f"timm/{entry.name}" for entry in timm_registry.search(pattern)]
+    return [f"timm/{entry.name}" for entry in timm_network.search(pattern)]
 
 
 def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
@@ -271,38 +270,34 @@ def load_model(
             )
         return run
     pretrained = fit_preprocessing(_read_weights(found))
-    if not pretrained.config.num_classes and not headless:
-        raise WeightsError(
-            f"{printable(source)} ({pretrained.origin}) has no head, so it names no classes: "
-            "fine-tune it first (vit train DATA --weights ...)"
+    config, why = pretrained.config, ""
+    remedy = "fine-tune it first (vit train DATA --weights ...)"
+    if not config.num_classes and not headless:
+        why = f"has no head, so it names no classes: {remedy}"
+    if config.num_classes == 1 and pretrained.thresholds is None and not headless:
+        why = (
+            "has one output, a score without another that it competes with, so each image would "
+            f"have it by 100%: {remedy}, which makes a new head"
         )
-    if pretrained.config.num_classes == 1 and pretrained.thresholds is None and not headless:
-        raise WeightsError(
-            f"{printable(source)} ({pretrained.origin}) has one output, a score without another "
-            "that it competes with, so each image would have it by 100%: fine-tune it first (vit "
-            "train DATA --weights ...), which makes a new head"
-        )
-    if pretrained.config.channels != 3:
-        raise WeightsError(
-            f"{printable(source)} ({pretrained.origin}) is for images of "
-            f"{pretrained.config.channels} channels, and images are read as RGB"
-        )
+    if config.channels != 3:
+        why = f"is for images of {config.channels} channels, and images are read as RGB"
+    if why:
+        raise WeightsError(f"{printable(source)} ({pretrained.origin}) {why}")
     lines = describe_source(source, pretrained)
     preprocessing, line = preprocessing_or_default(pretrained)
     lines += [line] if line else []
-    classes = pretrained.classes if pretrained.config.num_classes else ()
+    classes = pretrained.classes if config.num_classes else ()
     if classes is None:
         classes = numbered_classes(pretrained)
         lines.append("note: nothing says the names of its classes: they are numbers here")
     if notify is not None:
         for line in lines:
             notify(line)
-    model = build_from_state(pretrained.config, pretrained.state)
     return LoadedRun(
-        model,
+        build_from_state(config, pretrained.state),
         classes,
         preprocessing,
-        pretrained.config,
+        config,
         pretrained.linear_offsets,
         thresholds=pretrained.thresholds,
         license=pretrained.license,

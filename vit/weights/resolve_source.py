@@ -22,9 +22,8 @@ from vit.errors import WeightsError
 from vit.paths import did_you_mean, names_in, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub
-from vit.weights.file_format import ONNX, detect_format, open_file, read_json
-from vit.weights.formats import timm_registry
-from vit.weights.state_dict_readers import is_npz
+from vit.weights.formats import timm_network
+from vit.weights.state_dict_readers import ONNX, detect_format, is_npz, open_file, read_json
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
 CONFIG = "config.json"
@@ -165,7 +164,7 @@ def _missing_path_message(path: Path) -> str:
 
 
 def _unprefixed_name_message(path: Path, text: str) -> str:
-    if timm_registry.find_entry(text) is not None:
+    if timm_network.find_entry(text) is not None:
         return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
     missing = _missing_path_message(path)
     others = (
@@ -176,14 +175,14 @@ def _unprefixed_name_message(path: Path, text: str) -> str:
 
 def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
     name, _, revision = text.removeprefix(TIMM).partition("@")
-    entry = timm_registry.find_entry(name)
+    entry = timm_network.find_entry(name)
     if entry is None:
         repository = hub.Repository.parse(text)
         return _from_hub(
             repository,
             text,
             offline,
-            hint=f"; timm has no such name{timm_registry.suggest_names(name)}",
+            hint=f"; timm has no such name{timm_network.suggest_names(name)}",
         )
     if entry.hub_id is None:
         raise WeightsError(
@@ -199,7 +198,7 @@ def _from_hub(
     text: str,
     offline: bool | None,
     *,
-    entry: timm_registry.RegistryEntry | None = None,
+    entry: timm_network.RegistryEntry | None = None,
     hint: str = "",
 ) -> WeightsLocation:
     searched = [f"the path {Path(text).absolute()}"] if ":" not in text else []
@@ -233,13 +232,13 @@ def _from_hub(
 
 
 def _with_requested_name(
-    found: WeightsLocation, repository: hub.Repository, entry: timm_registry.RegistryEntry | None
+    found: WeightsLocation, repository: hub.Repository, entry: timm_network.RegistryEntry | None
 ) -> WeightsLocation:
     """`found` under the requested name instead of that of the cache folder."""
     if found.kind == "file":
         # timm caches weights without config.json; its registry has the content
         owner, _, name = repository.name.partition("/")
-        entry = entry or (timm_registry.find_entry(name) if owner == "timm" else None)
+        entry = entry or (timm_network.find_entry(name) if owner == "timm" else None)
         found = replace(found, kind="timm", config=None) if entry else found
     if entry is not None and found.kind in ("timm", "npz"):
         return replace(found, name=entry.name, license=found.license or entry.license)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
+from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.parser import parse_decoder_config, parse_model_config
-from vit.config.pretraining_config import PRETRAINING_TASKS
 from vit.config.stored_config import run_folder_of
 from vit.config.training_config import TASKS, implied_task
 from vit.data.captions.tokenizer import Tokenizer
@@ -31,10 +31,10 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
-from vit.weights.file_format import MAX_JSON_BYTES, read_bytes
 from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
 from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.safetensors_io import read_tensors, write_tensors
+from vit.weights.state_dict_readers import MAX_JSON_BYTES, read_bytes
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

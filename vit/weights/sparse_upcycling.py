@@ -11,7 +11,7 @@ Source: Komatsuzaki et al., "Sparse Upcycling", section 3, arXiv:2212.05055.
 import torch
 
 from vit.config import ModelConfig
-from vit.config.model_config import BELONGS_TO
+from vit.config.model_config import EXPERT_SETTINGS
 from vit.errors import WeightsError
 from vit.model.initialization import init_weights
 from vit.text import join_names, printable
@@ -19,10 +19,7 @@ from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import State, meta_model
 
 # Settings that only a network with experts has.
-MOE_SETTINGS = (
-    "feedforward",
-    *(name for name, (_, kinds) in BELONGS_TO.items() if kinds == ("moe",)),
-)
+MOE_SETTINGS = ("feedforward", *EXPERT_SETTINGS)
 MAX_BLOCKS = 12
 
 

@@ -12,15 +12,17 @@ import contextlib
 import io
 import json
 import math
+import os
 import pickle
 import pickletools
 import re
+import stat
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -30,9 +32,128 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.text import join_names, printable
-from vit.weights.file_format import NO_CODE, WANTED, detect_format, open_file, read_json
 from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
+
+FileFormat = Literal["safetensors", "zip", "pickle", "index"]
+
+HEADER_BYTES = 1024
+"""Bytes read for detection."""
+
+# offset, magic bytes, description
+FOREIGN_FORMATS: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89PNG", "an image (PNG)"),
+    (0, b"\xff\xd8\xff", "an image (JPEG)"),
+    (0, b"GIF8", "an image (GIF)"),
+    (8, b"WEBP", "an image (WebP)"),
+    (0, b"II*\0", "an image (TIFF)"),
+    (0, b"MM\0*", "an image (TIFF)"),
+    (0, b"%PDF", "a PDF"),
+    (0, b"\x89HDF", "an HDF5 file, as Keras writes it"),
+    (0, b"GGUF", "a GGUF file, as language models use it"),
+    (4, b"TFL3", "a TensorFlow Lite file"),
+    (0, b"\x93NUMPY", "a single numpy array"),
+    (0, b"\x1f\x8b", "a gzip archive"),
+    (0, b"\x28\xb5\x2f\xfd", "a zstandard archive"),
+    (257, b"ustar", "a tar archive, or a file of the oldest torch, which could run code"),
+)
+MAX_JSON_BYTES = 50_000_000
+WANTED = "give a .safetensors, .pth, .bin or .npz file"
+NO_CODE = "ask for a .safetensors file"
+ONNX = (
+    "an ONNX file, which has been exported for prediction already; "
+    "give the weights it was exported from"
+)
+
+
+def detect_format(path: Path) -> FileFormat:
+    """Detect the format of the file `path`."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(HEADER_BYTES)
+    if not start:
+        raise WeightsError(f"{printable(path)} is empty; fetch it again")
+    header_length = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and 8 + header_length <= size:
+        return "safetensors"
+    if start.startswith(b"PK\x03\x04"):
+        return "zip"
+    if start[0] == 0x80 and len(start) > 1 and start[1] <= 5:
+        return "pickle"
+    if start.lstrip()[:1] == b"{" and path.name.endswith(".json"):
+        return "index"
+    if path.suffix == ".safetensors" and not describe_foreign_format(start):
+        raise WeightsError(f"{printable(path)} is cut or damaged: it has no header; fetch it again")
+    shape = describe_foreign_format(start) or f"nothing known here ({size:,} bytes)"
+    remedy = "" if ";" in shape else f"; {WANTED}"
+    raise WeightsError(f"{printable(path)} looks like {shape}{remedy}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open the regular file `path` for reading."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise WeightsError(f"{printable(path)} is a folder; give a file in it")
+        if not stat.S_ISREG(mode):  # opening a pipe would block
+            raise WeightsError(f"{printable(path)} is no regular file; {WANTED}")
+        return path.open("rb")
+    except FileNotFoundError:
+        raise WeightsError(f"{printable(path)} is missing") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
+
+
+def describe_foreign_format(start: bytes) -> str:
+    """Describe a file that starts with `start`, with a remedy; empty if unknown."""
+    if start.startswith(b"version https://git-lfs"):
+        return "a git-lfs pointer and not the file itself; run `git lfs pull` where it came from"
+    for offset, magic, meaning in FOREIGN_FORMATS:
+        if start[offset:].startswith(magic):
+            return meaning
+    if start[:1] == b"\x08" and start[1:2] <= b"\x20" and start[2:3] in b"\x12\x1a\x22\x28\x32\x3a":
+        return ONNX
+    if re.match(rb"[(\]}]?[dlc][a-z_]*p?\d*\n", start):
+        return f"a Python pickle, which could run code; {NO_CODE}"
+    try:
+        # the last character may be truncated
+        text = start.decode() if len(start) < HEADER_BYTES else start[:-4].decode()
+    except UnicodeDecodeError:
+        return ""
+    words = text.lstrip("\ufeff \t\r\n").lower()
+    if words.startswith(("<!doctype html", "<html", "<head", "<?xml")):
+        return "a web page, perhaps of an error or a login; fetch the file itself"
+    if not all(letter.isprintable() or letter in "\t\r\n" for letter in text):
+        return ""
+    return "JSON text" if words.startswith("{") else "text"
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a file of at most `most` bytes."""
+    with open_file(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise WeightsError(f"{printable(path)} is larger than {most:,} bytes")
+    return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    raw = read_bytes(path, MAX_JSON_BYTES)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{printable(path)} is no JSON: {printable(error)[:160]}; if it was downloaded, it is "
+            "incomplete: fetch it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{printable(path)} is no JSON object")
+    return content
+
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, protocol, type sizes, object, storage keys
@@ -133,20 +254,20 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
             f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
             "give the file of a state_dict"
         )
-    known = [key for key in CHECKPOINT_KEYS if _has_tensors(checkpoint.get(key))]
-    others = [key for key, value in checkpoint.items() if _has_tensors(value)]
-    if not known and len(others) == 1 and not _has_tensors(checkpoint):
-        known = others
-    key = known[0] if known else None
+    inside = [key for key, value in checkpoint.items() if _has_tensors(value)]
+    known = [key for key in CHECKPOINT_KEYS if key in inside]
+    if not known and len(inside) == 1 and not _has_tensors(checkpoint):
+        known = inside
+    key, state = None, checkpoint
     notes: tuple[str, ...] = ()
-    if key is not None:
+    if known:
+        key, state = known[0], checkpoint[known[0]]
         rest = [str(name) for name in checkpoint if name != key]
         beside = f"; beside it are {join_names(rest, 3)}" if rest else ""
         notes = (f"{printable(path.name)}: took {printable(key)}{beside}",)
-    state = checkpoint if key is None else checkpoint[key]
     if not _has_tensors(state):
         entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
-        name = printable(others[0]) if others else "NAME"
+        name = printable(inside[0]) if inside else "NAME"
         raise WeightsError(
             f"{printable(path)} holds no tensors by name{entries}; save its state dict alone: "
             f'torch.save(ckpt["{name}"], "weights.pth")'
@@ -218,49 +339,42 @@ def _strip_wrappers(file: StateFile) -> StateFile:
 
 def _read_shards(index: Path) -> StateFile:
     """Read the shards listed in a `*.index.json` of transformers, in the same folder."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, set[str]] = {}
     for name, file in shard_map(index).items():
-        names.setdefault(file, []).append(name)
-    tensors: dict[str, Tensor] = {}
-    integers: dict[str, Tensor] = {}
-    notes: tuple[str, ...] = ()
+        names.setdefault(file, set()).add(name)
+    found = StateFile({}, {})
     for file, listed in sorted(names.items()):
-        if not index.with_name(file).exists():
+        path = index.with_name(file)
+        if not path.exists():
             raise WeightsError(
-                f"{printable(index.with_name(file))} is missing; the download is incomplete: fetch "
-                "it again"
+                f"{printable(path)} is missing; the download is incomplete: fetch it again"
             )
-        shard = _read_one(index.with_name(file))
-        found = shard.tensors.keys() | shard.integers.keys()
-        if odd := found.symmetric_difference(listed):
+        shard = _read_one(path)
+        if odd := listed ^ (shard.tensors.keys() | shard.integers.keys()):
             raise WeightsError(
                 f"{printable(index)} and {printable(file)} disagree about "
                 f"{join_names(sorted(odd), 3)}; fetch both from one place"
             )
-        tensors |= shard.tensors
-        integers |= shard.integers
-        notes += shard.notes
-    return StateFile(tensors, integers, None, notes)
+        found = StateFile(
+            found.tensors | shard.tensors,
+            found.integers | shard.integers,
+            notes=found.notes + shard.notes,
+        )
+    return found
 
 
 def shard_map(index: Path) -> dict[str, str]:
     """Shard file of each tensor in `index`."""
-    content = read_json(index)
-    files = content.get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise WeightsError(f"{printable(index)} is JSON, but no index of weights; {WANTED}")
     for file in files.values():
-        if not isinstance(file, str) or not _is_beside(file):
+        # a plain name beside the index, and no other index, which could be recursive
+        if not isinstance(file, str) or not re.fullmatch(r"[^./\\:\0][^/\\:\0]*(?<!\.json)", file):
             raise WeightsError(
                 f"{printable(index)} names {printable(file)[:80]!r}, which is no file beside it"
             )
-    return {name: str(file) for name, file in files.items()}
-
-
-def _is_beside(file: str) -> bool:
-    """Whether `file` is a plain file name, and not an index, which could be recursive."""
-    plain = Path(file).name == file and not any(mark in file for mark in "/\\:\0")
-    return plain and file[:1] not in ("", ".") and not file.endswith(".json")
+    return dict(files)
 
 
 def read_checkpoint(path: Path, *, zipped: bool) -> Any:

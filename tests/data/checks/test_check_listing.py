@@ -11,18 +11,11 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.checks.check_listing import (
-    KINDS,
-    DatasetListing,
-    ListedImage,
-    Problem,
-    list_dataset,
-    match_classes,
-    shared_property,
-)
+from vit.data.checks.check_listing import DatasetListing, ListedImage, list_dataset, match_classes
 from vit.data.checks.dataset_check import CheckReport, check_dataset
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
+from vit.data.sources.problems import KINDS, Problem, shared_property
 from vit.errors import ConfigError, DataError
 
 NAMES = [f"{label}/{number}.png" for label in "ab" for number in range(4)]

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.data.checks.test_duplicates import scene
 from vit.data import image_io
 from vit.data.checks import duplicates, image_stats
-from vit.data.checks.check_listing import KINDS, DatasetListing, ListedImage, problem_kind
+from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import check_dataset, unreadable_images
 from vit.data.checks.duplicates import (
     exact_duplicate_problems,
@@ -24,6 +24,7 @@ from vit.data.checks.duplicates import (
 )
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.sources.dataset_warnings import equal_files
+from vit.data.sources.problems import KINDS, problem_kind
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 

@@ -126,7 +126,7 @@ def train_on(data: str | Path, out: Path, *, workers: int = 0):
     """Names and labels of both splits, the first batches, and the loss of each step."""
     config = make_config({**SETTINGS, "data": str(data), "workers": workers})
     accelerator = make_accelerator(config.run)
-    full, splits, _ = prepare_data(config, (), accelerator, lambda _: None)
+    full, splits, _ = prepare_data(config, accelerator, lambda _: None)
     sides = [
         [(Path(sample.path).name, sample.label) for sample in part]
         for part in (splits.train, splits.val)

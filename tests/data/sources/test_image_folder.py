@@ -192,7 +192,14 @@ def test_a_folder_around_itself_ends(tmp_path):
 
 @pytest.mark.parametrize(
     ("folder", "split"),
-    [("seg_train", "train"), ("Test-Images", "test"), ("training_test", None), ("cat", None)],
+    [
+        ("seg_train", "train"),
+        ("Evaluation", "test"),
+        ("dev", "val"),
+        ("Test-Images", "test"),
+        ("training_test", None),
+        ("cat", None),
+    ],
 )
 def test_a_split_is_named_by_one_word(folder, split):
     assert split_name(folder) == split

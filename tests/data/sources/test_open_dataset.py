@@ -8,7 +8,6 @@ from PIL import Image
 
 from vit.config import DataConfig
 from vit.data.archives import relative
-from vit.data.checks.check_listing import list_dataset
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.held_out_split import HeldOutSplit
@@ -248,25 +247,6 @@ def test_datasets_that_cannot_be_trained_on_are_refused(make_tree, tree, message
 
 
 @pytest.mark.parametrize(
-    ("names", "note"),
-    [
-        (("Train", "Test"), "read Train as train, Test as test"),
-        (("training", "validation", "evaluation"), "read training as train, evaluation as test"),
-        (("TRAIN", "Val", "more"), "read TRAIN as train, Val as val"),
-    ],
-)
-def test_folders_with_other_names_for_splits_are_splits(make_tree, names, note):
-    tree = {f"{name}/{label}": 12 - at for at, name in enumerate(names) for label in "ab"}
-    splits = open_data(root := make_tree(tree))
-    assert splits.classes == ("a", "b")
-    assert len(splits.train) + len(splits.val) + len(splits.test) == 46
-    assert len(splits.test or splits.val) == 22
-    assert has_note(splits, note)
-    assert any(note in one.detail for one in list_dataset(str(root)).problems)
-    assert len(open_eval_split(str(root), split="train", classes=("a", "b"))[0]) == 24
-
-
-@pytest.mark.parametrize(
     "tree",
     [
         {"Train": 9, "Car": 9},  # images straight in them: classes
@@ -280,21 +260,6 @@ def test_folders_with_other_names_for_splits_are_splits(make_tree, names, note):
 )
 def test_classes_may_have_names_like_splits(make_tree, tree):
     assert open_data(make_tree(tree)).classes == tuple(sorted({x.split("/")[0] for x in tree}))
-
-
-@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Testing")])
-def test_test_images_without_labels_are_left_out(make_tree, train, test):
-    root = make_tree({f"{train}/a": 12, f"{train}/b": 12, test: 5})
-    splits = open_data(root)
-    assert len(splits.train) + len(splits.val) == 24
-    assert has_note(splits, f"left out {test}, which has no class folders")
-    held_out = names(splits.val, root)
-    split = HeldOutSplit(root.resolve(), held_out)
-    found, _ = open_eval_split(str(root), split="val", classes=("a", "b"), held_out=split)
-    assert names(found, root) == held_out
-    assert "no_classes" not in {one.kind for one in list_dataset(str(root)).problems}
-    with pytest.raises(DataError, match=f"{test} has no class folders"):
-        open_eval_split(str(root), split="test", classes=("a", "b"))
 
 
 def test_beside_train_only_the_usual_names_are_splits(make_tree):

@@ -97,15 +97,17 @@ def made_of(tmp_path, scores: list[float], soups: dict[float, float]) -> tuple[d
     return found, float(weights["w"])
 
 
-def test_a_candidate_that_lowers_the_score_is_skipped(tmp_path):
-    found, weight = made_of(tmp_path, [0.9, 0.8, 0.7], {1.5: 0.89, 2.0: 0.95})
-    assert (found["epochs"], found["better"], found["val_top1"]) == ([1, 3], True, 0.95)
-    assert weight == 2.0
-
-
-def test_an_equal_soup_does_not_replace_the_best_epoch(tmp_path):
-    found, weight = made_of(tmp_path, [0.9, 0.8], {1.5: 0.9})
-    assert (found["epochs"], found["better"], weight) == ([1, 2], False, 1.0)
+@pytest.mark.parametrize(
+    ("scores", "soups", "epochs", "better", "weight"),
+    [
+        ([0.9, 0.8, 0.7], {1.5: 0.89, 2.0: 0.95}, [1, 3], True, 2.0),  # one lowers the score
+        ([0.9, 0.8], {1.5: 0.9}, [1, 2], False, 1.0),  # no better than the best epoch
+        ([0.8, 0.8, 0.8], {1.5: 0.9, 2.0: 0.9}, [1, 2, 3], True, 2.0),  # in their order
+    ],
+)
+def test_members_of_a_soup(tmp_path, scores, soups, epochs, better, weight):
+    found, made = made_of(tmp_path, scores, soups)
+    assert (found["epochs"], found["better"], made) == (epochs, better, weight)
 
 
 def test_a_soup_of_captions_of_few_images_is_ranked_by_loss_as_the_epochs_are(tmp_path):
@@ -116,11 +118,6 @@ def test_a_soup_of_captions_of_few_images_is_ranked_by_loss_as_the_epochs_are(tm
     worse = Validation(21, {"val_cider": 0.9, "val_loss": 1.5}, 0)
     found, weights = average_best_epochs(best, lambda _: worse)
     assert (found["epochs"], found["better"], float(weights["w"])) == ([1], False, 1.0)
-
-
-def test_equal_epochs_are_added_in_their_order(tmp_path):
-    found, weight = made_of(tmp_path, [0.8, 0.8, 0.8], {1.5: 0.9, 2.0: 0.9})
-    assert (found["epochs"], found["better"], weight) == ([1, 2, 3], True, 2.0)
 
 
 def test_a_soup_holds_few_networks_at_a_time(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 import vit
 from vit.config import Config, FinetuneConfig, ModelConfig, PartialModelConfig
-from vit.config.parser import flatten, make_config
+from vit.config.parser import flatten, make_config, with_origins
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
@@ -40,7 +40,7 @@ def source(**settings) -> Pretrained:
 def completed(weights: Pretrained, /, **chosen) -> Config:
     """What `vit train DATA --weights r` makes of flags."""
     given = {"weights": "r", "method": "full", **chosen}
-    return complete_for_weights(make_config(given), weights, [*given])
+    return complete_for_weights(make_config(given), weights)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_settings_that_fit_the_weights_are_accepted(settings, chosen):
     ("settings", "chosen", "message"),
     [
         (SMALL, {"capacity_factor": 2.0}, "capacity_factor=2.0: feedforward=mlp does not read it"),
-        (SMALL, {"balance_loss": 0.1}, "balance_loss=0.1: feedforward=mlp has no router"),
+        (SMALL, {"balance_loss": 0.1}, "balance_loss=0.1: feedforward=mlp does not read"),
         (SMALL, {"image_size": 20}, "image_size=20: not a multiple of patch_size=8"),
         (
             SMALL,
@@ -78,7 +78,7 @@ def test_settings_that_fit_the_weights_are_accepted(settings, chosen):
             "start_image_size=12: must be a multiple of patch_size=8",
         ),
         (EXPERTS, {"top_k": 5}, "top_k=5: there are num_experts=4"),
-        (EXPERTS, {"router_priority": "score"}, "router_priority='score': nothing is dropped"),
+        (EXPERTS, {"router_priority": "score"}, "router_priority='score': capacity_factor=0.0"),
     ],
     ids=str,
 )
@@ -112,9 +112,9 @@ def test_assumed_colours_are_printed(mark, given, mean, said, colour_data, tmp_p
     state |= {mark: torch.zeros(1, 1, 64)} if mark != "other" else {}
     torch.save(state, tmp_path / "w.pth")
     chosen = {"data": str(colour_data), "weights": str(tmp_path / "w.pth")}
-    config, lines = make_config(chosen), []
-    found = load_source(config, given, Accelerator(cpu=True), lines.append)
-    assert complete_for_weights(config, found, [*chosen]).data.mean[0] == mean
+    config, lines = with_origins(make_config(chosen), [*chosen, *given]), []
+    found = load_source(config, Accelerator(cpu=True), lines.append)
+    assert complete_for_weights(config, found).data.mean[0] == mean
     about = [line for line in lines if "how images are prepared" in line]
     assert [said in line for line in about] == ([True] if said else [])
 
@@ -126,9 +126,9 @@ def test_a_default_that_does_not_suit_the_weights_is_left_out(given):
     weights, notes = source(**{**SMALL, "depth": 1}), []
     if given.get("drop_path"):
         with pytest.raises(ConfigError, match=r"drop_path=0\.1: .* no other"):
-            complete_for_weights(make_config(chosen), weights, [*chosen], notes.append)
+            complete_for_weights(make_config(chosen), weights, notes.append)
         return
-    found = complete_for_weights(make_config(chosen), weights, [*chosen], notes.append)
+    found = complete_for_weights(make_config(chosen), weights, notes.append)
     assert (found.model.drop_path, found.training.layer_decay) == (0.0, 0.75)
     assert len(notes) == (not given)
     assert all("without the default drop_path=0.1: " in note for note in notes)
@@ -138,8 +138,6 @@ def test_without_weights_settings_are_checked_at_once():
     message = "capacity_factor=2.0: feedforward=mlp does not read it"
     with pytest.raises(ConfigError, match=message):
         make_config({"capacity_factor": 2.0})
-    with pytest.raises(ConfigError, match=message):
-        make_config({"capacity_factor": 2.0, "weights": "x"}, complete=True)
     asked = make_config({"capacity_factor": 2.0, "weights": "x"})
     assert isinstance(asked.model, PartialModelConfig)
     with pytest.raises(ConfigError, match=message):
@@ -152,7 +150,7 @@ def test_experts_of_a_run_are_in_the_given_blocks(colour_data, tmp_path):
     first = train(make_config({**words, **EXPERTS}), tmp_path / "first").folder
     words |= {"weights": str(first), "method": "full"}
     words |= {"capacity_factor": 0.5, "router_jitter": 0.1, "balance_loss": 0.1}
-    second = train(make_config(words), tmp_path / "second", given=[*words]).folder
+    second = train(make_config(words), tmp_path / "second").folder
     found = read_model_config(second)
     assert (found.capacity_factor, found.router_jitter, found.num_experts) == (0.5, 0.1, 4)
     again = train(make_config(words), tmp_path / "second", given=[*words], resume=True)
@@ -184,8 +182,8 @@ def test_router_losses_are_refused_if_routers_are_frozen(method, name):
     if method == "lora" or (method, name) == ("linear", "router_jitter"):
         assert flatten(completed(weights, **chosen))[name] == 0.1
         return
-    others = "linear, lora" if name == "router_jitter" else "lora"
-    message = f"^{name}=0.1: method={method} has no use for it; .* --method {others} or full$"
+    others = "linear or lora" if name == "router_jitter" else "lora"
+    message = f"^{name}=0.1: method={method} does not read it; method={others} or full does$"
     with pytest.raises(ConfigError, match=message):
         completed(weights, **chosen)
 

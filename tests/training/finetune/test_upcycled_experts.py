@@ -35,7 +35,7 @@ def fine(colour_data, dense, tmp_path):
         given = {"data": str(colour_data), "weights": str(dense), **USUAL, **EXPERTS, **chosen}
         given = {name: value for name, value in given.items() if value is not None}
         given["feature_cache"] = str(tmp_path / "features")
-        return train(make_config(given), tmp_path / name, given=[*given]).folder
+        return train(make_config(given), tmp_path / name).folder
 
     return run
 
@@ -68,7 +68,7 @@ def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path):
 def test_the_written_config_repeats_the_run(fine, tmp_path):
     first = fine(layer_decay=0.5, shared_expert=True)
     stored = read_settings(first / "config.yaml")
-    second = train(make_config(stored), tmp_path / "again", given=[*stored]).folder
+    second = train(make_config(stored), tmp_path / "again").folder
     names = [folder / "model.safetensors" for folder in (first, second)]
     assert names[0].read_bytes() == names[1].read_bytes()
 
@@ -76,7 +76,7 @@ def test_the_written_config_repeats_the_run(fine, tmp_path):
 def tune(words: dict, folder: Path) -> None:
     """What each of several processes does."""
     torch.set_num_threads(1)
-    train(make_config(words), folder, given=[*words])
+    train(make_config(words), folder)
 
 
 @pytest.mark.slow

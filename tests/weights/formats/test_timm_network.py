@@ -328,11 +328,11 @@ def test_noise_shows_each_wrong_setting(name, changed):
     args = {**SMALL, "num_classes": 3}
     with torch.device("meta"):
         state = timm.create_model(name, **args).state_dict()
-    facts = timm_network.timm_facts(name, args, {}, state)
-    timm_network.prove(name, args, facts)
-    wrong = facts._replace(config=replace(facts.config, **changed))
+    config, order = timm_network.timm_facts(name, args, {}, state)[:2]
+    model = timm.create_model(name, **args)
+    timm_network.prove(model, config, order)
     with pytest.raises(WeightsError, match="outputs differ by"):
-        timm_network.prove(name, args, wrong)
+        timm_network.prove(model, replace(config, **changed), order)
 
 
 @pytest.fixture

@@ -11,18 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.archives import relative
-from vit.data.checks.check_listing import (
-    ALL,
-    KINDS,
-    SHOWN,
-    SKIPPABLE,
-    DatasetListing,
-    ListedImage,
-    Problem,
-    list_dataset,
-    problem_kind,
-    shared_property,
-)
+from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
 from vit.data.checks.duplicates import find_duplicates
 from vit.data.checks.image_stats import (
     TIMEOUT_SECONDS,
@@ -35,6 +24,14 @@ from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import class_problems, undecodable_error
+from vit.data.sources.problems import (
+    KINDS,
+    SHOWN,
+    SKIPPABLE,
+    Problem,
+    problem_kind,
+    shared_property,
+)
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.text import Notify, plural, printable
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vit.cpu_cores import usable_cores
-from vit.data.checks.check_listing import ListedImage, Problem
+from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.image_stats import CHROMA_SIDE, THUMBNAIL_SIDE, ImageStats
 from vit.data.sources.dataset_warnings import compare_origins
+from vit.data.sources.problems import Problem
 from vit.text import printable
 
 SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]

@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
 from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
+from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
 from vit.text import printable
@@ -136,37 +137,6 @@ UNSEEN = "unseen"
 """Evaluation-only split: combinations that the training split lacks."""
 SPLIT_NAMES = ("train", *VAL_NAMES, TEST, UNSEEN)
 LAYOUT = "expected DATA/train/CLASS/*.jpg and DATA/val/CLASS/*.jpg, or DATA/CLASS/*.jpg"
-HARMLESS = ("repeated_line", "merged_labels", "lone_label")
-"""Kinds of row errors that do not stop a training."""
-
-
-class RowError(NamedTuple):
-    """Why a line of a list, a shard or a member of one was skipped."""
-
-    kind: str
-    """As in vit.data.checks.check_listing."""
-    error: DataError
-    """The location and the reason, as a training raises it."""
-    images: tuple[str, ...] = ()
-    """The image or shard, if it is known."""
-
-
-RowErrors = list[RowError] | None
-"""Collects errors of single rows, which are skipped; None: the first one is raised."""
-
-
-def skip_or_raise(errors: RowErrors, kind: str, error: DataError, *images: str) -> None:
-    """Collect `error`, or raise it if errors are not collected."""
-    if errors is None:
-        raise error
-    errors.append(RowError(kind, error, images))
-
-
-def all_skipped_error(errors: list[RowError]) -> DataError:
-    """The error if every row was skipped: the first reason, and the number of others."""
-    first, *others = [one for one in errors if one.kind not in HARMLESS] or errors
-    more = f" (and {len(others):,} more such faults: nothing else can be read)" if others else ""
-    return DataError(f"{first.error}{more}")
 
 
 def validation_split(available: Collection[str]) -> str | None:
@@ -214,8 +184,8 @@ class DatasetSpec:
     """Whether training images that `label_list` does not label are kept: a teacher labels them."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
-    row_errors: RowErrors = field(default=None, compare=False)
-    """Receives errors of single rows and shards, which are skipped; None: the first one raises."""
+    problems: Problems = field(default=None, compare=False)
+    """Receives what is wrong, which is skipped; None: the first error is raised."""
 
     @classmethod
     def from_config(

@@ -39,7 +39,7 @@ def class_problems(
         total: Number of images, if an image may have several classes.
 
     Returns:
-        Kinds, as in vit.data.checks.check_listing, and texts.
+        Kinds, as in vit.data.sources.problems, and texts.
     """
     by_form: dict[str, list[str]] = defaultdict(list)
     by_case: dict[str, list[str]] = defaultdict(list)

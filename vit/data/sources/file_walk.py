@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vit.data.image_io import read_header, reads_heic
+from vit.data.sources.problems import Problem
 from vit.errors import BadImage, DataError
 from vit.paths import is_run_folder
 from vit.text import join_names, plural, printable
@@ -53,7 +54,7 @@ LEFT_OUT = {
     "not_a_file": "left out special files (pipes, broken links)",
     "loose_picture": "left out images that lie in no class folder",
 }
-"""Kind, as in vit.data.checks.check_listing -> what `FolderWalker.notes` says of it."""
+"""Kind, as in vit.data.sources.problems -> what `FolderWalker.notes` says of it."""
 
 
 def _is_marked(folder: str) -> bool:
@@ -225,8 +226,11 @@ class FolderWalker:
         """Whether a linked folder lies outside of the dataset and does not contain the link."""
         target = os.path.realpath(entry.path)
         parent = os.path.realpath(os.path.dirname(entry.path))
+        root = os.path.realpath(self.root)
         # A folder inside the dataset is listed in its own place, maybe as another class.
-        if _contains(target, parent) or _contains(os.path.realpath(self.root), target):
+        if target == os.path.commonpath([target, parent]) or root == os.path.commonpath(
+            [root, target]
+        ):
             self.left_out["link"].append(self.relative_name(entry.path))
             return False
         self.left_out["outside_link"].append(self.relative_name(entry.path))
@@ -281,8 +285,8 @@ class FolderWalker:
             notes += [f"{LEFT_OUT[kind]}: {join_names(dict.fromkeys(shown))}"] if names else []
         return notes
 
-    def problems(self) -> list[tuple[str, str, list[str]]]:
-        """(kind, reason, paths) of all that was left out, as `vit check` lists it."""
+    def problems(self) -> list[Problem]:
+        """All that was left out, as `vit check` lists it."""
         unread = {x for x in self.ignored_files if self._suffix(x) in UNSUPPORTED_SUFFIXES}
         advice = unsupported_advice({self._suffix(name) for name in unread})
         found = [
@@ -291,12 +295,7 @@ class FolderWalker:
             *((kind, LEFT_OUT[kind], {*names}) for kind, names in self.left_out.items()),
         ]
         return [
-            (kind, text, [os.path.join(self.root, name) for name in sorted(names)])
+            Problem(kind, text, tuple(os.path.join(self.root, name) for name in sorted(names)))
             for kind, text, names in found
             if names
         ]
-
-
-def _contains(folder: str, path: str) -> bool:
-    """Whether `path` is `folder` or below it; both are absolute."""
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -22,11 +22,10 @@ from vit.data.sources.dataset_spec import (
     SPLIT_NAMES,
     VAL_NAMES,
     DatasetSpec,
-    RowError,
     resolve_folder,
-    skip_or_raise,
 )
 from vit.data.sources.file_walk import FolderWalker, has_image
+from vit.data.sources.problems import Problem, skip_or_raise
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
@@ -60,12 +59,12 @@ class FolderLayout:
     """The splits of an image folder, one of an empty name if it is not divided."""
 
     splits: dict[str, SplitFolders]
-    findings: list[RowError] = field(default_factory=list)
+    findings: list[Problem] = field(default_factory=list)
     """What is to be said about it."""
 
     def say(self, kind: str, text: str, *folders: Path) -> None:
-        """Add a finding of a kind of vit.data.checks.check_listing."""
-        self.findings.append(RowError(kind, DataError(text), (*map(str, folders),)))
+        """Add a finding."""
+        self.findings.append(Problem(kind, text, (*map(str, folders),)))
 
 
 def find_layout(root: Path, *, group: str | None = None, labels: bool = True) -> FolderLayout:
@@ -317,13 +316,13 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     layout = find_layout(root, group=spec.group, labels=spec.labels)
     if not spec.labels and any(one.parent == root for one in layout.splits.values()):
         layout = FolderLayout({"": SplitFolders(root)})
-    for kind, error, places in layout.findings:
-        if not spec.labels and kind in OF_CLASSES:
+    for one in layout.findings:
+        if not spec.labels and one.kind in OF_CLASSES:
             continue
-        if kind in NOTES and spec.row_errors is None:
-            notes.append(str(error))
-        elif kind != "no_train" or spec.split is None:  # else a split is read by its name
-            skip_or_raise(spec.row_errors, kind, error, *places)
+        if one.kind in NOTES and spec.problems is None:
+            notes.append(one.detail)
+        elif one.kind != "no_train" or spec.split is None:  # else a split is read by its name
+            skip_or_raise(spec.problems, one.kind, DataError(one.detail), *one.images)
     splits: dict[str, list[ImageRecord]] = {}
     selected = spec.select_splits(layout.splits)
     if spec.labels:
@@ -348,11 +347,10 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     if spec.labels and all(one.parent != root for one in layout.splits.values()):
         walker.class_folders(str(root))
         walker.loose_images(str(root))
-    if spec.row_errors is None:
+    if spec.problems is None:
         notes += walker.notes()
     else:
-        problems = ((kind, DataError(text), (*paths,)) for kind, text, paths in walker.problems())
-        spec.row_errors.extend(RowError(*one) for one in problems)
+        spec.problems.extend(walker.problems())
     locations = {
         name: printable(one.parent)
         for name, one in layout.splits.items()
@@ -380,13 +378,13 @@ def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec)
         hint = UNLABELLED if loose else walker.other_files(str(parent))
         text = f"{printable(parent)} has no class folders ({found}); {LAYOUT}"
         error = DataError(f"{text}{_list_hint(parent) or hint}")
-        skip_or_raise(spec.row_errors, "no_classes", error, str(parent))
+        skip_or_raise(spec.problems, "no_classes", error, str(parent))
     images: ImagesByClass = {}
     for label, folder in sorted(folders.classes):
         try:
             paths = walker.images(str(folder))
         except DataError as error:
-            skip_or_raise(spec.row_errors, "folder_unreadable", error, str(folder))
+            skip_or_raise(spec.problems, "folder_unreadable", error, str(folder))
             continue
         images.setdefault(label, []).extend(paths)
     return images
@@ -401,7 +399,7 @@ def check_classes(
     if empty and len(empty) == len(images):
         there = walker.other_files(str(where)) or f"; {LAYOUT}"
         text = f"{printable(where)}: no images in the class folders {names}{there}"
-        skip_or_raise(spec.row_errors, "no_pictures", DataError(text), str(where))
+        skip_or_raise(spec.problems, "no_pictures", DataError(text), str(where))
         return
     if empty:
         places = [str(folder) for label, folder in folders.classes if label in empty]
@@ -410,11 +408,11 @@ def check_classes(
             f"{walker.other_files(places[0])}; add some, or remove the folder (vit train "
             "--on-bad-image skip leaves it out)"
         )
-        skip_or_raise(spec.row_errors, "empty_class", DataError(text), *places)
+        skip_or_raise(spec.problems, "empty_class", DataError(text), *places)
         said = {*map(walker.relative_name, places)}
         unsaid = [name for name in walker.left_out["empty_folder"] if name not in said]
         walker.left_out["empty_folder"] = unsaid
-    if len(images) == 1 and spec.row_errors is None:
+    if len(images) == 1 and spec.problems is None:
         raise DataError(
             f"{printable(where)}: only one class ({names}), nothing to classify; "
             f"add a folder for each other class{_list_hint(where)}"

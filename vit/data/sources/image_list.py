@@ -26,14 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import (
-    SPLIT_NAMES,
-    DatasetSpec,
-    RowError,
-    RowErrors,
-    all_skipped_error,
-    skip_or_raise,
-)
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.image_names import folder_names, suffix_notes
 from vit.data.sources.list_columns import (
     INSIDE,
@@ -61,6 +54,7 @@ from vit.data.sources.list_files import (
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
+from vit.data.sources.problems import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
 from vit.text import join_names, plural, printable, without_formula_guards
@@ -89,7 +83,7 @@ class ImageList:
     """The contents of one list: its `rows`, and once they are placed, one entry for each image."""
 
     path: str
-    problems: RowErrors = None
+    problems: Problems = None
     """Receives errors of rows; None: they are raised, up to ten lines in one error."""
     has_captions: bool = False
     """Whether it is a list of captions, where an image may have a line for each."""
@@ -112,7 +106,7 @@ class ImageList:
         if self.problems is None:
             self.bad.add(error)
         else:
-            self.problems.append(RowError(kind, error, images))
+            self.problems.append(Problem(kind, str(error), images))
 
     def place(self, find: Callable[[Entry], str | None], notes: list[str]) -> list[Entry]:
         """Fill `entries` with the images that `find` returns; the rows of which it finds none."""
@@ -232,7 +226,7 @@ class ImageList:
 
 def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
     """The rows of one list; names of images are not yet looked up in a folder."""
-    contents = ImageList(path, None if spec.row_errors is None else [], spec.captions)
+    contents = ImageList(path, None if spec.problems is None else [], spec.captions)
     columns: dict[tuple[str, ...], Columns] = {}
 
     def on_error(error: DataError) -> None:
@@ -353,16 +347,16 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
             contents.check_single()
             continue
         contents.report_merged(notes)
-        if contents.multilabel and spec.row_errors is not None:
+        if contents.multilabel and spec.problems is not None:
             advice = "so an image may have several, or none, as --task multilabel learns them"
             where = f"{printable(contents.path)}, line {contents.multilabel}"
             notes.append(f"{where}: several labels, {advice}")
-    if spec.row_errors is not None:
+    if spec.problems is not None:
         for contents in lists:
-            spec.row_errors.extend(contents.problems or ())
+            spec.problems.extend(contents.problems or ())
         if not any(contents.entries for contents in lists):
-            raise all_skipped_error(spec.row_errors)
-        named |= {path for error in spec.row_errors for path in error.images}
+            raise all_skipped_error(spec.problems)
+        named |= {path for error in spec.problems for path in error.images}
     bases = {one.base for one in placed}
     root = found.root or Path(bases.pop() if len(bases) == 1 else spec.images or spec.data)
     if spec.split is None:
@@ -457,7 +451,7 @@ def _with_folder_labels(
             line = found_in.entries[record.path].line
             where += f" ({printable(found_in.path)}, line {line})"
         error = DataError(f"{where}: {lack}; expected a column label, or folders")
-        skip_or_raise(spec.row_errors, "no_label", error, record.path)
+        skip_or_raise(spec.problems, "no_label", error, record.path)
     return found
 
 
@@ -537,6 +531,6 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
         for at, error in enumerate(contents.problems):
             if at < earlier or error.kind == "bad_path":
                 images = tuple(map(path_of, error.images))
-                contents.problems[at] = error._replace(images=images)
+                contents.problems[at] = dataclasses.replace(error, images=images)
     notes += suffix_notes(path, renamed)
     return PlacedList(split, contents, base, [name for _, name in renamed])

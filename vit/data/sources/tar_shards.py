@@ -29,13 +29,7 @@ from typing import Any, NamedTuple
 from vit.atomic_files import open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import (
-    SPLIT_NAMES,
-    DatasetSpec,
-    RowErrors,
-    all_skipped_error,
-    skip_or_raise,
-)
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
     SYSTEM_NAMES,
@@ -51,6 +45,7 @@ from vit.data.sources.list_columns import (
     drop_uncaptioned,
     find_column,
 )
+from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
 from vit.errors import DataError, error_text
 from vit.file_lock import locked
@@ -228,7 +223,7 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
         files: Sorted paths of the shards; None: those that `data` names.
     """
     files = shard_files(spec.data) if files is None else files
-    data, errors = printable(spec.data), spec.row_errors
+    data, errors = printable(spec.data), spec.problems
     members = _list_members(files, errors=errors)
     images, notes = members.images, members.notes
     if errors and not images:
@@ -282,7 +277,7 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
 
 
 def _list_members(
-    files: Sequence[str], suffixes: Collection[str] = IMAGE_SUFFIXES, errors: RowErrors = None
+    files: Sequence[str], suffixes: Collection[str] = IMAGE_SUFFIXES, errors: Problems = None
 ) -> _Members:
     found = _Members([], {suffix: set() for suffix in SIDECAR_SUFFIXES}, [], [])
     ignored_suffixes, special, hidden_names = Counter[str](), Counter[str](), set[str]()
@@ -320,7 +315,7 @@ def _list_members(
     return found
 
 
-def _read_index(file: str, errors: RowErrors) -> TarIndex | None:
+def _read_index(file: str, errors: Problems) -> TarIndex | None:
     try:
         return index_of(file)
     except DataError as error:
@@ -404,12 +399,12 @@ class _Annotations:
             self.files[suffix] = {one.path: _sidecar(one, stems, suffix) for one in images}
             used = {f"{image.file}/{self.files[suffix][image.path]}" for image in images}
             lone = sorted({f"{file}/{stem}{suffix}" for file, stem in stems} - used)
-            if lone and spec.row_errors is None:
+            if lone and spec.problems is None:
                 note = f"left out {plural(len(lone), 'file')} {suffix} beside no image"
                 members.notes.append(note)
-            for path in lone if spec.row_errors is not None else ():
+            for path in lone if spec.problems is not None else ():
                 error = DataError(f"{printable(path)}: no image beside, so it is left out")
-                skip_or_raise(spec.row_errors, "lone_label", error, path)
+                skip_or_raise(spec.problems, "lone_label", error, path)
         self.class_names = _read_class_tables(members.class_tables) if spec.labels else {}
         suffixes = [s for s in LABEL_SUFFIXES if spec.labels and any(self.files[s].values())]
         self.label_suffix = next(iter(suffixes), "")
@@ -443,7 +438,7 @@ class _Annotations:
             captions = self._captions(image, values) if self.spec.captions else ()
             group = cell_group(values.get(self.group_key), path, 0) if self.group_key else ""
         except DataError as error:
-            skip_or_raise(self.spec.row_errors, kind, error, path)
+            skip_or_raise(self.spec.problems, kind, error, path)
             return None
         return ImageRecord(path, labels, group, captions)
 

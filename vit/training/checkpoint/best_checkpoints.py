@@ -25,7 +25,7 @@ from vit.weights.safetensors_io import read_tensors, write_tensors
 
 Event = dict[str, Any]
 Rank = Callable[[Mapping[str, Any]], tuple[float, float]]
-Evaluate = Callable[[Mapping[str, Tensor]], Validation | None]
+Evaluate = Callable[[Mapping[str, Tensor]], Validation]
 
 
 class BestEpochs:
@@ -80,19 +80,14 @@ class BestEpochs:
                     path.unlink(missing_ok=True)
 
 
-def average_best_epochs(
-    best: BestEpochs, evaluate: Evaluate
-) -> tuple[Event, dict[str, Tensor]] | None:
+def average_best_epochs(best: BestEpochs, evaluate: Evaluate) -> tuple[Event, dict[str, Tensor]]:
     """Greedily average the weights of the best epochs.
 
     Every process reads the same files, so all of them return the same average.
 
-    Args:
-        evaluate: Validates weights; returns None if a signal was received.
-
     Returns:
         The event of the average, and the weights to save: the average if it is better than the
-        best epoch (`event["better"]`), else the best epoch's. None if a signal was received.
+        best epoch (`event["better"]`), else the best epoch's.
     """
     members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
     event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}
@@ -100,8 +95,6 @@ def average_best_epochs(
         tried = [*members, candidate["epoch"]]
         weights = average_weights(load_alike(best, tried, chosen))
         measured = evaluate(weights)
-        if measured is None:
-            return None
         scores = {**measured.scores, "val_images": measured.count}  # as in an epoch's event
         if best.rank(scores) >= best.rank(event):
             members, chosen, event = tried, weights, scores

@@ -4,13 +4,12 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
-from vit.config.parser import flatten, make_config, with_settings, write_settings
+from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
 from vit.config.stored_config import (
     COPY,
     DATA_PATHS,
@@ -21,7 +20,6 @@ from vit.config.stored_config import (
     stored_config,
     write_paths,
 )
-from vit.config.training_config import TIME_DECIDES
 from vit.data.dataset_types import Splits
 from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
@@ -48,20 +46,6 @@ BEST = "best"
 LOCK = ".lock"
 PATTERNS = {CHECKPOINTS: "step-*", BEST: "epoch-*", LISTS: f"{COPY}*"}
 """Folders in a run folder, and the names of the files that a training writes there."""
-
-# settings that may change on resume, since they do not change what is computed, but for the numbers
-# that dropout draws in other micro-batches; accumulate only where no loss compares their images
-RESUMABLE_CHANGES = {
-    *("workers", "device", "compile", "on_bad_image", "track", "feature_cache"),
-    "cache_folder",
-    *("accumulate", "checkpoint_activations", "checkpoint_minutes", "checkpoint_steps"),
-}
-
-# settings for which None means: decided by the pretrained weights
-DECIDED_BY_WEIGHTS = ("method", "probe_first", "license")
-
-# settings that the data decide
-FROM_DATA = {"num_classes", "batch_size", "vocab_size", "caption_tokens"}
 
 
 def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -151,7 +135,7 @@ def clean_leftovers(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> Config:
+def with_stored_settings(config: Config, folder: Path) -> Config:
     """`config` with settings of config.yaml that were measured when the run in `folder` began.
 
     These are the number of epochs that fits `time`, of micro-batches that fits the memory, and the
@@ -161,15 +145,17 @@ def with_stored_settings(config: Config, folder: Path, given: Sequence[str]) -> 
     stored = stored_config(folder)
     if config.finetune.weights is not None:
         chosen, theirs = flatten(config), flatten(stored)
-        kept = {n: chosen[n] for n in given if not (n in DECIDED_BY_WEIGHTS and chosen[n] is None)}
-        config = make_config({**theirs, **kept}, complete=True)
+        kept = {name: chosen[name] for name in config.settled}
+        config = make_config({**theirs, **kept}, origins=config.origins)
     measured: dict[str, Any] = {}
     if config.training.time is not None:
-        measured = {name: getattr(stored.training, name) for name in TIME_DECIDES}
+        measured = {
+            name: getattr(stored.training, name) for name in settings_with(decided_by="time")
+        }
         measured["time"] = None
     if config.data.accumulate is None:
         measured["accumulate"] = stored.data.accumulate
-    if "intensity_range" not in given:
+    if not config.chosen("intensity_range"):
         measured["intensity_range"] = stored.data.intensity_range
     return with_settings(config, **measured)
 
@@ -188,7 +174,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
             there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
             raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
-    allowed = (RESUMABLE_CHANGES | {*DATA_PATHS}) - fixed
+    allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
     if changed:
         name = "num_classes" if "num_classes" in changed else changed[0]
@@ -199,7 +185,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
                 f"{train_on(folder, config.data.data)}"
             )
         remedy = "leave the flag out, or start a new run with another --out"
-        if name in FROM_DATA:
+        if name in settings_with(decided_by="data"):
             remedy = (
                 "if nobody gave it, the data set changed: restore it, or "
                 f"{train_on(folder, config.data.data)}; or {remedy}"

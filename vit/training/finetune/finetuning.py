@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.parser import flatten, make_config
+from vit.config.config_section import refuse, why_unread
+from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
 from vit.config.stored_config import (
     EDITED_LISTS,
     has_stored_config,
     run_folder_of,
     stored_config,
-    with_effect,
 )
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
@@ -31,8 +31,13 @@ from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
 from vit.text import Notify, join_names, plural, printable, quoted
-from vit.training.finetune.freezing import freeze_backbone, trainable_line
-from vit.training.finetune.lora import add_lora, lora_line, merge_lora
+from vit.training.finetune.lora import (
+    add_lora,
+    freeze_backbone,
+    lora_line,
+    merge_lora,
+    trainable_line,
+)
 from vit.weights.adapt_weights import implied_settings
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.sparse_upcycling import check_feedforward, is_upcycled
@@ -60,30 +65,14 @@ RECIPE = (
 )
 """Settings that a training with added classes takes from the run whose weights it begins with;
 not `fallback_lr`, with which the head that the probe has fitted changed too much (measured)."""
-# A probe is a single fit to images without augmentation.
-UNUSED_BY_PROBE = (
-    *("epochs", "steps", "epoch_steps", "time", "growth_epochs"),
-    *("schedule", "cooldown_epochs", "cooldown_shares", "cooldown_steps"),
-    *("lr", "fallback_lr", "min_lr", "warmup_epochs", "optimizer"),
-    *("weight_decay", "betas"),
-    *("layer_decay", "clip_grad", "smoothing", "ema", "start_image_size", "patience", "soup"),
-    *("dropout", "attention_dropout", "drop_path", "patch_dropout", "patch_sizes"),
-    *("router_jitter", "balance_loss", "router_z_loss", "balance"),
-    *(field.name for field in dataclasses.fields(AugmentConfig)),
-)
-# Settings without effect under a method; with linear, the blocks and their routers are frozen.
-UNUSED_SETTINGS = {
-    "probe": UNUSED_BY_PROBE,
-    "linear": ("balance_loss", "router_z_loss", "encoder_lr", "layer_decay"),
-}
 FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 
 
 def complete_for_weights(
-    config: Config, source: Pretrained, given: Sequence[str], notify: Notify = lambda _line: None
+    config: Config, source: Pretrained, notify: Notify = lambda _line: None
 ) -> Config:
     """Complete the settings with those of the pretrained weights and the method."""
-    if "feedforward" in given:
+    if config.chosen("feedforward"):
         check_feedforward(source, config.model.feedforward)
     chosen = flatten(config)
     method = config.finetune.method or "full"
@@ -98,19 +87,20 @@ def complete_for_weights(
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
         found |= pretrained_image_size(source.config, source.preprocessing)
-    found |= preset_sizes(config, source, given)
-    found |= caption_settings(config, source, method, given)
+    found |= preset_sizes(config, source)
+    found |= caption_settings(config, source, method)
     found["method"] = method
     usual_first = config.finetune.method is None and config.training.single_label
     found["probe_first"] = usual_first if first is None else first
-    check_unused_settings(method, chosen, given, usual={**flatten(make_config({})), **found})
+    check_unused_settings(config, method, usual={**flatten(make_config({})), **found})
     found["license"] = source.license
-    given = [name for name in given if (name, chosen[name]) != ("license", None)]
-    kept = {name: chosen[name] for name in given if name not in ("method", "probe_first")}
+    settled = {*config.settled} - {"method", "probe_first"}
+    kept = {name: chosen[name] for name in settled}
     found |= implied_settings(source.config, {**found, **kept})
     if (before := run_on_same_data(config)) is not None:  # whose validation images stay unseen
         found["val_share"] = before[1].data.val_share
-    completed = with_defaults({**chosen, **found, **kept}, {*usual} - {*kept}, notify)
+    every = {**chosen, **found, **kept}
+    completed = with_defaults(every, {*usual} - settled, config.origins, notify)
     if method != "full" and is_upcycled(source.config, completed.model):
         raise ConfigError(
             f"method={method}: experts do not learn by it, and those made of an mlp would stay "
@@ -119,16 +109,21 @@ def complete_for_weights(
     return completed
 
 
-def with_defaults(settings: Mapping[str, Any], defaults: Collection[str], notify: Notify) -> Config:
+def with_defaults(
+    settings: Mapping[str, Any],
+    defaults: Collection[str],
+    origins: Mapping[str, str],
+    notify: Notify,
+) -> Config:
     """Settings, without those `defaults` of a method that do not suit the others."""
     try:
-        return make_config(settings, complete=True)
+        return make_config(settings, origins=origins)
     except ConfigError as error:
         if error.setting not in defaults:
             raise
         notify(f"note: without the default {error}")
         left = {name: value for name, value in settings.items() if name != error.setting}
-        return with_defaults(left, {*defaults} - {error.setting}, notify)
+        return with_defaults(left, {*defaults} - {error.setting}, origins, notify)
 
 
 def complete_for_added_classes(
@@ -136,7 +131,6 @@ def complete_for_added_classes(
     source: Pretrained,
     classes: Sequence[str],
     images: int,
-    given: Sequence[str],
     notify: Notify,
 ) -> Config:
     """Settings of a short training, if the data add classes to those that a run has learned.
@@ -159,16 +153,16 @@ def complete_for_added_classes(
         return config
     chosen = flatten(config)
     found = recipe_of_run(str(config.finetune.weights))
-    if "optimizer" in given:  # with another one, its learning rate means something else
+    if config.chosen("optimizer"):  # with another one, its learning rate means something else
         found = {name: found[name] for name in found if name not in OPTIMIZER_SETTINGS}
     if config.training.steps is None and config.training.time is None:
         steps = max(images // config.data.batch_size, 1)
         found["epochs"] = max(ADDED_CLASS_EPOCHS, math.ceil(ADDED_CLASS_STEPS / steps))
-    kept = {name: chosen[name] for name in given if name in found}
+    kept = {name: chosen[name] for name in config.settled if name in found}
     read = with_effect({**chosen, **found, **kept})  # without what a flag switches off
     found = {name: value for name, value in found.items() if name in read}
     defaults = {name: value for name, value in chosen.items() if name in read}
-    config = make_config({**defaults, **found, **kept}, complete=True)
+    config = make_config({**defaults, **found, **kept}, origins=config.origins)
     notify(
         f"note: {plural(len(change.added), 'new class', 'new classes')} "
         f"({join_names(change.added)}): epochs={config.training.epochs} after the probe, with "
@@ -247,9 +241,7 @@ def recipe_of_run(weights: str) -> dict[str, Any]:
     return {name: settings[name] for name in RECIPE}
 
 
-def caption_settings(
-    config: Config, source: Pretrained, method: str, given: Sequence[str]
-) -> dict[str, Any]:
+def caption_settings(config: Config, source: Pretrained, method: str) -> dict[str, Any]:
     """Settings of captioning: a new decoder has a larger learning rate than the encoder.
 
     A pretrained decoder is kept, unless another vocabulary is given.
@@ -262,42 +254,35 @@ def caption_settings(
         found |= {"num_classes": 0, "pooling": "none"}
         if source.config.last_norm == "pooled":
             found["final_norm"] = "tokens"
-    if "lr" in given and "encoder_lr" in found:  # whatever is chosen, the encoder learns slower
+    if config.chosen("lr") and "encoder_lr" in found:  # the encoder learns slower
         found["encoder_lr"] = config.training.lr / 10
-    if source.decoder is not None and not wants_other_vocabulary(config, source.decoder, given):
+    if source.decoder is not None and not wants_other_vocabulary(config, source.decoder):
         found |= dataclasses.asdict(source.decoder.config)
         if method == "full":
             found |= {"lr": 3e-4}
     return found
 
 
-def wants_other_vocabulary(
-    config: Config, decoder: PretrainedDecoder, given: Sequence[str]
-) -> bool:
+def wants_other_vocabulary(config: Config, decoder: PretrainedDecoder) -> bool:
     """Whether the user gave a vocabulary other than that of the pretrained decoder.
 
     Its own settings, as config.yaml of a run has them, do not count.
     """
     theirs, mine = decoder.config, config.decoder
-    return ("tokenizer" in given and mine.tokenizer != theirs.tokenizer) or (
-        "vocab_size" in given and mine.vocab_size not in (None, theirs.vocab_size)
+    return (config.chosen("tokenizer") and mine.tokenizer != theirs.tokenizer) or (
+        config.chosen("vocab_size") and mine.vocab_size not in (None, theirs.vocab_size)
     )
 
 
-def check_unused_settings(
-    method: str, chosen: Mapping[str, Any], given: Sequence[str], usual: Mapping[str, Any]
-) -> None:
-    """Raise if a given setting has no effect under `method`."""
-    for name in UNUSED_SETTINGS.get(method, ()):
+def check_unused_settings(config: Config, method: str, usual: Mapping[str, Any]) -> None:
+    """Raise if a chosen setting has no effect under `method`."""
+    chosen = flatten(config)
+    for name in config.settled:
+        unused_by = all_settings()[name].properties.unused_by
         left_out = list(usual[name]) if isinstance(usual[name], tuple) else usual[name]
-        if name in given and chosen[name] != left_out:
-            others = [
-                each for each in ("linear", "lora") if name not in UNUSED_SETTINGS.get(each, ())
-            ]
-            raise ConfigError(
-                f"{name}={chosen[name]!r}: method={method} has no use for it; leave it out, or use "
-                f"--method {', '.join(others)} or full"
-            )
+        if method in unused_by and chosen[name] != left_out:
+            methods = tuple(each for each in ("linear", "lora", "full") if each not in unused_by)
+            refuse(name, chosen[name], why_unread({"method": method}, {"method": methods}))
 
 
 def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
@@ -310,14 +295,14 @@ def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> 
     return {"image_size": height} if fits else {}
 
 
-def preset_sizes(config: Config, source: Pretrained, given: Sequence[str]) -> dict[str, int]:
+def preset_sizes(config: Config, source: Pretrained) -> dict[str, int]:
     """Image and patch size of a given --model, to which the weights are adapted."""
-    if "model" not in given:
+    if not config.chosen("model"):
         return {}
     name, sizes = config.training.model, preset(config.training.model)
     for setting in ("dim", "depth", "num_heads"):
         has = getattr(source.config, setting)
-        if sizes[setting] != has and setting not in given:
+        if sizes[setting] != has and not config.chosen(setting):
             raise ConfigError(
                 f"model={name!r} has {setting}={sizes[setting]}, but the weights ({source.origin}) "
                 f"have {has}: leave --model out, or give weights of that size"

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters of frozen linear layers.
+"""LoRA: low-rank adapters of frozen linear layers; freezing of all other parameters.
 
     y = x Wᵀ + b + (alpha / rank) (x Aᵀ) Bᵀ      A: (rank, in), B: (out, rank), B = 0 at first
 
@@ -7,7 +7,7 @@ Kaiming-uniform with a = sqrt(5), which is uniform in +-1 / sqrt(in).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from vit.errors import ConfigError, WeightsError
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import printable
-from vit.training.finetune.freezing import HEAD, freeze_except, trainable_line
+from vit.text import format_parameters, printable
 
+HEAD = ("head.", "decoder.")
+"""Prefixes of the head's parameters; all others are the backbone's."""
 A, B = "lora_a", "lora_b"
 
 
@@ -83,6 +84,38 @@ def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
         for path, module in network.blocks.named_modules()
         if isinstance(module, nn.Linear) and not (experts and ".mlp." in path)
     }
+
+
+def freeze_backbone(network: nn.Module) -> None:
+    """Freeze all parameters but those of the head and the decoder."""
+    if not any(name.startswith(HEAD) for name, _ in network.named_parameters()):
+        raise ConfigError("num_classes=0: there is no head, and nothing else is to learn")
+    freeze_except(network, lambda name: name.startswith(HEAD))
+
+
+def freeze_except(network: nn.Module, trainable: Callable[[str], bool]) -> None:
+    """Freeze all parameters but those that `trainable` selects.
+
+    Args:
+        network: Changed in place.
+    """
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(trainable(name))
+
+
+def count_parameters(network: nn.Module) -> tuple[int, int]:
+    """Trainable and total numbers of parameters."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
+    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
+
+
+def trainable_line(what: str, network: nn.Module) -> str:
+    """Line with the share of trainable parameters: `the head: 3,850 of 21.7 M parameters learn`."""
+    learn, everything = count_parameters(network)
+    percent = 100 * learn / everything
+    digits = f"{percent:.1f}" if percent >= 1 else f"{percent:.2g}"
+    counts = f"{format_parameters(learn)} of {format_parameters(everything)}"
+    return f"{what}: {counts} parameters learn ({digits} %)"
 
 
 def lora_line(network: nn.Module, *, rank: int, targets: Sequence[str]) -> str:

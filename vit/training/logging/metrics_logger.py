@@ -73,7 +73,7 @@ class MetricsLogger:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process
-        self.noted_ignored_images = self.noted_waiting = False
+        self.noted: set[str] = set()  # each kind of note is logged once
         self.metrics: MetricsFile | None = None
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
@@ -109,7 +109,15 @@ class MetricsLogger:
 
     def step(self, epoch: int, step: Step) -> None:
         """Write the event of an optimiser step in `epoch`, from 0."""
-        event = step_event(self.run.step, epoch + 1, step)
+        event = {
+            "event": "step",
+            "step": self.run.step,
+            "epoch": epoch + 1,
+            "loss": step.loss,
+            "lr": step.lr,
+            # a step whose gradient is not finite is left out, and JSON has no infinity
+            "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
+        }
         if self.run.config.model.feedforward == "moe":
             event |= dict(zip(("balance_loss", "router_z_loss"), step.routers, strict=True))
         self._write(event)
@@ -146,14 +154,14 @@ class MetricsLogger:
             f"loss {event['train_loss']:.3f}  val loss {event['val_loss']:.3f}  "
             f"{self.run.task.format_scores(event)}{' *' if best else '  '}{speed}{lost}".rstrip()
         )
-        note = self.run.task.warning(event, self.run.config)
-        if note is not None and not self.noted_ignored_images:
-            self.notify(note)
-            self.noted_ignored_images = True
-        note = data_wait_note(event, self.run.config.data)
-        if note is not None and not self.noted_waiting:
-            self.notify(note)
-            self.noted_waiting = True
+        notes = {
+            "ignored images": self.run.task.warning(event, self.run.config),
+            "waiting": data_wait_note(event, self.run.config.data),
+        }
+        for kind, note in notes.items():
+            if note is not None and kind not in self.noted:
+                self.notify(note)
+                self.noted.add(kind)
 
     def soup(self, event: dict[str, Any]) -> None:
         """Write and log the event of an average of epochs."""
@@ -204,19 +212,6 @@ class MetricsLogger:
             self.metrics.write(event)
         if self.tracking is not None:
             self.tracking.send(event)
-
-
-def step_event(number: int, epoch: int, step: Step) -> dict[str, Any]:
-    """The event of optimiser step `number` in `epoch`, both from 1."""
-    return {
-        "event": "step",
-        "step": number,
-        "epoch": epoch,
-        "loss": step.loss,
-        "lr": step.lr,
-        # a step whose gradient is not finite is left out, and JSON has no infinity
-        "grad_norm": step.grad_norm if math.isfinite(step.grad_norm) else None,
-    }
 
 
 def data_wait_note(event: Mapping[str, Any], data: DataConfig) -> str | None:

@@ -5,7 +5,7 @@ continues its record, by the id in RUN/tracking/NAME.json; steps since the check
 again. An error of a tracker is logged once, and training continues.
 
 Everything goes through accelerate's trackers. To add one: its line in `TRACKERS`, and its name in
-the Literal of vit/config/run_config.py.
+the Literal of vit/config/training_config.py.
 """
 
 import json

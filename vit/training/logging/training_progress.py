@@ -4,11 +4,13 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from statistics import fmean
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.text import Notify, format_duration
 from vit.training.lr_schedule import image_side, total_steps
@@ -120,71 +122,37 @@ class Progress:
 
 
 class TimeRemaining:
-    """Estimates the remaining time of a run once, after the first steps of the process.
+    """Estimates the time remaining of a run once, after the first steps of the process.
 
     Args:
-        validation_share: Images of one validation, as a share of those of one step.
-        clock: Returns seconds.
+        steps: Those that are left and the validations, in units of the cost of the next step.
+        most: Seconds that the run may take at most.
+        growing: Whether images grow later, beyond what a time budget allows.
     """
 
-    def __init__(
-        self,
-        *,
-        steps: float,
-        validations: int,
-        validation_share: float,
-        growing: bool = False,
-        most: float = math.inf,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.steps_left, self.validations_left = steps, validations
-        self.validation_share = validation_share
+    def __init__(self, steps: float, *, most: float = math.inf, growing: bool = False) -> None:
+        self.steps, self.ends = steps, time.perf_counter() + most
         self.about = "at most about" if growing else "about"
-        self.clock = clock
-        self.ends = clock() + most
-        self.validation: float | None = None
-        self.done, self.timed, self.seconds = 0, 0, 0.0
-        self.last = clock()
+        self.watch, self.seconds = Stopwatch(), list[float]()
         self.reported = False
 
     def step(self) -> str | None:
         """Call after each optimiser step; returns the estimate as a line when it is ready."""
-        now = self.clock()
-        self.done += 1
-        if self.done > WARM_UP:
-            self.timed += 1
-            self.seconds += now - self.last
-        self.last = now
-        ready = self.timed == TIMED_STEPS or self.seconds >= TIMED_SECONDS
-        if self.reported or not ready:
+        if self.reported:
             return None
-        self.reported = True
-        return self.line()
-
-    def validated(self) -> None:
-        """Call after a validation and its records, whose time then counts for no step."""
-        now = self.clock()
-        self.validation, self.last = now - self.last, now
-        self.validations_left -= 1
-
-    def line(self) -> str | None:
-        """The remaining time; None if it is below `MIN_REMAINING`."""
-        step = self.seconds / self.timed
-        training = self.validation_share * step  # the time to train on as many images
-        validation = VALIDATION_SHARE * training
-        if self.validation is not None:
-            validation = min(
-                self.validation, training
-            )  # the first one includes the start of its loaders
-        left = (self.steps_left - self.done) * step + self.validations_left * validation
-        left = min(left, self.ends - self.clock())
+        self.seconds.append(self.watch.lap())
+        timed = self.seconds[WARM_UP:]
+        if len(timed) < TIMED_STEPS and sum(timed) < TIMED_SECONDS:
+            return None
+        self.reported, step = True, fmean(timed)
+        left = min((self.steps - len(self.seconds)) * step, self.ends - time.perf_counter())
         if left < MIN_REMAINING:
             return None
         return f"{self.about} {format_duration(left)} to go ({step:.2g} s a step)"
 
 
-def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
-    """Remaining optimiser steps of the run, in units of the cost of the next step.
+def steps_left(config: Config, *, step: int, steps_per_epoch: int, val_images: int = 0) -> float:
+    """Remaining steps and validations of the run, in units of the cost of the next step.
 
     A step counts in proportion to its number of patches. A linear probe has none.
     """
@@ -200,4 +168,5 @@ def steps_left(config: Config, *, step: int, steps_per_epoch: int) -> float:
     ]
     done = step - first * steps_per_epoch
     weighted = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    return weighted / sizes[0] - done
+    validations = len(sizes) * VALIDATION_SHARE * val_images / config.data.batch_size
+    return weighted / sizes[0] - done + validations

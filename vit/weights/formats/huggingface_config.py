@@ -1,7 +1,14 @@
-"""config.json of transformers as settings of our network, and our own model type.
+"""config.json and preprocessor_config.json of transformers as our settings, and our own model type.
 
 Every value that changes the computation is read, or raises WeightsError. Missing values have the
 default of their family, as in transformers.
+
+    ViT, SigLIP, DINOv3, BEiT (Data2Vec)    resize to (height, width)
+    DeiT                                    the same, and a centre crop
+    CLIP, BiT (DINOv2)                      shortest edge, and a centre crop
+
+Resizing is the same, but transformers' centre crop rounds half pixels down and ours to even, and
+with torchvision installed another implementation resizes: single bytes differ by one, rarely more.
 
 A network that no class of transformers can express is written with model_type "vit_toolkit", our
 settings under `network`, and our tensor names after "network."; the classes are registered by
@@ -9,15 +16,17 @@ huggingface_classes.py.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from vit.config import ModelConfig
+from vit.config import DataConfig, ModelConfig
 from vit.config.parser import parse_model_config
-from vit.errors import WeightsError
+from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
+from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 from vit.weights.formats.state_dict_names import State
 
@@ -314,3 +323,187 @@ def read_custom_model(
         raise WeightsError(f"{printable(unknown[0])} is no tensor of model_type={MODEL_TYPE}")
     config = parse_model_config(content.get("network"))
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+
+
+RESAMPLES = (2, 3)  # bilinear and bicubic, as in Pillow
+BYTE = 1 / 255
+HALF = (0.5, 0.5, 0.5)
+ALWAYS = {"do_resize": True, "do_rescale": True, "rescale_factor": BYTE, "do_normalize": True}
+SQUARE = {"size": 224, "do_center_crop": False, "crop_size": None, **ALWAYS}
+CROP = {**SQUARE, "do_center_crop": True, "crop_size": 224}
+HALVES = {"image_mean": HALF, "image_std": HALF}
+CLIP_PIXELS = {"image_mean": CLIP_COLOURS[0], "image_std": CLIP_COLOURS[1], "resample": 3}
+IMAGENET_PIXELS = {"image_mean": IMAGENET_COLOURS[0], "image_std": IMAGENET_COLOURS[1]}
+# Defaults by class prefix: "ViT" for ViTImageProcessor, ViTFeatureExtractor, ...
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "ViT": {**SQUARE, **HALVES, "resample": 2},
+    "DeiT": {**CROP, **HALVES, "resample": 3, "size": 256},
+    "Beit": {**SQUARE, **HALVES, "resample": 3},
+    "Bit": {**CROP, **CLIP_PIXELS},
+    "CLIP": {**CROP, **CLIP_PIXELS},
+    "Siglip": {**SQUARE, **HALVES, "resample": 3},
+    "DINOv3ViT": {**SQUARE, **IMAGENET_PIXELS, "resample": 2},
+}
+# The class of a file that names none, by model type, as in AutoImageProcessor.
+OF_MODEL_TYPE = {
+    **dict.fromkeys(("vit", "vit_mae", "vit_msn", "ijepa"), "ViT"),
+    "deit": "DeiT",
+    **dict.fromkeys(("beit", "data2vec-vision"), "Beit"),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), "Bit"),
+    "dinov3_vit": "DINOv3ViT",
+    **dict.fromkeys(("clip", "clip_vision_model"), "CLIP"),
+    **dict.fromkeys(("siglip", "siglip_vision_model"), "Siglip"),
+}
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
+BY_EDGE = ("Bit", "CLIP")
+"""Classes where one number is the shortest edge; in the others it is both sides."""
+
+
+def read_processor(
+    processor: Mapping[str, Any] | None, image_size: int, model_type: str | None = None
+) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """Convert an image processor of transformers.
+
+    Args:
+        image_size: Input size of the network in pixels.
+
+    Returns:
+        Our Preprocessing, None if it cannot be expressed; and notes for the user. If only the
+        resizing cannot be expressed, it is our usual one, with the given mean and std.
+    """
+    if processor is None:
+        return None, ("there is no preprocessor_config.json: how images are prepared is unknown",)
+    inner, usual = processor.get("image_processor", processor), None
+    try:
+        kind, values = _values(inner if isinstance(inner, Mapping) else {}, model_type)
+        usual = _colours(values, Preprocessing.from_config(DataConfig(), image_size))
+        found = _resizing(values, usual, by_edge=kind in BY_EDGE)
+    except (ValueError, TypeError) as error:
+        remedy = "how images are prepared is left open"
+        if usual is not None:
+            remedy = (
+                f"its mean and std are used, but images are resized by {usual.interpolation}, the "
+                f"middle {usual.crop_share:.0%} to {image_size} px"
+            )
+        return usual, (f"preprocessor_config.json: {printable(error)}: {remedy}",)
+    side = found.image_size[0]
+    if side == image_size:
+        return found, ()
+    return found, (
+        f"images are prepared at {side} pixels, the positions are those of {image_size}",
+    )
+
+
+def _values(given: Mapping[str, Any], model_type: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Class of the processor, and its settings over the defaults of this class."""
+    name = given.get("image_processor_type", given.get("feature_extractor_type"))
+    match = re.fullmatch(r"(\w+?)(FeatureExtractor|ImageProcessor(Fast|Pil)?)", str(name))
+    kind = OF_MODEL_TYPE.get(str(model_type)) if name is None else match and match[1]
+    if kind is None or kind not in PROCESSORS:
+        raise ConfigError(f"the processor {name!r} is unknown")
+    return kind, {**PROCESSORS[kind], **given}
+
+
+def _refuse(values: Mapping[str, Any], *names: str, why: str) -> ConfigError:
+    shown = " with ".join(f"{name}={values[name]!r}" for name in names)
+    return ConfigError(f"{shown}{why}")
+
+
+def _colours(values: Mapping[str, Any], usual: Preprocessing) -> Preprocessing:
+    """`usual` with mean and std of `values`; ConfigError if pixels are scaled otherwise."""
+    if values["do_rescale"] is not True:
+        raise _refuse(values, "do_rescale", why=", here this is always done")
+    factor = values["rescale_factor"]
+    if not (isinstance(factor, int | float) and abs(factor - BYTE) < 1e-9):
+        raise _refuse(values, "rescale_factor", why=" is not 1 / 255")
+    for key, value in values.items():
+        if str(key).startswith("do_") and key not in STEPS and value:
+            raise _refuse(values, key, why=", here this is never done")
+    if values["do_normalize"] is not True:
+        return replace(usual, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    return replace(usual, mean=tuple(values["image_mean"]), std=tuple(values["image_std"]))
+
+
+def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool) -> Preprocessing:
+    """`usual` with the resizing of `values`; ConfigError if it cannot be expressed."""
+    size, crops, resample = values["size"], values["do_center_crop"] is True, values["resample"]
+    if values["do_resize"] is not True:
+        raise _refuse(values, "do_resize", why=", here this is always done")
+    if type(resample) is not int or resample not in RESAMPLES:
+        raise _refuse(values, "resample", why=" is neither bilinear (2) nor bicubic (3)")
+    if type(size) is int:
+        size = {"shortest_edge": size} if by_edge else {"height": size, "width": size}
+    size = size if isinstance(size, Mapping) else {}
+    sides = {key: side for key, side in size.items() if side is not None}
+    edge = sides.keys() == {"shortest_edge"}
+    if not edge and (sides.keys() != {"height", "width"} or len({*sides.values()}) > 1):
+        raise _refuse(values, "size", why=" is no square")
+    if edge and not crops:
+        raise _refuse(values, "size", why=" without a centre crop gives no square")
+    full = next(iter(sides.values()))
+    crop = values["crop_size"] if crops else full
+    if isinstance(crop, Mapping):
+        given = {side for side in crop.values() if side is not None}
+        crop = given.pop() if len(given) == 1 else None
+    if type(full) is not int or type(crop) is not int or not 0 < crop <= full:
+        raise _refuse(values, "size", "crop_size", why="")
+    share = crop / full
+    while math.floor(crop / share) < full:  # the largest share that gives `full` back
+        share = math.nextafter(share, 0)
+    return replace(
+        usual,
+        image_size=(crop, crop),
+        resize="crop" if edge else "squash",
+        crop_share=share,
+        interpolation="bilinear" if resample == 2 else "bicubic",
+    )
+
+
+def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, Any]:
+    """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
+
+    Args:
+        image_size: Input size of the network in pixels.
+    """
+    if preprocessing.image_size != (image_size, image_size):
+        height, width = preprocessing.image_size
+        raise WeightsError(
+            "transformers cannot express a preprocessing that makes images of "
+            f"{height} x {width} for a network of {image_size} x {image_size}"
+        )
+    full = math.floor(image_size / preprocessing.crop_share)
+    squashes = preprocessing.resize == "squash"
+    both = {"height": full, "width": full}
+    crops = full != image_size or not squashes
+    crop = {
+        "do_center_crop": True,
+        "crop_size": {"height": image_size, "width": image_size},
+    }
+    return {
+        # ViT's processor cannot crop; BiT's supports both forms of size
+        "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": both if squashes else {"shortest_edge": full},
+        "resample": 2 if preprocessing.interpolation == "bilinear" else 3,
+        **(crop if crops else {}),
+        "do_rescale": True,
+        "rescale_factor": BYTE,
+        "do_normalize": True,
+        "image_mean": list(preprocessing.mean),
+        "image_std": list(preprocessing.std),
+    }
+
+
+def processor_notes(preprocessing: Preprocessing) -> tuple[str, ...]:
+    """Notes if transformers' centre crop is shifted by one pixel.
+
+    A margin of 3, 7 or 11 pixels leaves 1.5, 3.5 or 5.5 on each side: our crop starts at 2, 4 or
+    6, transformers' at 1, 3 or 5.
+    """
+    size = preprocessing.image_size[0]
+    if (math.floor(size / preprocessing.crop_share) - size) % 4 == 3:
+        return ("transformers cuts the centre out one pixel further up and left",)
+    if preprocessing.resize == "crop":
+        return ("transformers cuts the centre of some images one pixel further up or left",)
+    return ()

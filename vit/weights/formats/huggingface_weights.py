@@ -28,9 +28,9 @@ from vit.weights.formats.huggingface_config import (
     missing_biases,
     model_fields,
     read_custom_model,
+    read_processor,
     read_vision_config,
 )
-from vit.weights.formats.huggingface_processor import read_processor
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,

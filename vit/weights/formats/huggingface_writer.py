@@ -18,12 +18,15 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.weights.formats.huggingface_config import (
+    FAMILIES,
     MULTILABEL,
+    SAME,
+    WITH_TEXT,
     label_settings,
     swiglu_width,
     write_custom_model,
+    write_processor,
 )
-from vit.weights.formats.huggingface_processor import write_processor
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit, meta_model
 from vit.weights.formats.timm_config import incompatibility_remedy, unsupported_setting
@@ -228,46 +231,40 @@ def write_huggingface(
 def _config(
     config: ModelConfig, target: TransformersClass, classes: Sequence[str]
 ) -> dict[str, Any]:
-    encoder: dict[str, Any] = {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
+    gated, relative = config.feedforward == "swiglu", config.position == "relative"
+    dino = target.model_type.startswith("dino")
+    known = {
+        **{theirs: getattr(config, ours) for ours, theirs in SAME.items()},
+        "intermediate_size": config.feedforward_dim,
         "hidden_act": ACTIVATIONS.get(config.activation, config.activation),
         "layer_norm_eps": config.norm_eps,
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "num_channels": config.channels,
+        "qkv_bias": config.qkv_bias,
+        "mlp_ratio": mlp_ratio(config),
+        "use_swiglu_ffn": gated,
+        "use_gated_mlp": gated,
+        "layer_scale_init_value": config.layer_scale,
+        "layerscale_value": config.layer_scale or 1.0,
+        "use_mean_pooling": True,
+        "use_absolute_position_embeddings": not relative,
+        "use_relative_position_bias": relative,
+        "num_register_tokens": config.registers,
+        **{f"{name}_bias": config.qkv_bias for name in ("query", "key", "value")},
+        **{f"{name}_bias": config.proj_bias for name in ("proj", "mlp")},
+        "rope_theta": config.rotary_temperature,
+        "vision_use_head": config.pooling == "attention",
     }
-    gated = config.feedforward == "swiglu"
-    if target.model_type.startswith("dinov2"):
-        encoder |= {"mlp_ratio": mlp_ratio(config), "use_swiglu_ffn": gated}
-        encoder |= {"qkv_bias": config.qkv_bias}
-    else:
-        encoder |= {"intermediate_size": config.feedforward_dim}
-    if target.model_type in ("vit", "deit"):
-        encoder |= {"qkv_bias": config.qkv_bias}
+    read = FAMILIES[target.model_type].defaults
+    encoder = {name: value for name, value in known.items() if name in read}
     if target.model_type == "beit":
-        encoder |= {"layer_scale_init_value": config.layer_scale, "use_mean_pooling": True}
-        relative = config.position == "relative"
-        encoder |= {"use_absolute_position_embeddings": not relative}
-        encoder |= {"use_relative_position_bias": relative, "drop_path_rate": config.drop_path}
-    if target.model_type.startswith("dino"):
-        encoder |= {"layerscale_value": config.layer_scale or 1.0}
-    if target.model_type in ("dinov2_with_registers", "dinov3_vit"):
-        encoder |= {"num_register_tokens": config.registers}
+        encoder["drop_path_rate"] = config.drop_path
     if target.model_type == "dinov3_vit":
-        encoder |= {f"{name}_bias": config.qkv_bias for name in ("query", "key", "value")}
-        encoder |= {f"{name}_bias": config.proj_bias for name in ("proj", "mlp")}
-        encoder |= {"rope_theta": config.rotary_temperature, "use_gated_mlp": gated}
-        encoder |= {"hidden_act": "silu"} if gated else {}
-        encoder |= {"pos_embed_rescale": None}  # training augmentation that ours lacks
-    if target.model_type.startswith("siglip"):
-        encoder |= {"vision_use_head": config.pooling == "attention"}
-    with_text = target.model_type in ("clip", "siglip")
+        encoder["pos_embed_rescale"] = None  # training augmentation that ours lacks
+    if dino and gated:
+        encoder["hidden_act"] = "silu"
     return {
         "architectures": [target.architecture],
         "model_type": target.model_type,
-        **({"vision_config": encoder} if with_text else encoder),
+        **({"vision_config": encoder} if target.model_type in WITH_TEXT else encoder),
         **label_settings(classes),
     }
 

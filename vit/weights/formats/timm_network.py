@@ -17,7 +17,8 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +112,8 @@ def timm_facts(
     # a process that has imported timm may have changed its registry
     if cached is not None and "timm" not in sys.modules:
         return cached
+    import timm
+
     about = about or known_pretrained_cfg(name)
     model, args = _build(name, model_args, about, state)
     try:
@@ -118,7 +121,14 @@ def timm_facts(
         config = unproven_config(model, image_size)
         facts = TimmFacts(config, _rotary_order(model), about, None, notes)
         if cached is None or cached[:2] != facts[:2]:
-            prove(name, args, facts)
+            few: dict[str, Any] = {
+                "depth": min(config.depth, PROOF_BLOCKS),
+                "num_classes": min(config.num_classes, PROOF_CLASSES),
+            }
+            shallow = timm.create_model(name.partition(".")[0], **{**args, **few})
+            side, pixels = _patches(shallow)
+            small = replace(config, **few, image_size=pixels // side * side)
+            prove(shallow, small, facts.rotary_order)
     except (ConfigError, WeightsError, *REFUSALS) as error:
         raise WeightsError(f"{printable(name)} (timm): {printable(error)}") from None
     if not named and not about.get("label_names"):
@@ -207,13 +217,16 @@ def is_supported(name: str) -> bool:
 @cache
 def _is_expressible(architecture: str, width: tuple[int, int]) -> bool:
     """As `is_supported`, proven on a small network."""
+    import timm
+
     sizes = {"depth": 1, "img_size": 32, "patch_size": 8, "embed_dim": width[0]}
-    sizes["num_heads"] = width[1]
-    patches = {PATCH_WEIGHT: torch.empty(width[0], 3, 8, 8, device="meta")}
+    if timm.models.is_model_in_modules(architecture, ["naflexvit"]):
+        del sizes["img_size"]
     try:
-        model, _ = _build(architecture, sizes, {}, patches)
-        timm_facts(architecture, sizes, {}, from_naflex(model.state_dict()))
-    except (WeightsError, *REFUSALS):
+        model = timm.create_model(architecture, **sizes, num_heads=width[1], num_classes=10)
+        side, pixels = _patches(model)
+        prove(model, unproven_config(model, pixels // side * side), _rotary_order(model))
+    except REFUSALS:
         return False
     return True
 
@@ -385,26 +398,17 @@ def _rotary_order(model: Any) -> RotaryOrder | None:
 
 
 @torch.inference_mode()
-def prove(name: str, args: Mapping[str, Any], facts: TimmFacts) -> None:
-    """Check that timm's network and ours of `facts` give noise the same outputs."""
-    import timm
-
-    few: dict[str, Any] = {
-        "depth": min(facts.config.depth, PROOF_BLOCKS),
-        "num_classes": min(facts.config.num_classes, PROOF_CLASSES),
-    }
-    theirs = timm.create_model(name.partition(".")[0], **{**args, **few}).eval()
+def prove(theirs: Any, config: ModelConfig, order: RotaryOrder | None) -> None:
+    """Check that timm's network `theirs` and ours give noise the same outputs."""
     state = _noise(theirs.state_dict())
     theirs.load_state_dict(state)
-    side, pixels = _patches(theirs)
-    whole = pixels // side * side
-    config = replace(facts.config, **few, image_size=whole)
     ours = meta_model(config)
-    renamed = rename_timm(from_naflex(state))
-    ours.load_state_dict(convert_timm(renamed, config, facts.rotary_order)[0], assign=True)
+    converted, _ = convert_timm(rename_timm(from_naflex(state)), config, order)
+    ours.load_state_dict(converted, assign=True)
+    _, pixels = _patches(theirs)
     images = SMALL * torch.randn(1, config.channels, pixels, pixels, generator=_generator())
-    expected = theirs(images)
-    outputs = ours.eval()(images[..., :whole, :whole])
+    expected = theirs.eval()(images)
+    outputs = ours.eval()(images[..., : config.image_size, : config.image_size])
     difference = float((outputs - expected).abs().max() / expected.abs().max())
     if not difference < TOLERANCE:
         raise WeightsError(
@@ -431,3 +435,76 @@ def _noise(state: Mapping[str, Tensor]) -> State:
             drawn = 1 + 0.3 * drawn
         noise[name] = drawn * (SMALL if ADDED.search(name) else 1)
     return noise
+
+
+@dataclass(frozen=True)
+class RegistryEntry:
+    """One set of pretrained weights.
+
+    Args:
+        hub_id: Repository on the Hugging Face Hub; None for a few old ones.
+        url: Other URL of the weights; None for most.
+        license: License of the weights; None if unknown.
+        image_size: Height and width of the input in pixels.
+    """
+
+    name: str
+    hub_id: str | None
+    url: str | None
+    license: str | None
+    image_size: tuple[int, int]
+
+
+def pretrained_names() -> list[str]:
+    """All pretrained models in the supported modules of timm, in timm's order."""
+    import timm
+
+    return [name for m in MODULES for name in timm.list_models(pretrained=True, module=m)]
+
+
+def search(pattern: str) -> list[RegistryEntry]:
+    """Supported models whose name contains `pattern` or matches it as a shell pattern."""
+    word = pattern.lower().removeprefix("timm/")
+    named = [name for name in pretrained_names() if word in name or fnmatch(name, word)]
+    found = [name for name in named if is_supported(name)]
+    if named and not found:
+        raise WeightsError(f"no supported timm model matches '{printable(pattern)}'")
+    if not found:
+        raise WeightsError(
+            f"no pretrained timm model matches '{printable(pattern)}'{suggest_names(word)}"
+        )
+    return [entry for name in found if (entry := find_entry(name)) is not None]
+
+
+def find_entry(name: str) -> RegistryEntry | None:
+    """Registry entry of `name`, with timm's default tag if it has none.
+
+    None: timm has no such model, or no weights for it.
+    """
+    import timm
+    from timm.models import get_deprecated_models
+
+    current = get_deprecated_models().get(name) or name
+    try:
+        found: Any = timm.get_pretrained_cfg(current)
+    except RuntimeError:  # an architecture of timm, but no such training of it
+        return None
+    if found is None or not (found.hf_hub_id or found.url):
+        return None
+    full = f"{found.architecture}.{found.tag}" if found.tag else str(found.architecture)
+    return RegistryEntry(
+        name=full,
+        hub_id=found.hf_hub_id or None,
+        url=found.url or None,
+        license=found.license or None,
+        image_size=(int(found.input_size[-2]), int(found.input_size[-1])),
+    )
+
+
+def suggest_names(name: str) -> str:
+    """The nearest model names, as the end of an error message."""
+    known = pretrained_names()
+    near = [other for other in known if other.startswith(name)][:3]
+    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; the nearest are {', '.join(f'timm/{other}' for other in near)}" if near else ""
+    return f"{hint}; `vit models --pretrained` lists all"

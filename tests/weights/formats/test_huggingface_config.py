@@ -15,8 +15,8 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
 from vit.model.build import assemble_model
-from vit.weights.formats.huggingface_config import FAMILIES
-from vit.weights.formats.huggingface_processor import (
+from vit.weights.formats.huggingface_config import (
+    FAMILIES,
     processor_notes,
     read_processor,
     write_processor,
@@ -213,7 +213,7 @@ VIT = {"image_processor_type": "ViTImageProcessor"}
         ({**VIT, "rescale_factor": 1 / 127.5}, "rescale_factor=0.0078"),
         ({**BIT, "do_pad": True}, "do_pad=True"),
         ({**BIT, "do_flip_channel_order": True}, "do_flip_channel_order=True"),
-        ({**VIT, "image_mean": [0.5]}, "image_mean=[0.5] is not three numbers"),
+        ({**VIT, "image_mean": [0.5]}, "mean=(0.5,): must be three"),
         ({**VIT, "image_std": [0.5, 0.5, 0.0]}, "must be more than 0"),
         ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "finite"),
     ],
