@@ -91,7 +91,7 @@ def test_the_written_file_gives_the_same_config(tmp_path):
         ({"batch_size": "many"}, "batch_size='many' is not a whole number"),
         ({"time": "soon"}, "time='soon': write a number and s, m or h"),
         ({"time": "0.0h"}, "time='0.0h': no time is left to train in"),
-        ({"soup": True}, "keep_best=1: a soup averages several epochs"),
+        ({"soup": True}, "soup=True: keep_best=1 does not read it; another keep_best does"),
         ({"track": "excel"}, "track='excel': choose one of tensorboard"),
         ({"start_image_size": 100}, "start_image_size=100: must be a multiple of patch_size=16"),
         ({"out": "x"}, "out is not a setting of a file: give it as the flag --out"),

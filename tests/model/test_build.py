@@ -197,7 +197,6 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"num_kv_heads": 3}, "num_kv_heads=3: does not divide num_heads=4"),
         ({"parallel_blocks": True, "norm_order": "post"}, "norm_order='post': parallel_blocks"),
         ({"repeat_blocks": 2, "feedforward": "moe"}, "repeat_blocks=2: routers would learn"),
-        ({"drop_path": 0.1, "depth": 1}, "drop_path=0.1: it is 0 at the first block"),
         ({"patch_sizes": (4, 10)}, "10 does not divide image_size=16; give patch_sizes that do"),
         ({"patch_sizes": (0,)}, "0 does not divide"),
         ({"patch_sizes": (8,)}, "is patch_size alone"),
@@ -220,10 +219,6 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"stem": "conv", "stem_stride": 3}, "stem_stride=3: the first convolution takes every"),
         ({"stem": "conv", "patch_size": 1, "stem_stride": 2}, "stem_stride=2: patch_size=1 has no"),
         ({"stem": "conv", "stem_width": 64}, "stem_width=64: the last convolution has dim=32"),
-        (
-            {"stem": "conv", "patch_size": 2, "stem_depth": 1, "stem_width": 8},
-            "stem_width=8: the one convolution of stem_depth=1 has dim=32",
-        ),
     ],
 )
 def test_contradicting_settings_are_refused(settings, message):

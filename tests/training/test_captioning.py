@@ -396,7 +396,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"method": "probe", "weights": "x"}, "a probe fits classes"),
+        ({"method": "probe", "weights": "x"}, "a probe fits one class an image"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),
         ({"pooling": "mean"}, "the decoder attends to all tokens"),

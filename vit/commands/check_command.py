@@ -47,6 +47,14 @@ class Options(Section):
     no_cache: bool = False
     """Look at every image again, and keep nothing for the next time."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device is not None and self.weights is None:
+            self.refuse("device", "is where a network computes: give --weights SOURCE as well")
+        if self.write_list is not None and self.weights is None and self.rows is None:
+            why = "suspected labels are found by --weights SOURCE or --rows FILE; give one"
+            self.refuse("write_list", why)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -52,15 +52,18 @@ class Config:
     """Where settings come from: call, flag, file, run, plan, task, data or weights."""
 
     def __post_init__(self) -> None:
-        if self.training.soup and self.run.keep_best < 2:
-            raise ConfigError(
-                f"keep_best={self.run.keep_best}: a soup averages several epochs; set how many"
-            )
-        self._check_balance()
         self._check_repeats()
         self._check_device_cache()
-        self._check_probe()
-        self._check_teacher()
+        if self.finetune.method == "probe" and not self.training.single_label:
+            raise ConfigError(
+                f"method=probe: a probe fits one class an image, not task={self.training.task}; "
+                "use method=linear or full"
+            )
+        if self.distillation.teacher is not None and self.training.balance == "logit-adjust":
+            raise ConfigError(
+                "balance=logit-adjust: shifts the logits that are compared with those of the "
+                "teacher; use --balance loss or sampler"
+            )
         partial = isinstance(self.model, PartialModelConfig)
         if partial and self.finetune.weights is None:
             self.model.check_together()
@@ -94,14 +97,6 @@ class Config:
             for name, value in vars(getattr(self, section)).items()
         }
 
-    def _check_balance(self) -> None:
-        balance, task = self.training.balance, self.training.task
-        if balance != "none" and not self.training.single_label:
-            raise ConfigError(
-                f"balance={balance}: class balancing needs a single-label task, not task={task}; "
-                "leave it out, or use --task classify, which needs one class an image"
-            )
-
     def _check_repeats(self) -> None:
         repeats, batch_size = self.augment.repeats, self.data.batch_size
         if batch_size % repeats:
@@ -121,41 +116,6 @@ class Config:
             raise ConfigError(
                 "cache=device: a device has crops, flips, shifts, colour jitter and 3-Augment, but "
                 f"not {unbatched}; use --cache ram"
-            )
-
-    def _check_probe(self) -> None:
-        """Check that a linear probe has a single-label task."""
-        if self.training.single_label:
-            return
-        if self.finetune.method == "probe" or self.finetune.probe_first:
-            name = "method" if self.finetune.method == "probe" else "probe_first"
-            value = getattr(self.finetune, name)
-            why = "one class an image" if self.training.multilabel else "classes"
-            raise ConfigError(f"{name}={value}: a probe fits {why}; use method=linear or full")
-
-    def _check_teacher(self) -> None:
-        """Check that a teacher has a classifier to teach, by steps and by plain logits."""
-        teacher, training = self.distillation.teacher, self.training
-        if teacher is None:
-            return
-        if not (training.single_label or training.multilabel):
-            raise ConfigError(
-                f"teacher={teacher!r}: distillation is for classifiers, not for "
-                f"task={training.task}; leave --teacher out"
-            )
-        if self.finetune.method == "probe":
-            raise ConfigError(
-                f"teacher={teacher!r}: method=probe makes no steps that could learn from a "
-                "teacher; use --method linear or full"
-            )
-        if training.balance == "logit-adjust":
-            raise ConfigError(
-                "balance=logit-adjust: shifts the logits that are compared with those of the "
-                "teacher; use --balance loss or sampler"
-            )
-        if training.multilabel and self.distillation.distillation_type == "hard":
-            raise ConfigError(
-                "distillation_type=hard: needs one class an image, not task=multilabel; use soft"
             )
 
     def _check_start_size(self) -> None:

@@ -30,7 +30,7 @@ Need = Mapping[str, tuple[Any, ...]]
 """Other settings with the values of which one is needed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Properties:
     """What a setting is, beside its name, type and default."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import CAPTION_TASKS, Section, setting
+from vit.config.config_section import CAPTION_TASKS, Other, Section, setting
 from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
 
 
@@ -42,7 +42,9 @@ class DecoderConfig(Section):
     """Initial value of LayerScale on each residual branch (arXiv:2103.17239); 0 builds none."""
     decoder_dropout: float = setting(0.1, least=0, below=1)
     """Dropout after the position embedding, attention and feed-forward layers."""
-    decoder_drop_path: float = setting(0.0, least=0, below=1)
+    decoder_drop_path: float = setting(
+        0.0, read_by=({"decoder_depth": Other((1,))},), least=0, below=1
+    )
     """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
     caption_dropout: float = setting(0.0, "--word-dropout", least=0, below=1)
     """Share of the words hidden from the decoder in training, so that it relies on the image."""
@@ -55,8 +57,6 @@ class DecoderConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decoder_drop_path and self.decoder_depth == 1:
-            self.refuse("decoder_drop_path", "it is 0 at the first block, and there is no other")
 
     def check_with(self, encoder: ModelConfig) -> None:
         """Check the settings against those of the encoder."""

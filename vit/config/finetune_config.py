@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Section, setting
+from vit.config.config_section import LABEL_TASKS, ON, Other, Section, setting
 from vit.config.model_config import ModelConfig
 
 AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
-TAUGHT = {"teacher": ON}
+TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
 
 
@@ -23,7 +23,7 @@ class FinetuneConfig(Section):
     )
     """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
     probe_first: bool | None = setting(
-        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=(False,), decided_by="weights"
+        None, read_by=PRETRAINED, tasks=("classify",), off=(False,), decided_by="weights"
     )
     """Initialise the head with a linear probe; when left empty, if no method is chosen."""
     lora_rank: int = setting(8, least=1, read_by=LORA)
@@ -63,9 +63,13 @@ class PartialModelConfig(ModelConfig):
 class DistillationConfig(Section):
     """A teacher, whose answers for the training images are learned beside their labels."""
 
-    teacher: str | None = setting(None, before_plan=True)
+    teacher: str | None = setting(
+        None, before_plan=True, read_by=({"method": Other(("probe",))},), tasks=CLASSIFIED
+    )
     """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
-    distillation_type: Literal["soft", "hard"] = setting("soft", read_by=(TAUGHT,))
+    distillation_type: Literal["soft", "hard"] = setting(
+        "soft", read_by=(TAUGHT,), tasks=("classify",)
+    )
     """Learn its probabilities (arXiv:1503.02531), or its best class (arXiv:2012.12877)."""
     distillation_alpha: float = setting(0.5, above=0, most=1, read_by=(TAUGHT,))
     """Share of the loss that compares with the teacher; the labels have the rest."""

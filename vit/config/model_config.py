@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Section, check_read, setting
+from vit.config.config_section import LABEL_TASKS, ON, Other, Section, check_read, setting
 
 ROTARY = ("rotary", "learned_rotary")
 EXPERT_SETTINGS = (
@@ -11,6 +11,7 @@ EXPERT_SETTINGS = (
     *("router_weights", "router_jitter", "router_priority"),
 )
 LINEAR_STEM, CONV_STEM = {"stem": ("linear",)}, {"stem": ("conv",)}
+DEEP = {"depth": Other((1,))}  # it is 0 at the first block
 BIASED = {"stem": ("linear", "linear_norm")}
 MOE, ROTATED = {"feedforward": ("moe",)}, {"position": ROTARY}
 PLACED = {"position": ("learned", "learned_rotary", "sinusoidal_1d", "sinusoidal_2d")}
@@ -32,7 +33,9 @@ class ModelConfig(Section):
     (arXiv:2106.14881)."""
     stem_depth: int = setting(3, least=1, read_by=(CONV_STEM,))
     """Convolutional stem: number of 3x3 convolutions."""
-    stem_width: int | None = setting(None, least=1, read_by=(CONV_STEM,))
+    stem_width: int | None = setting(
+        None, least=1, read_by=(CONV_STEM, {"stem_depth": Other((1,))})
+    )
     """Convolutional stem: first channels, doubled by each layer up to dim; dim // 4 when empty."""
     stem_stride: int | None = setting(None, read_by=(CONV_STEM,))
     """Convolutional stem: stride of the first; when empty, 2 for patch_size >= 8, else 1."""
@@ -141,7 +144,7 @@ class ModelConfig(Section):
     """Dropout after the position embedding, attention and feed-forward layers."""
     attention_dropout: float = setting(0.0, "--attn-drop", least=0, below=1, unused_by=("probe",))
     """Dropout of the attention weights in the blocks."""
-    drop_path: float = setting(0.0, least=0, below=1, unused_by=("probe",))
+    drop_path: float = setting(0.0, read_by=(DEEP,), least=0, below=1, unused_by=("probe",))
     """Stochastic depth: probability at the last block, growing linearly from 0 at the first."""
     patch_dropout: float = setting(0.0, least=0, below=1, unused_by=("probe",))
     """Share of the patches dropped from each training image (arXiv:2212.00794)."""
@@ -190,8 +193,6 @@ class ModelConfig(Section):
             self.refuse("norm_order", "parallel_blocks has one norm, before both; use pre")
         if self.norm_order.startswith("sub") and self.feedforward == "moe":
             self.refuse("norm_order", "experts have no norm inside; use pre")
-        if self.drop_path and self.depth == 1:
-            self.refuse("drop_path", "it is 0 at the first block, and there is no other; use 0")
         self._check_tokens()
         check_read(vars(self), ModelConfig)
 
@@ -223,8 +224,6 @@ class ModelConfig(Section):
         if pools > self.stem_depth:
             least = f"needs stem_depth={pools} or more, since each convolution halves at most once"
             self.refuse("stem_depth", f"stem=conv with patch_size={size} {least}")
-        if self.stem_width is not None and self.stem_depth == 1:
-            self.refuse("stem_width", f"the one convolution of stem_depth=1 has dim={self.dim}")
         if self.stem_width is not None and self.stem_width > self.dim:
             self.refuse("stem_width", f"the last convolution has dim={self.dim}; take at most that")
 

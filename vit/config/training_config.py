@@ -11,6 +11,7 @@ from vit.config.config_section import (
     LABEL_TASKS,
     ON,
     PRETRAINING_TASKS,
+    Other,
     Section,
     setting,
 )
@@ -96,7 +97,7 @@ class TrainingConfig(Section):
     )
     """Label smoothing: share of a label that is spread over all classes."""
     balance: Literal["none", "loss", "sampler", "logit-adjust"] = setting(
-        "none", tasks=LABEL_TASKS, unused_by=PROBE, before_plan=True
+        "none", tasks=("classify",), unused_by=PROBE, before_plan=True
     )
     """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
     balance_loss: float = setting(0.01, least=0, read_by=ROUTERS, unused_by=FROZEN)
@@ -115,7 +116,9 @@ class TrainingConfig(Section):
     """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
     patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE)
     """Early stopping: epochs without an improvement; off when left empty."""
-    soup: bool = setting(False, tasks=LABEL_TASKS, unused_by=PROBE)
+    soup: bool = setting(
+        False, read_by=({"keep_best": Other((1,))},), tasks=LABEL_TASKS, unused_by=PROBE
+    )
     """Model soup: average the keep_best epochs that improve the average (arXiv:2203.05482)."""
 
     caption_samples: int = setting(2000, least=1, tasks=CAPTION_TASKS)

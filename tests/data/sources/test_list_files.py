@@ -11,6 +11,7 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.list_files import common_folders
 from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
 from vit.errors import DataError
 
@@ -410,3 +411,9 @@ def test_no_file_is_looked_at_for_each_line(flickr, monkeypatch):
     monkeypatch.setattr(os.path, "lexists", lambda path: looked.append(path) or real(path))
     open_captioned(str(flickr), split="val")
     assert 0 < len(looked) <= 1000
+
+
+def test_images_are_searched_for_in_the_deepest_folder_of_all():
+    assert common_folders("b", ["a/x/1.png", "a/y/2.png"]) == ["b/a"]
+    assert common_folders("b", ["a/1.png", "2.png"]) == ["b"]
+    assert common_folders("b", ["a/1.png", "/c/2.png"]) == []

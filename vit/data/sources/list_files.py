@@ -150,8 +150,6 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
         if others:
             names = join_names(others)
             notes.append(f"left out folders without a list of captions of a split: {names}")
-    if "" not in files and "train" not in files:
-        raise DataError(f"{printable(data)}: no captions for train; {LAYOUT}")
     return ListFiles(files, notes, images or root)
 
 

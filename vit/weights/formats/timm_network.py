@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
@@ -165,11 +165,18 @@ def load_facts(path: Path) -> TimmFacts | None:
 
 
 def save_facts(path: Path, facts: TimmFacts) -> None:
-    """Write the facts, so that only complete files appear."""
+    """Write the facts, if they can be written."""
     order = None if facts.rotary_order is None else asdict(facts.rotary_order)
-    text = json.dumps([asdict(facts.config), order, *facts[2:]], allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    _save(path, [asdict(facts.config), order, *facts[2:]])
+
+
+def _save(path: Path, content: Any) -> None:
+    """Write JSON so that only complete files appear; without the file it is computed again."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with suppress(OSError, TypeError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def known_pretrained_cfg(name: str) -> dict[str, Any]:
@@ -211,10 +218,19 @@ def is_timm_model(name: str) -> bool:
 def is_supported(name: str) -> bool:
     """Whether our network can express timm's model `name`, with or without a tag."""
     architecture = name.partition(".")[0]
-    return any(_is_expressible(architecture, width) for width in SMALL_WIDTHS)
+    if architecture not in _proven():
+        _proven()[architecture] = any(_is_expressible(architecture, w) for w in SMALL_WIDTHS)
+    return _proven()[architecture]
 
 
 @cache
+def _proven() -> dict[str, bool]:
+    """Whether architectures are supported, as far as the cache has the answer."""
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(cache_file("supported").read_text(encoding="utf-8")))
+    return {}
+
+
 def _is_expressible(architecture: str, width: tuple[int, int]) -> bool:
     """As `is_supported`, proven on a small network."""
     import timm
@@ -466,7 +482,10 @@ def search(pattern: str) -> list[RegistryEntry]:
     """Supported models whose name contains `pattern` or matches it as a shell pattern."""
     word = pattern.lower().removeprefix("timm/")
     named = [name for name in pretrained_names() if word in name or fnmatch(name, word)]
+    known = len(_proven())
     found = [name for name in named if is_supported(name)]
+    if len(_proven()) > known:
+        _save(cache_file("supported"), _proven())
     if named and not found:
         raise WeightsError(f"no supported timm model matches '{printable(pattern)}'")
     if not found:
