@@ -106,7 +106,7 @@ def predict(run: Path, file: Path) -> None:
         probabilities = [one.probabilities for one in outputs if one.probabilities is not None]
         if len(probabilities) < len(outputs):
             raise SystemExit(f"{run}: validation images that cannot be read")
-        rows = torch.stack(probabilities).double()
+        rows = torch.from_numpy(np.stack(probabilities))
         found[f"{kind} logits"] = rows.clamp(min=1e-300).log().numpy()
         distances = [math.nan if one.distance is None else one.distance for one in outputs]
         found[f"{kind} distances"] = np.array(distances)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vit.data.sources.open_dataset import list_images
 from vit.inference.attribution import Deletion, deletions, passes, relevance
-from vit.inference.predictor import Predictor
+from vit.inference.predictor import Predictor, ranked_classes
 from vit.model.attention import record_attention
 
 BEGINNING = "another image's"
@@ -54,7 +54,7 @@ def main() -> None:
                 continue
             number += 1
             image = predictor.preprocessing.normalise(answer.pixels.to(predictor.device))
-            best, second = answer.probabilities.topk(2).indices.tolist()
+            best, second = ranked_classes(answer.probabilities)[:2].tolist()
             ours, other = relevance(predictor.model, torch.stack([image] * 2), [best, second])
             maps = {
                 "relevance": ours,

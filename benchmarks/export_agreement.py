@@ -26,8 +26,7 @@ from PIL import Image
 
 from vit.data.image_io import read_image
 from vit.export.verification import ModelOutputs, by_reference_code
-from vit.exported.load_exported import load_exported
-from vit.exported.onnx_classifier import ExportedClassifier
+from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
 Saver = Callable[[Image.Image, Path, Image.Exif], Path]
@@ -98,10 +97,9 @@ def table(run: str, files: list[str], photos: list[str], count: int, batches: li
         truth = by_reference_code(loaded, paths)
         for file in files:
             for batch in batches:
-                runner = load_exported(file, batch_size=batch)
-                assert isinstance(runner, ExportedClassifier), "a file of a classifier"
+                runner = Predictor(file, batch_size=batch)
                 precision = runner.metadata.get("precision", "fp32")
-                rows = list(runner.probabilities(paths))
+                rows = [one.probabilities for batch in runner.batches(paths) for one in batch]
                 apart, same = [], 0
                 for one, row in zip(truth, rows, strict=True):
                     assert isinstance(one, ModelOutputs), one

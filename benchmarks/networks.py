@@ -13,16 +13,18 @@ from torch.nn import functional as F
 
 import vit
 from benchmarks.timing import Comparison, Run
+from vit.config.inference_config import InferenceConfig
 from vit.config.parser import make_config
 from vit.config.presets import count_flops, preset
 from vit.data.dataset import Batch
 from vit.data.preprocessing import Preprocessing
-from vit.inference.model_runner import ModelRunner
+from vit.inference.torch_engine import TorchEngine
 from vit.memory_allocator import keep_freed_memory
 from vit.precision import Precision
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loop import train_one_step
+from vit.weights.saved_model import LoadedRun
 
 CLASSES = 1000
 NEVER = 10**9  # steps, so that the learning rate stays as it is
@@ -108,11 +110,15 @@ def predictions(
     keep_freed_memory()
     model = vit.create_model(name).to(device).eval()
     side = images.shape[-1]
-    runner = ModelRunner(
-        model, Preprocessing(image_size=(side, side)), torch.device(device),
-        activation=partial(torch.softmax, dim=1), compiled=compiled,
-    )  # fmt: skip
-    return lambda: runner.run([*images], precision)
+    run = LoadedRun(
+        model,
+        tuple(map(str, range(model.num_classes))),
+        Preprocessing(image_size=(side, side)),
+        make_config({"data": "digits", "model": name}).model,
+    )
+    config = InferenceConfig(device=device, precision=precision, compile=compiled)
+    engine = TorchEngine(run, config, print)
+    return lambda: engine.compute([*images], precision)
 
 
 def forward(options: argparse.Namespace) -> Iterator[Comparison]:

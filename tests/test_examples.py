@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vit.data.preprocessing import Preprocessing
-from vit.exported.onnx_classifier import ExportedClassifier
+from vit.inference.predictor import Predictor
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 NAMES = ("apple", "pear", "猫", "plum", "fig", "sloe")
@@ -69,7 +69,7 @@ def images(tmp_path_factory):
 
 def agree(said, file, images, tolerance=1e-6):
     rows = [json.loads(line) for line in said.splitlines()]
-    for row, answer in zip(rows, ExportedClassifier(file)(images, top_k=5), strict=True):
+    for row, answer in zip(rows, Predictor(file)(images, top_k=5), strict=True):
         assert row["image"] == answer.image
         assert [one["label"] for one in row["predictions"]] == [x for x, _ in answer.predictions]
         scores = [one["score"] for one in row["predictions"]]

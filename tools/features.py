@@ -298,7 +298,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Fewer or other tokens: merging, packing, several patch sizes",
-        "model/token_merging model/sequence_packing model/patch_dropout inference/tta",
+        "model/token_merging model/sequence_packing model/patch_dropout",
         *("train predict", LABELS, DATA, "torch"),
     ),
     Capability(

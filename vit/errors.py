@@ -1,6 +1,8 @@
 """Exceptions for errors the user can fix: one line with the value, the reason and the remedy."""
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 from vit.text import printable
 
@@ -60,3 +62,16 @@ class BadImage(VitError, ValueError):
 
     def __str__(self) -> str:
         return f"{printable(self.path)}: {printable(self.reason)}"
+
+
+@contextlib.contextmanager
+def explain_full_memory() -> Iterator[None]:
+    """Turn an error of torch about full memory inside the `with` into a RunError with a remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            "out of memory: use another --device, or a smaller --batch-size where a command has it"
+        ) from None

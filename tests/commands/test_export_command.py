@@ -9,8 +9,8 @@ from PIL import Image
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.export import export_formats, verification
-from vit.exported.onnx_captioner import ExportedCaptioner
 from vit.exported.onnx_session import OnnxSession
+from vit.inference.predictor import Predictor
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_captioner_becomes_two_files_that_only_overwrite_replaces(
     assert printed.err.splitlines()[-1] == "all agree"
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
     image = str(next(tiny_data.rglob("*.png")))
-    (answer,) = ExportedCaptioner(out)([image])
+    (answer,) = Predictor(out)([image])
     assert answer.caption is not None
     rows = []
     for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32

@@ -3,7 +3,8 @@
 import pytest
 
 from vit.errors import ConfigError
-from vit.inference.backends import model_files, select_engine
+from vit.exported.engine import select_engine
+from vit.inference.predictor import model_files
 from vit.paths import sha256_of_files
 
 
@@ -52,13 +53,13 @@ def test_ray_writes_files(predict, input_images, tmp_path, monkeypatch):
 
 
 def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
-    names = {path.name for path in model_files(str(tiny_run), "torch")}
+    names = {path.name for path in model_files(str(tiny_run))}
     assert names == {"config.json", "model.safetensors"}
     for name in ("a.onnx", "a.onnx.data", "a.decoder.onnx", "b.onnx", "c.xml", "c.bin"):
         (tmp_path / name).write_text(name)
-    exported = model_files(str(tmp_path / "a.onnx"), "onnx")
+    exported = model_files(str(tmp_path / "a.onnx"))
     assert [path.name for path in exported] == ["a.decoder.onnx", "a.onnx", "a.onnx.data"]
-    exported_of_openvino = model_files(str(tmp_path / "c.xml"), "openvino")
+    exported_of_openvino = model_files(str(tmp_path / "c.xml"))
     assert [path.name for path in exported_of_openvino] == ["c.bin", "c.xml"]
     before = sha256_of_files(exported)
     (tmp_path / "a.onnx.data").write_text("other")

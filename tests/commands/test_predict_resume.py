@@ -11,8 +11,8 @@ import torch
 
 from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
-from vit.inference.model_runner import ModelRunner
 from vit.inference.predictor import Predictor
+from vit.inference.torch_engine import TorchEngine
 from vit.output.resumable_output import ResumableOutput, merge_blocks
 
 pytestmark = pytest.mark.auto_precision
@@ -154,7 +154,7 @@ def test_another_batch_size_does_not_continue(predict, inputs, tmp_path, monkeyp
 
 
 def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, monkeypatch):
-    calls, run = [], ModelRunner.run
+    calls, run = [], TorchEngine.compute
 
     def full_later(*arguments):
         calls.append(arguments)
@@ -162,7 +162,7 @@ def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, mon
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         return run(*arguments)
 
-    monkeypatch.setattr(ModelRunner, "run", full_later)
+    monkeypatch.setattr(TorchEngine, "compute", full_later)
     words = (*inputs, "--out", tmp_path / "a.csv", "-b", SIZE, "-j", 1, "--precision", "fp32")
     code, _, err = predict(*words)
     assert (code, len(err)) == (2, 1)

@@ -17,7 +17,6 @@ from vit.export import float16
 from vit.export.export_classifier import ClassifierWithTokens
 from vit.export.export_formats import export_model, export_onnx
 from vit.export.verification import verify
-from vit.exported.load_exported import load_exported
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.predictor import Predictor
 from vit.model.build import build_classifier
@@ -45,7 +44,7 @@ def largest_difference(found, expected):
 
 
 def test_the_file_gives_the_calibrated_scores(distance_run, tiny_run, file, images):
-    runner = load_exported(file)
+    runner = Predictor(file)
     exact = Predictor(distance_run, device="cpu", precision="fp32")
     assert largest_difference(runner(images), exact(images)) < 1e-5
     raw = Predictor(tiny_run, device="cpu", precision="fp32")
@@ -63,11 +62,11 @@ def test_int8_scales_its_own_logits(calibrated_run, images, tmp_path):
     options = {"precision": "int8", "dynamic": True, "notify": None}
     for name, raw in (("raw.onnx", True), ("calibrated.onnx", False)):
         export_onnx(calibrated_run, tmp_path / name, no_calibration=raw, **options)
-    raw, found = (load_exported(tmp_path / name) for name in ("raw.onnx", "calibrated.onnx"))
+    raw, found = (Predictor(tmp_path / name) for name in ("raw.onnx", "calibrated.onnx"))
     scale = calibrated_activation(load_run(calibrated_run))
-    for one, other in zip(raw.probabilities(images), found.probabilities(images), strict=True):
-        expected = scale(torch.from_numpy(one)[None].log())[0]
-        assert other == pytest.approx(expected.numpy(), abs=1e-4)
+    for one, other in zip(*(next(one.batches(images)) for one in (raw, found)), strict=True):
+        expected = scale(torch.from_numpy(one.probabilities)[None].log())[0]
+        assert other.probabilities == pytest.approx(expected.numpy(), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -75,7 +74,7 @@ def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
     out = tmp_path / "raw.onnx"
     report = export_model(calibrated_run, out, no_calibration=True, notify=None)
     assert report.agrees
-    runner = load_exported(out)
+    runner = Predictor(out)
     assert runner.calibration is None
     raw = Predictor(tiny_run, device="cpu", precision="fp32")
     assert largest_difference(runner(images), raw(images)) < 1e-5
@@ -106,7 +105,7 @@ def test_a_file_of_an_earlier_calibration_is_named(calibrated_run, file, images,
 
 def test_the_scores_of_a_file_cannot_be_raw(file):
     with pytest.raises(ConfigError, match="export it with --no-calibration"):
-        load_exported(file, no_calibration=True)
+        Predictor(file, no_calibration=True)
 
 
 def test_the_file_rejects_the_images_that_the_run_rejects(distance_run, file, images):
@@ -161,11 +160,11 @@ def test_a_distance_adds_no_attention_of_the_pooling():
 
 
 def assert_same_rejections(run, file, images):
-    runner, exact = load_exported(file), Predictor(run, device="cpu", precision="fp32")
+    runner, exact = Predictor(file), Predictor(run, device="cpu", precision="fp32")
     found, expected = (each(images, reject=True) for each in (runner, exact))
     assert [one.unknown for one in found] == [one.unknown for one in expected]
     assert "unlike the training images" in {one.unknown for one in found}
-    (row,) = runner.outputs(images[:1], ["distance"])
+    ((row,),) = runner.batches(images[:1])
     exact.return_distances()
     ((output,),) = exact.batches(images[:1])
-    assert float(row["distance"]) == pytest.approx(output.distance, abs=5e-3)
+    assert row.distance == pytest.approx(output.distance, abs=5e-3)

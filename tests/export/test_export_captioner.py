@@ -20,10 +20,10 @@ from vit.errors import ConfigError, VitError, WeightsError
 from vit.export import onnx_graph
 from vit.export.export_formats import export_onnx
 from vit.export.onnx_graph import Part, check_equal, to_onnx
-from vit.exported.load_exported import load_exported
-from vit.exported.onnx_captioner import ExportedCaptioner, greedy_decode
+from vit.exported.onnx_captioner import greedy_decode
 from vit.generation.generate import generate, generate_captions
 from vit.generation.generation_config import Search
+from vit.inference.predictor import Predictor
 from vit.model.build import build_captioner
 from vit.weights.saved_model import load_run, save_model
 
@@ -156,23 +156,23 @@ def test_captions_scores_and_classes_equal_those_of_torch(exported, input_images
     assert len({one.text for one in captions}) > 3
     assert {one.ended for one in captions} == {True, False}
     for size in (16, 5):
-        assert_same(ExportedCaptioner(path, batch_size=size)(input_images), probabilities, captions)
+        assert_same(Predictor(path, batch_size=size)(input_images), probabilities, captions)
 
 
 def test_the_length_limits_work_as_in_torch(exported, input_images):
     run, path = exported
     limits = {"min_tokens": 4, "max_tokens": 5}
     assert_same(
-        ExportedCaptioner(path, **limits)(input_images),
+        Predictor(path, search=Search(**limits))(input_images),
         *torch_answers(run, input_images, Search(**limits)),
     )
-    like = load_exported(path, search=Search(min_tokens=7), device=None, precision="auto")
+    like = Predictor(path, search=Search(min_tokens=7), device=None, precision="auto")
     assert_same(like(input_images), *torch_answers(run, input_images, Search(min_tokens=7)))
 
 
 def test_the_decoder_takes_tokens_one_by_one_or_together(exported):
     """Both by the decoder's graph; the exporter itself has compared it with torch."""
-    runner = ExportedCaptioner(exported[1])
+    runner = Predictor(exported[1])
     key, value, _ = runner._encoder({"images": np.full((2, 16, 16, 3), 7, np.uint8)})
     seen = {"memory_key": key, "memory_value": value}
     past = {"past_key": key[..., :0, :], "past_value": value[..., :0, :]}
@@ -187,8 +187,8 @@ def test_the_decoder_takes_tokens_one_by_one_or_together(exported):
 
 def test_captioning_does_not_import_torch(exported, input_images):
     code = (
-        "import sys; from vit.exported.onnx_captioner import ExportedCaptioner;"
-        "print(ExportedCaptioner(sys.argv[1])([sys.argv[2]])[0].caption);"
+        "import sys; from vit import Predictor;"
+        "print(Predictor(sys.argv[1])([sys.argv[2]])[0].caption);"
         "sys.exit(bool({'torch', 'onnx', 'transformers'} & set(sys.modules)))"
     )
     words = [sys.executable, "-W", "error", "-c", code, str(exported[1]), input_images[0]]
@@ -202,7 +202,7 @@ def test_captioning_does_not_import_torch(exported, input_images):
 
 
 def test_unreadable_images_give_error_predictions(exported, input_images, bad_images):
-    runner = ExportedCaptioner(exported[1], batch_size=3)
+    runner = Predictor(exported[1], batch_size=3)
     mixed = [*bad_images[:4], input_images[0], *bad_images[4:], input_images[1]]
     answers = runner(mixed, top_k=1)
     assert [answer.image for answer in answers] == mixed
@@ -217,7 +217,7 @@ def test_unreadable_images_give_error_predictions(exported, input_images, bad_im
 def test_an_image_on_which_a_network_fails_is_an_error_of_its_own(
     exported, input_images, monkeypatch
 ):
-    runner = ExportedCaptioner(exported[1], batch_size=3)
+    runner = Predictor(exported[1], batch_size=3)
     right, encoder = runner(input_images[:7]), runner._encoder
     wrong = runner.preprocessing.resize_and_crop(read_image(input_images[1]))
 
@@ -226,7 +226,7 @@ def test_an_image_on_which_a_network_fails_is_an_error_of_its_own(
             raise WeightsError("onnxruntime cannot compute it (no room)")
         return encoder(inputs)
 
-    monkeypatch.setattr(runner, "_encoder", encode)
+    monkeypatch.setattr(runner.engine, "_encoder", encode)
     answers = runner(input_images[:7])
     assert answers[1].error == "onnxruntime cannot compute it (no room)"
     assert [one.caption for one in answers] == [
@@ -274,9 +274,7 @@ def test_the_metadata_are_complete_and_have_no_local_path(exported):
 def test_every_option_of_the_network_is_exported(encoder, decoder, tmp_path, input_images):
     run = random_run(tmp_path / "run", encoder, decoder)
     assert export_onnx(run, tmp_path / "a.onnx").difference < 1e-5
-    assert_same(
-        ExportedCaptioner(tmp_path / "a.onnx")(input_images), *torch_answers(run, input_images)
-    )
+    assert_same(Predictor(tmp_path / "a.onnx")(input_images), *torch_answers(run, input_images))
 
 
 class Table:
@@ -362,53 +360,50 @@ def test_settings_that_cannot_be_exported_are_refused_by_name(exported, tmp_path
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)
     assert not [*tmp_path.glob("*.onnx"), *tmp_path.glob(".*")]
-    ExportedCaptioner(path)
+    Predictor(path)
 
 
 def test_files_of_two_exports_are_refused(exported, tmp_path):
     _, path = exported
     decoder = path.with_name("pets.decoder.onnx")
     with pytest.raises(WeightsError, match="is the decoder of a captioner; give its encoder"):
-        ExportedCaptioner(decoder, decoder)
-    with pytest.raises(WeightsError, match="is missing"):
-        ExportedCaptioner(path, tmp_path / "none.onnx")
+        Predictor(decoder)
     shutil.copy(path, tmp_path / "alone.onnx")
     with pytest.raises(WeightsError, match=r"alone\.decoder\.onnx is missing, .*; copy both files"):
-        ExportedCaptioner(tmp_path / "alone.onnx")
+        Predictor(tmp_path / "alone.onnx")
     (tmp_path / "text.onnx").write_text("no graph")
     with pytest.raises(WeightsError, match="no usable ONNX file"):
-        ExportedCaptioner(tmp_path / "text.onnx")
+        Predictor(tmp_path / "text.onnx")
     other = onnx.load(decoder)
     other.metadata_props[[entry.key for entry in other.metadata_props].index("pair")].value = "x"
-    onnx.save(other, tmp_path / "other.onnx")
+    onnx.save(other, tmp_path / "alone.decoder.onnx")
     with pytest.raises(WeightsError, match="are of two exports"):
-        ExportedCaptioner(path, tmp_path / "other.onnx")
+        Predictor(tmp_path / "alone.onnx")
     del other.metadata_props[:]
     onnx.save(other, tmp_path / "other.onnx")
     with pytest.raises(WeightsError, match="was not written by vit export"):
-        ExportedCaptioner(tmp_path / "other.onnx", decoder)
+        Predictor(tmp_path / "other.onnx")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"providers": ["Abacus"]}, "provider='Abacus': this onnxruntime has .*CPUExecution"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"max_tokens": 9}, "max_tokens=9: this decoder writes 1 to 8"),
-        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens=3: must be from 1 to 2"),
+        ({"search": Search(max_tokens=9)}, "max_tokens=9: this decoder writes 1 to 8"),
+        ({"search": Search(min_tokens=9)}, "min_tokens=9: must be from 1 to 8"),
     ],
 )
 def test_settings_out_of_range_are_refused(exported, settings, message):
     with pytest.raises(ConfigError, match=message):
-        ExportedCaptioner(exported[1], **settings)
+        Predictor(exported[1], **settings)
 
 
 def test_unsupported_settings_are_refused_by_name(exported):
     for settings in ({"device": "cuda"}, {"merge_tokens": 2}, {"keep_aspect": True}):
         ((name, _),) = settings.items()
         with pytest.raises(ConfigError, match=rf"^{name}\b.*exported network"):
-            load_exported(exported[1], **settings)
+            Predictor(exported[1], **settings)
     with pytest.raises(ConfigError, match="beams=3: an exported network decodes greedily"):
-        load_exported(exported[1], search=Search(beams=3))
+        Predictor(exported[1], search=Search(beams=3))
     with pytest.raises(ConfigError, match="one path; give a list"):
-        ExportedCaptioner(exported[1]).stream("a.png")
+        Predictor(exported[1]).stream("a.png")

@@ -15,8 +15,6 @@ from vit.errors import ConfigError, VitError, WeightsError
 from vit.export.export_accuracy import Accuracy, compare
 from vit.export.export_formats import export_model, export_onnx
 from vit.export.verification import ModelOutputs, verify
-from vit.exported.load_exported import load_exported
-from vit.exported.onnx_classifier import ExportedClassifier
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.compare import compare as compare_networks
 from vit.inference.evaluate import evaluate
@@ -53,7 +51,7 @@ def exact(run):
 
 
 def test_the_file_names_the_same_classes_as_the_run(several_run, exported, images):
-    runner, predictor = ExportedClassifier(exported), exact(several_run)
+    runner, predictor = Predictor(exported), exact(several_run)
     assert runner.thresholds == predictor.thresholds == (0.3, 0.5, 0.7)
     assert runner.metadata["activation"] == "sigmoid"
     same(runner(images), predictor(images))
@@ -80,7 +78,7 @@ def test_the_file_rejects_and_returns_sets_as_the_run(several_run, exported, ima
     entry = graph.metadata_props.add()
     entry.key, entry.value = "score_calibration", json.dumps(stored.to_dict())
     onnx.save(graph, tmp_path / "m.onnx")
-    runner, run = ExportedClassifier(tmp_path / "m.onnx"), exact(folder)
+    runner, run = Predictor(tmp_path / "m.onnx"), exact(folder)
     assert runner.calibration == run.calibration == stored
     found, expected = (each(images, reject=True, sets=0.6) for each in (runner, run))
     for one, other in zip(found, expected, strict=True):
@@ -129,7 +127,7 @@ def test_damaged_thresholds_in_the_metadata_are_refused(exported, tmp_path, thre
     onnx.helper.set_model_props(proto, {**found, "thresholds": thresholds})
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(WeightsError, match="metadata are damaged"):
-        ExportedClassifier(tmp_path / "m.onnx")
+        Predictor(tmp_path / "m.onnx")
 
 
 @pytest.mark.slow
@@ -167,7 +165,7 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
 def test_openvino_and_torch_files_keep_the_thresholds(several_run, images, tmp_path):
     pytest.importorskip("openvino")
     export_model(several_run, tmp_path / "m.xml", to="openvino", notify=None)
-    runner = load_exported(tmp_path / "m.xml", engine="openvino")
+    runner = Predictor(tmp_path / "m.xml", engine="openvino")
     same(runner(images[:8]), exact(several_run)(images[:8]))
     export_model(several_run, tmp_path / "m.pt2", to="torch", notify=None)
     extra = {"thresholds.json": ""}
@@ -206,9 +204,9 @@ def test_vit_evaluate_and_vit_compare_measure_the_file_as_the_run(
     assert features <= {row["feature"] for row in expected["slices"]} - {"brightness", "sharpness"}
     written = [json.loads(line) for line in rows.read_text().splitlines()]
     paths = [row["image"] for row in written]
-    same(ExportedClassifier(exported)(paths), Predictor(several_run, **exact_settings)(paths))
+    same(Predictor(exported)(paths), Predictor(several_run, **exact_settings)(paths))
     assert [[one["label"] for one in row["predictions"]] for row in written] == [
-        [name for name, _ in one.predictions] for one in ExportedClassifier(exported)(paths)
+        [name for name, _ in one.predictions] for one in Predictor(exported)(paths)
     ]
     compared = compare_networks(several_run, exported, data, precision="fp32").to_dict()
     assert compared["verdict"] == "not distinguishable"

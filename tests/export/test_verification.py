@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.exported.test_onnx_classifier import over
 from vit.config import Config, DataConfig, ModelConfig
 from vit.config.parser import write_settings
 from vit.errors import DataError, RunError, WeightsError
@@ -24,7 +25,6 @@ from vit.export.verification import (
     compare,
     verify,
 )
-from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run
 
@@ -75,7 +75,7 @@ def verified(run, tiny_run, input_images, monkeypatch):
 
     def check(images=None, **changes):
         graph = TorchGraph(run, **changes)
-        monkeypatch.setattr(verification, "open_exported", lambda *_: ExportedClassifier(graph))
+        monkeypatch.setattr(verification, "open_exported", lambda *_: over(graph))
         return verify("fruit.onnx", input_images if images is None else images, run=tiny_run)
 
     return check
@@ -279,7 +279,7 @@ def test_files_without_a_usable_run_are_refused(tmp_path, tiny_run, monkeypatch)
     with pytest.raises(WeightsError, match=r"a.zip is no exported file: give X.onnx or X.xml"):
         verify(tmp_path / "a.zip", run=tiny_run)
     graph = TorchGraph(load_run(tiny_run))
-    monkeypatch.setattr(verification, "open_exported", lambda *_: ExportedClassifier(graph))
+    monkeypatch.setattr(verification, "open_exported", lambda *_: over(graph))
     with pytest.raises(RunError, match=r"fruit.onnx names no run; give it with --run RUN"):
         verify("fruit.onnx")
     graph.metadata["source_run"] = "runs/\x1b[31mgone"

@@ -1,4 +1,4 @@
-"""ExportedClassifier without torch: order, memory bounds, and refused files."""
+"""Exported classifiers without torch: order, memory bounds, and refused files."""
 
 import json
 import os
@@ -14,16 +14,18 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vit.commands.main import main
+from vit.config.inference_config import InferenceConfig
 from vit.data.image_io import read_image
+from vit.data.image_objects import named_images
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError
-from vit.exported import image_prefetch, onnx_classifier
-from vit.exported.load_exported import load_exported
-from vit.exported.onnx_captioner import ExportedCaptioner
-from vit.exported.onnx_classifier import ExportedClassifier
+from vit.errors import BadImage, ConfigError, RunError, WeightsError
+from vit.exported import image_reader, onnx_classifier
+from vit.exported.image_reader import chunks, expected_pixels
+from vit.exported.onnx_classifier import OnnxClassifier
 from vit.exported.onnx_metadata import read_metadata
 from vit.exported.onnx_session import OnnxSession
 from vit.generation.generation_config import Search
+from vit.inference.predictor import Predictor
 
 NAMES = ("apple", "pear", "plum", "=SUM(1)")
 MATRIX = np.random.default_rng(0).normal(size=(3, len(NAMES))).astype(np.float32) / 40
@@ -115,13 +117,24 @@ class Recorder:
         return [powers / powers.sum(axis=1, keepdims=True)]
 
 
+def over(session, **settings):
+    """A Predictor over a session."""
+    return Predictor(OnnxClassifier(session, InferenceConfig(**settings)))
+
+
+def rows_of(predictor, images):
+    """Probabilities of all images, or their errors."""
+    outputs = [one for batch in predictor.batches(images) for one in batch]
+    return [one.error if one.error else one.probabilities for one in outputs]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5, 33])
 def test_predictions_equal_a_numpy_reference_in_input_order(file, input_images, size):
-    classifier = ExportedClassifier(file, batch_size=size, workers=3, threads=1)
+    classifier = Predictor(file, batch_size=size, workers=3, threads=1)
     assert (classifier.classes, classifier.n_best, classifier.precision) == (NAMES, 0, "fp32")
     assert classifier.preprocessing == Preprocessing(image_size=(16, 16))
     truth = expected(input_images)
-    rows = list(classifier.probabilities(iter(input_images)))
+    rows = rows_of(classifier, iter(input_images))
     assert rows[0].dtype == np.float64
     np.testing.assert_allclose(np.stack(rows), truth, atol=1e-6)
     predictions = classifier(input_images, top_k=2)
@@ -135,7 +148,7 @@ def test_predictions_equal_a_numpy_reference_in_input_order(file, input_images, 
 
 
 def test_images_in_memory_have_the_predictions_of_their_files(file, input_images):
-    classifier = ExportedClassifier(file)
+    classifier = Predictor(file)
     images = [Image.open(path) for path in input_images[:6]]
     arrays = [np.asarray(read_image(path)) for path in input_images[:6]]
     expected = [one.predictions for one in classifier(input_images[:6])]
@@ -150,7 +163,7 @@ def test_images_in_memory_have_the_predictions_of_their_files(file, input_images
 def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
     upright = [read_image(path).size for path in input_images]
     graph = Recorder()
-    classifier = ExportedClassifier(graph, batch_size=4)
+    classifier = over(graph, batch_size=4)
     assert classifier.block_size == 32
     classifier(input_images)
     assert all(shape[0] <= 4 for shape in graph.shapes)
@@ -168,10 +181,10 @@ def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
 
 def test_a_list_continued_at_a_block_gives_the_same_batches_and_results(input_images, monkeypatch):
     """Also where the pixel limit shortens windows."""
-    monkeypatch.setattr(image_prefetch, "PIXEL_LIMIT", 1800)
+    monkeypatch.setattr(image_reader, "WINDOW_PIXELS", 900)
     graph = Recorder()
-    classifier = ExportedClassifier(graph, batch_size=1)
-    classifier.block_size = 6
+    classifier = over(graph, batch_size=1)
+    classifier.engine.block_size = 6
     whole = classifier(input_images)
     shapes = graph.shapes.copy()
     graph.shapes.clear()
@@ -179,31 +192,26 @@ def test_a_list_continued_at_a_block_gives_the_same_batches_and_results(input_im
     assert graph.shapes == shapes[-len(graph.shapes) :]
 
 
-def test_prefetching_keeps_within_the_pixel_and_window_limits(input_images, monkeypatch):
-    """Images in memory: a window and those being decoded."""
+def test_only_a_window_is_read_ahead(input_images, monkeypatch):
+    """Each window has at most a number of images, and of pixels besides those of its last image."""
     sizes = [np.prod(read_image(path).size) for path in input_images]
-    for limit, most in ((1500, 99), (10**6, 4), (100, 99)):
-        monkeypatch.setattr(image_prefetch, "PIXEL_LIMIT", limit)
-        begun, given, taken = [], 0, []
-        watched = (taken.append(path) or path for path in input_images)
-
-        def prepare(image, begun=begun):
-            begun.append(image.width * image.height)
-            return np.asarray(image)
-
-        for window in image_prefetch.prefetch_images(watched, prepare, workers=2, window_size=most):
+    for limit, most in ((750, 99), (10**6, 4), (50, 99)):
+        monkeypatch.setattr(image_reader, "WINDOW_PIXELS", limit)
+        classifier = over(Recorder(), workers=2)
+        classifier.engine.block_size = most
+        taken, done = [], 0
+        for window in classifier.batches(taken.append(path) or path for path in input_images):
             here = len(window)
             assert 1 <= here <= most
-            assert len(taken) <= given + here + most + 1
-            assert sum(begun) - sum(sizes[:given]) <= max(limit, sizes[given])
-            given += here
-        assert given == len(begun) == len(input_images)
-        assert not window, "the last one is let go of too"
+            assert sum(sizes[done : done + here - 1]) < limit
+            done += here
+            assert len(taken) <= done + min(most, len(input_images)) + 1
+        assert done == len(taken) == len(input_images)
 
 
 def test_unreadable_images_give_error_predictions_in_input_order(file, input_images, bad_images):
     mixed = [*bad_images[:4], input_images[0], *bad_images[4:], *input_images[1:3]]
-    predictions = ExportedClassifier(file, batch_size=2)(mixed, top_k=1)
+    predictions = Predictor(file, batch_size=2)(mixed, top_k=1)
     assert [answer.image for answer in predictions] == mixed
     assert [answer.error is None for answer in predictions] == [
         path in input_images for path in mixed
@@ -223,20 +231,20 @@ def test_a_failed_batch_is_an_error_of_its_images_only(input_images):
         rows[0, 0] = np.nan if images.shape[1] == 9 else 0.25
         return rows
 
-    predictions = ExportedClassifier(Recorder(answer), batch_size=1)(input_images)
+    predictions = over(Recorder(answer), batch_size=1)(input_images)
     raised = {read_image(a.image).height: a.error for a in predictions}
     assert raised[20] == "onnxruntime cannot compute it (no room)"
     assert raised[9] == "the network overflowed in fp32; export it as fp32"
     assert raised[7] is None
-    wrong = ExportedClassifier(Recorder(lambda images: np.ones((len(images), 5))))
-    with pytest.raises(WeightsError, match=r"shape \[\d, 5\] for \d images and 4 classes"):
+    wrong = over(Recorder(lambda images: np.ones((len(images), 5))))
+    with pytest.raises(RunError, match=r"shape \[\d, 5\] for \d images and 4 classes"):
         wrong(input_images)
 
 
 def test_an_exported_classifier_runs_without_importing_torch(file, input_images):
     code = (
-        "import sys; from vit.exported.load_exported import load_exported;"
-        "print(load_exported(sys.argv[1])([sys.argv[2]])[0].predictions[0][0]);"
+        "import sys; from vit import Predictor;"
+        "print(Predictor(sys.argv[1])([sys.argv[2]])[0].predictions[0][0]);"
         "sys.exit(bool({'torch', 'onnx', 'transformers', 'tokenizers', 'tqdm'} & set(sys.modules)))"
     )
     words = [sys.executable, "-W", "error", "-c", code, str(file), input_images[0]]
@@ -252,13 +260,13 @@ def test_an_exported_classifier_runs_without_importing_torch(file, input_images)
     ("change", "message"),
     [
         ({"graph": None}, "was not written by vit export"),
-        ({"graph": "decoder"}, "is the decoder of a captioner, not a classifier"),
+        ({"graph": "decoder"}, "is the decoder of a captioner; give its encoder"),
         ({"classes": None}, r"its metadata are damaged \('classes'\)"),
         ({"classes": "[1, 2]"}, "damaged .classes are no list of names"),
         ({"classes": '["a", "b", "c", "a"]'}, "damaged .*two have one name"),
         ({"classes": "[" * 100_000}, "its metadata are damaged"),
         ({"classes": '["a", "b", "c"]'}, r"probabilities of shape \['batch', 4\], and names 3"),
-        ({"preprocessing": "{}"}, r"damaged \(preprocessing has \[\]; expected"),
+        ({"preprocessing": "{}"}, r"damaged \(preprocessing must have exactly crop_share"),
         ({"preprocessing": "\x1b[31m"}, "its metadata are damaged"),
         ({"precision": None}, "its metadata are damaged"),
     ],
@@ -267,7 +275,7 @@ def test_an_exported_classifier_runs_without_importing_torch(file, input_images)
 def test_damaged_metadata_are_refused_by_name(tmp_path, change, message):
     metadata = {k: v for k, v in (METADATA | change).items() if v is not None}
     with pytest.raises(WeightsError, match=message) as raised:
-        ExportedClassifier(written(tmp_path / "a.onnx", metadata))
+        Predictor(written(tmp_path / "a.onnx", metadata))
     assert "\x1b" not in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'a.onnx'}")
 
@@ -284,30 +292,27 @@ def test_damaged_metadata_are_refused_by_name(tmp_path, change, message):
 )
 def test_graphs_with_unexpected_shapes_are_refused(tmp_path, graph, message):
     with pytest.raises(WeightsError, match=message):
-        ExportedClassifier(written(tmp_path / "a.onnx", model=graph_of(**graph)))
+        Predictor(written(tmp_path / "a.onnx", model=graph_of(**graph)))
 
 
 def test_unexpected_outputs_missing_and_damaged_files_are_refused(tmp_path, file):
     model = graph_of()
     model.graph.output[0].name = model.graph.node[-1].output[0] = "scores"
     with pytest.raises(WeightsError, match=r"computes \['images'\] -> \['scores', 'embedding'\]"):
-        ExportedClassifier(written(tmp_path / "a.onnx", model=model))
+        Predictor(written(tmp_path / "a.onnx", model=model))
     with pytest.raises(WeightsError, match="is missing, or not a file"):
-        ExportedClassifier(tmp_path / "none.onnx")
+        Predictor(tmp_path / "none.onnx")
     (tmp_path / "text.onnx").write_text("no graph")
     with pytest.raises(WeightsError, match="no usable ONNX file"):
-        ExportedClassifier(tmp_path / "text.onnx")
+        Predictor(tmp_path / "text.onnx")
     (tmp_path / "empty.onnx").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"no usable ONNX file \(it is empty\)"):
-        ExportedClassifier(tmp_path / "empty.onnx")
-    with pytest.raises(WeightsError, match="is a classifier; open it with ExportedClassifier"):
-        ExportedCaptioner(file)
+        Predictor(tmp_path / "empty.onnx")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"providers": ["Abacus"]}, "provider='Abacus'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"workers": 0}, "workers=0"),
         ({"threads": 0}, "threads=0"),
@@ -315,28 +320,23 @@ def test_unexpected_outputs_missing_and_damaged_files_are_refused(tmp_path, file
 )
 def test_settings_out_of_range_are_refused(file, settings, message):
     with pytest.raises(ConfigError, match=message):
-        ExportedClassifier(file, **settings)
+        Predictor(file, **settings)
 
 
 def test_invalid_arguments_raise_before_iteration(file):
-    classifier = ExportedClassifier(file)
+    classifier = Predictor(file)
     with pytest.raises(ConfigError, match="top_k=0"):
         classifier.stream([], top_k=0)
-    for call in (classifier.stream, classifier.probabilities):
-        with pytest.raises(ConfigError, match="one path; give a list"):
-            call("a.png")
-    with pytest.raises(ConfigError, match=r"output='tokens': .* has probabilities, embedding"):
-        classifier.outputs(["a.png"], ["tokens"])
-    with pytest.raises(ConfigError, match="belong to the session"):
-        ExportedClassifier(Recorder(), threads=1)
+    with pytest.raises(ConfigError, match="one path; give a list"):
+        classifier.stream("a.png")
     assert classifier([]) == []
 
 
-def test_other_outputs_of_the_graph_are_returned_by_name(file, input_images):
-    rows = list(ExportedClassifier(file).outputs([*input_images, "none.png"], ["embedding"]))
-    assert isinstance(rows.pop(), BadImage)
+def test_embeddings_in_the_graph_are_returned(file, input_images):
+    (outputs,) = Predictor(file).batches([*input_images, "none.png"])
+    assert outputs.pop().embedding is None
     means = [np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in input_images]
-    np.testing.assert_allclose(np.stack([row["embedding"] for row in rows]), means, atol=1e-3)
+    np.testing.assert_allclose(np.stack([one.embedding for one in outputs]), means, atol=1e-3)
 
 
 def test_the_number_of_threads_reaches_onnxruntime(file):
@@ -376,9 +376,9 @@ class TestExternalData:
     def test_external_data_beside_the_file_is_read(self, tmp_path, input_images):
         path = self.save(tmp_path / "fruit.onnx", "fruit.onnx.data")
         with pytest.raises(WeightsError, match=r"fruit.onnx.data is missing, where the weights of"):
-            ExportedClassifier(path)
+            Predictor(path)
         (tmp_path / "weights").rename(tmp_path / "fruit.onnx.data")
-        rows = list(ExportedClassifier(path).probabilities(input_images))
+        rows = rows_of(Predictor(path), input_images)
         np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
 
     @pytest.mark.parametrize("place", ["graph", "node", "branch", "function"])
@@ -386,7 +386,7 @@ class TestExternalData:
     def test_other_locations_are_refused_wherever_the_tensor_is(self, tmp_path, name, place):
         path = self.save(tmp_path / "a.onnx", name, place)
         with pytest.raises(WeightsError, match=f"has weights in {name}, and only a.onnx.data"):
-            ExportedClassifier(path)
+            Predictor(path)
 
 
 def test_metadata_equal_those_that_onnx_reads(tmp_path):
@@ -409,18 +409,13 @@ class TestLoadExported:
     """Loading X.onnx and X.xml for `vit predict`."""
 
     def test_the_class_follows_from_the_metadata(self, file, tmp_path):
-        like = load_exported(
-            file, batch_size=3, workers=1, threads=1, device=None, precision="auto"
-        )
-        assert isinstance(like, ExportedClassifier)
+        like = Predictor(file, batch_size=3, workers=1, threads=1, device=None, precision="auto")
         assert (like.batch_size, like.workers) == (3, 1)
-        assert isinstance(
-            load_exported(file, precision="fp32", keep_aspect=False), ExportedClassifier
-        )
+        Predictor(file, precision="fp32", keep_aspect=False)
         with pytest.raises(WeightsError, match="was not written by vit export"):
-            load_exported(written(tmp_path / "a.onnx", {}))
+            Predictor(written(tmp_path / "a.onnx", {}))
         with pytest.raises(WeightsError, match="is the decoder of a captioner; give its encoder"):
-            load_exported(written(tmp_path / "a.onnx", {"graph": "decoder"}))
+            Predictor(written(tmp_path / "a.onnx", {"graph": "decoder"}))
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -430,13 +425,14 @@ class TestLoadExported:
             ({"embeddings": True}, "^embeddings: not supported by an exported network"),
             ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
             ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
-            ({"engine": "abacus"}, "engine='abacus': choose one of onnx, openvino"),
+            ({"engine": "abacus"}, "engine='abacus': choose one of torch, onnx, openvino"),
+            ({"engine": "torch"}, "engine=torch: .* is an exported network"),
         ],
         ids=str,
     )
     def test_unsupported_settings_are_refused(self, file, settings, message):
         with pytest.raises(ConfigError, match=message):
-            load_exported(file, **settings)
+            Predictor(file, **settings)
 
     def test_openvino_is_selected_by_engine(self, file, input_images, monkeypatch):
         opened = []
@@ -448,10 +444,10 @@ class TestLoadExported:
         module = types.ModuleType("vit.exported.openvino_session")
         module.OpenVINOSession = session
         monkeypatch.setitem(sys.modules, "vit.exported.openvino_session", module)
-        rows = list(load_exported("a.xml", engine="openvino").probabilities(input_images))
+        rows = rows_of(Predictor("a.xml", engine="openvino"), input_images)
         np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
-        load_exported(file, engine="openvino", threads=2)
-        assert opened == [("a.xml", {"threads": None}), (file, {"threads": 2})]
+        Predictor(file, engine="openvino", threads=2)
+        assert opened == [("a.xml", {"threads": None}), (str(file), {"threads": 2})]
 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
@@ -462,7 +458,7 @@ def test_vit_predict_accepts_an_exported_file(file, input_images, bad_images, st
     rows = out.splitlines()[style != "jsonl" :]
     assert len(rows) == 3
     assert "1 of 3 images failed" in err
-    predictions = ExportedClassifier(file)(mixed, top_k=2)
+    predictions = Predictor(file)(mixed, top_k=2)
     for row, answer in zip(rows, predictions, strict=True):
         if answer.error is not None:
             assert answer.error in row
@@ -482,16 +478,16 @@ def test_windows_after_a_block_do_not_depend_on_earlier_images(tmp_path, monkeyp
     for path, (width, height) in zip(paths, sides.tolist(), strict=True):
         Image.new("RGB", (width, height)).save(path)
     (tmp_path / "30.png").write_bytes((tmp_path / "30.png").read_bytes()[:60])
-    for limit in (200, 900, 1600, 4000):
-        monkeypatch.setattr(image_prefetch, "PIXEL_LIMIT", limit)
 
-        def parts(first, limit=limit):
-            found = image_prefetch.prefetch_images(
-                iter(paths[first:]), np.asarray, workers=2, window_size=12
-            )
-            return [[path for path, _ in window] for window in found]
+    def windows(first):
+        images = named_images(paths[first:], first=first)
+        found = chunks(images, 12, first=first, count_pixels=expected_pixels)
+        return [(start, [one.name for one in window]) for start, window in found]
 
-        whole = parts(0)
+    for limit in (100, 450, 800, 2000):
+        monkeypatch.setattr(image_reader, "WINDOW_PIXELS", limit)
+        whole = windows(0)
+        assert [name for _, names in whole for name in names] == paths
         for first in range(12, 60, 12):
-            left = parts(first)
+            left = windows(first)
             assert whole[-len(left) :] == left

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -132,7 +133,7 @@ def test_explain_plots_the_named_classes(several_run, images, tmp_path, capfd, p
     assert {each["label"]: each["probability"] for each in drawn["classes"]} == pytest.approx(
         named, abs=max(TOLERANCES[precision], 1e-5)
     )
-    scores = torch.tensor([0.2, 0.6, 0.9])
+    scores = np.array([0.2, 0.6, 0.9])
     assert classes_to_explain(scores, (0.1, 0.1, 0.95)) == [1, 0]
     assert classes_to_explain(scores, (0.99, 0.99, 0.99)) == [2]  # none is named: the best
     assert classes_to_explain(scores, None) == [2, 1]

@@ -73,7 +73,7 @@ def test_every_unreadable_image_has_an_error_at_its_position(tiny_run, input_ima
 @pytest.mark.parametrize(("count", "rows"), [(1, [1]), (3, [4]), (7, [4, 4]), (9, [4, 4, 1])])
 def test_batches_have_few_shapes(tiny_run, input_images, count, rows, precision, monkeypatch):
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
-    prepacked = predictor.runner.prepacked if precision == "fp32" else None
+    prepacked = predictor.prepacked if precision == "fp32" else None
     network = prepacked or predictor.model
     seen, forward = [], network.forward
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ def test_full_memory_is_an_error_with_a_remedy(tiny_run, input_images, monkeypat
         raise torch.OutOfMemoryError(message)
 
     predictor = Predictor(tiny_run, precision="fp32")
-    monkeypatch.setattr(predictor.runner, "run", full)
+    monkeypatch.setattr(predictor.engine, "compute", full)
     with pytest.raises(RunError, match="out of memory: use another --device"):
         predictor(input_images)
     monkeypatch.setattr(torch.nn.Module, "to", full)
@@ -265,7 +265,7 @@ def test_a_changed_network_does_not_keep_the_promises_of_its_calibration(
         with pytest.raises(ConfigError, match="no calibration with a threshold and sets"):
             changed(input_images, **promise)
     assert [note for note in notes if f"{next(iter(change))} changes the network" in note]
-    assert changed.runner.distance is None
+    assert changed.distance is None
     temperature = load_run(distance_run).calibration.temperature
     assert changed.calibration.temperature == temperature
     same = Predictor(distance_run, patch_size=8, merge_tokens=0, notify=notes.append)
@@ -412,9 +412,3 @@ def test_decisions_of_a_calibration_are_of_square_images(calibrated_run, input_i
         predictor(input_images, **option)
     with pytest.raises(ConfigError, match="leave keep_aspect out"):
         predictor.return_distances()
-
-
-def test_an_exported_file_is_refused_with_the_line_that_opens_it(tmp_path):
-    (tmp_path / "x.onnx").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"give the run .*load_exported\('.*x\.onnx'\)\(\[image"):
-        Predictor(tmp_path / "x.onnx")

@@ -12,6 +12,7 @@ from PIL import Image
 from tests.conftest import png_bomb
 from tests.serving.conftest import BOUNDARY, multipart, running
 from vit.errors import ConfigError
+from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.serving.served_model import RowOptions, ServedModel
 
@@ -260,9 +261,12 @@ def test_a_token_is_needed_for_all_but_health_and_the_page(exported, files):
 
 
 def test_reject_of_a_multilabel_network_takes_no_other_threshold(monkeypatch):
-    monkeypatch.setattr("vit.serving.served_model.check_selection", lambda *_, **__: None)
-    predictor = SimpleNamespace(classes=("a", "b"), thresholds=(0.5, 0.5), n_best=0)
-    model = SimpleNamespace(predictor=predictor, explains=False)
+    monkeypatch.setattr("vit.inference.predictor.check_selection", lambda *_, **__: None)
+    engine = SimpleNamespace(
+        run=None, classes=("a", "b"), thresholds=(0.5, 0.5), calibration=None, keep_aspect=False,
+        prepare=None, preprocessing=SimpleNamespace(intensity_range=None),
+    )  # fmt: skip
+    model = SimpleNamespace(predictor=Predictor(engine), explains=False)
     ServedModel.check(model, RowOptions(reject=True))
     with pytest.raises(ConfigError, match=r"reject with threshold=0.4: .*leave one of the two out"):
         ServedModel.check(model, RowOptions(threshold=0.4, reject=True))

@@ -1,90 +1,53 @@
-"""The gate of large images, and networks that fail or never answer."""
+"""Large images, and networks that fail or never answer."""
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from vit.data.image_io import EncodedImage
 from vit.errors import BadImage, RunError, WeightsError
 from vit.exported import onnx_classifier
+from vit.exported.image_reader import PixelBudget
+from vit.inference.predictor import ImageOutput
 from vit.serving import dynamic_batching
 from vit.serving.dynamic_batching import (
     BatchScheduler,
     ComputeFailed,
-    PixelGate,
     QueueFull,
     ServerFailed,
 )
 from vit.serving.exact_batch_sizes import measure_batch_sizes
-from vit.serving.served_model import ExportedCaptionerAdapter, ServedModel
+from vit.serving.served_model import ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
 
-def test_images_wait_in_order_until_there_is_room_for_their_pixels():
-    async def main() -> list[str]:
-        gate, events = PixelGate(100), []
-
-        async def use(name: str, pixels: int) -> None:
-            await gate.enter(pixels)
-            events.append(f"{name} in with {gate.held}")
-            await asyncio.sleep(0)
-            events.append(f"{name} out")
-            gate.leave(pixels)
-
-        await asyncio.gather(use("huge", 500), use("a", 60), use("b", 40), use("c", 1))
-        assert gate.held == 0
-        return events
-
-    assert asyncio.run(main()) == [
-        "huge in with 500",
-        "huge out",
-        "a in with 60",
-        "b in with 100",
-        "a out",
-        "c in with 41",
-        "b out",
-        "c out",
-    ]
-
-
-def test_a_request_that_ends_as_it_is_admitted_returns_its_pixels():
-    async def main() -> int:
-        gate = PixelGate(100)
-        await gate.enter(100)
-        waiting = asyncio.create_task(gate.enter(60))
-        await asyncio.sleep(0)
-        gate.leave(100)  # which admits it
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
-        return gate.held
-
-    assert asyncio.run(main()) == 0
+class Word(str):
+    shape = (1,)
 
 
 class Network:
     """A model whose outputs are its images in capitals; `wrong` ones make it raise."""
 
     name, batch_sizes, exact_on_all_cores = "network", (1, 4), True
-    limits_pixels, keeps_pixels = True, False
 
     def __init__(self, wrong="", ends=None):
-        self.adapter, self.wrong, self.ends = self, wrong, ends
+        self.predictor, self.wrong, self.ends = self, wrong, ends
         self.batches, self.threads = [], []
 
     def decode(self, _name, upload):
-        return upload
-
-    def group(self, _pixels):
-        return 0
+        return Word(upload)
 
     def sizes_for(self, _pixels):
         return self.batch_sizes
 
-    def probe(self, _number):
-        return "probe"
+    def random_image(self, _number):
+        return Word("probe")
 
     def run(self, _names, images, rows):
         self.batches.append((tuple(images), rows))
@@ -108,7 +71,9 @@ def predict(network, images, compute_timeout=20.0):
         requests = [
             asyncio.ensure_future(scheduler.predict(network, [image], [image])) for image in images
         ]
-        while sum(map(len, scheduler._groups.values())) < len(images):
+        while sum(map(len, scheduler._groups.values())) + sum(one.done() for one in requests) < len(
+            images
+        ):
             await asyncio.sleep(0.001)
         scheduler.idle = 1
         scheduler._start_batches()
@@ -118,43 +83,22 @@ def predict(network, images, compute_timeout=20.0):
     return *asyncio.run(main()), failures
 
 
-@pytest.mark.parametrize("keeps_pixels", [True, False])
-def test_pixels_are_limited_until_they_are_decoded_or_the_network_has_resized_them(keeps_pixels):
-    network, held = Network(), []
-    network.limits_pixels, network.keeps_pixels = False, keeps_pixels
+def test_whole_images_count_against_the_budget_until_they_are_computed(exported, files):
+    model = ServedModel("fruit", str(exported), None, {})
+    run, held, budget = model.run, [], PixelBudget(1000)
+    model.predictor.read.budget = budget
 
-    async def main():
-        scheduler = BatchScheduler(ThreadPoolExecutor(1), 1, None, 9, 20.0, ServerMetrics())
+    def record(*batch):
+        held.append(budget.held)
+        return run(*batch)
 
-        def record(images, call):
-            held.append(scheduler.gate.held)
-            return call(images)
-
-        network.decode = lambda _name, upload: record(upload, lambda image: "abc"[len(image)])
-        network.run = lambda _names, images, _rows: record(images, list)
-        uploads = [np.zeros((2, 50, 3), np.uint8)]
-        assert await scheduler.predict(network, ["a"], uploads) == ["c"]
-        assert scheduler.gate.held == 0
-        with_error = BadImage("b", "no image")
-        network.decode = lambda _name, _upload: (_ for _ in ()).throw(with_error)
-        uploads = [np.zeros((2, 50, 3), np.uint8)]
-        assert await scheduler.predict(network, ["b"], uploads) == [with_error]
-        assert scheduler.gate.held == 0
-        scheduler.close()
-
-    asyncio.run(main())
-    assert held == [100, 100 * keeps_pixels]
-
-
-def test_the_pixels_of_each_kind_of_model_are_limited_once(exported, captioner):
-    def adapter(path):
-        return ServedModel("model", str(path), None, {"precision": "fp32"}).adapter
-
-    torch, classifier = adapter(captioner), adapter(exported)
-    assert (torch.limits_pixels, torch.keeps_pixels) == (True, False)
-    assert (classifier.limits_pixels, classifier.keeps_pixels) == (False, True)
-    of_captioner = ExportedCaptionerAdapter
-    assert (of_captioner.limits_pixels, of_captioner.keeps_pixels) == (False, False)
+    model.run = record
+    size = np.prod(Image.open(BytesIO(files[0][1])).size)
+    found, scheduler, _ = predict(model, [EncodedImage(*files[0]), EncodedImage("b", b"no image")])
+    scheduler.close()
+    assert (type(found[0]), type(found[1])) == (ImageOutput, BadImage)
+    gc.collect()
+    assert (held, budget.held) == ([size], 0)
 
 
 def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
@@ -162,17 +106,17 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
 ):
     monkeypatch.setattr(onnx_classifier, "BATCH_PIXELS", 3 * 20 * 30)
     model = ServedModel("fruit", str(exported), None, {"batch_size": 8})
-    run, batches = model.adapter.run, []
+    run, batches = model.run, []
 
     def record(names, images, rows):
         batches.append((images[0].shape[:2], len(images), rows))
         return run(names, images, rows)
 
-    monkeypatch.setattr(model.adapter, "run", record)
+    model.run = record
     small, large, huge = (np.zeros((height, 30, 3), np.uint8) for height in (2, 20, 90))
     for model.batch_sizes in ((1, 2, 8), (8,)):
         found, scheduler, _ = predict(model, [*[small] * 5, *[large] * 4, *[huge] * 2])
-        assert {type(one) for one in found} == {dict}
+        assert {type(one) for one in found} == {ImageOutput}
         scheduler.close()
     assert [one for one in batches if one[0] == (2, 30)] == [((2, 30), 5, 8)] * 2
     of_large = [one[1:] for one in batches if one[0] == (20, 30)]
@@ -182,10 +126,10 @@ def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
 
 def test_an_engine_that_fails_is_not_an_error_of_the_image(exported, monkeypatch, capsys):
     model = ServedModel("fruit", str(exported), None, {"batch_size": 2})
-    session, bright = model.predictor._session.__call__, np.full((2, 2, 3), 255, np.uint8)
+    session, bright = model.predictor.engine._session.__call__, np.full((2, 2, 3), 255, np.uint8)
 
     class Engine:
-        outputs, broken = model.predictor._session.outputs, False
+        outputs, broken = model.predictor.engine._session.outputs, False
 
         def __call__(self, inputs):
             if self.broken or inputs["images"].max() == 255:
@@ -193,11 +137,11 @@ def test_an_engine_that_fails_is_not_an_error_of_the_image(exported, monkeypatch
             return session(inputs)
 
     engine = Engine()
-    monkeypatch.setattr(model.predictor, "_session", engine)
-    monkeypatch.setattr(model.adapter, "probe", lambda _number: np.zeros((2, 2, 3), np.uint8))
+    monkeypatch.setattr(model.predictor.engine, "_session", engine)
+    model.predictor.engine.random_image = lambda _number: np.zeros((2, 2, 3), np.uint8)
     model.batch_sizes = (1, 2)
     (good, bad), scheduler, failures = predict(model, [np.zeros_like(bright), bright])
-    assert (type(good), type(bad), failures) == (dict, ComputeFailed, [])
+    assert (type(good), type(bad), failures) == (ImageOutput, ComputeFailed, [])
     assert "(no room)" in capsys.readouterr().err
     scheduler.close()
     engine.broken = True

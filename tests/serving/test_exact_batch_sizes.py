@@ -9,6 +9,7 @@ from onnx import helper
 
 from tests.exported.test_onnx_classifier import graph_of, written
 from vit import benchmark
+from vit.inference.predictor import ImageOutput
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.model_registry import largest_batch
 from vit.serving.served_model import ServedModel
@@ -18,20 +19,18 @@ class Rounding:
     """A model whose digits change below a size, with the place in a batch, or with its images."""
 
     def __init__(self, exact_from=1, by_place=False, by_range=False):
-        self.adapter, self.name, self.by_range = self, "rounding", by_range
+        self.predictor, self.name, self.by_range = self, "rounding", by_range
         self.exact_from, self.by_place, self.sizes = exact_from, by_place, []
         self.exact_on_all_cores = False
 
-    def probe(self, number):
+    def random_image(self, number):
         return float(number)
 
     def run(self, _names, images, rows):
         self.sizes.append(rows)
         error = 1e-12 * (rows < self.exact_from) + 1e-12 * max(images) * self.by_range
-        return [x + error + self.by_place * 1e-12 * place for place, x in enumerate(images)]
-
-    def probabilities(self, output):
-        return np.array([output])
+        found = [x + error + self.by_place * 1e-12 * place for place, x in enumerate(images)]
+        return [ImageOutput("", np.array([one])) for one in found]
 
 
 def sizes_of(monkeypatch, model, largest, speed, all_cores=None):
@@ -114,7 +113,8 @@ def test_all_cores_are_used_where_they_give_the_same_digits_sooner(monkeypatch, 
         def run(self, names, images, rows):
             is_there = threading.current_thread().name.startswith("all")
             self.on_all_cores.append(is_there)
-            return [x + is_there * error for x in super().run(names, images, rows)]
+            found = super().run(names, images, rows)
+            return [ImageOutput("", one.probabilities + is_there * error) for one in found]
 
     model = OnAllCores()
     model.on_all_cores = []

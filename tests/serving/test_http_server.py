@@ -26,7 +26,7 @@ import vit
 from tests.serving.conftest import multipart, running
 from vit.commands.serve_command import read_token
 from vit.errors import ConfigError, VitError
-from vit.inference.backends import model_files
+from vit.inference.predictor import model_files
 from vit.paths import sha256_of_files
 from vit.serving import model_registry
 from vit.serving.http_server import LimitedProtocol, ServerError, bind, is_loopback, serve
@@ -201,7 +201,7 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         text = client.get("/metrics").body
         assert b'vit_reloads_total{model="run",outcome="failed"} 0.0' in text
         before = client.post(files[0][1]).body
-        first = sha256_of_files(model_files(str(run), "torch"))
+        first = sha256_of_files(model_files(str(run)))
         assert client.get("/models").json["models"][0]["sha256"] == first
 
         def keep_asking() -> None:
@@ -215,7 +215,7 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
         write_tensors(tmp_path / "new", tensors, metadata)
         os.replace(tmp_path / "new", run / "model.safetensors")
         after = wait_for(lambda: client.post(files[0][1]).body, lambda body: body != before)
-        second = sha256_of_files(model_files(str(run), "torch"))
+        second = sha256_of_files(model_files(str(run)))
         (run / "config.json").write_text("{", encoding="utf-8")
         text = wait_for(lambda: client.get("/metrics").body, lambda text: b'"failed"} 1.0' in text)
         assert b'vit_reloads_total{model="run",outcome="done"} 1.0' in text
@@ -233,10 +233,10 @@ def test_a_changed_run_is_served_without_a_lost_request(tiny_run, files, tmp_pat
 def test_the_hub_is_asked_at_the_start_and_at_a_reload_only(exported, tmp_path, monkeypatch):
     looks, own = [], shutil.copy(exported, tmp_path / "own.onnx")
 
-    def look(source, engine, *, offline):
+    def look(source, *, offline):
         if source == str(own):  # servers of other tests look too
             looks.append((offline, threading.current_thread().name.rpartition("_")[0]))
-        return model_files(source, engine, offline=offline)
+        return model_files(source, offline=offline)
 
     async def main():
         watching = asyncio.ensure_future(registry.watch(ServerMetrics()))
@@ -368,7 +368,7 @@ def test_a_network_that_never_ends_makes_the_server_end_with_an_error(exported, 
         running([exported], compute_timeout=0.1) as client,
     ):
         model = client.server.application.registry.get(None)
-        monkeypatch.setattr(model.adapter, "run", lambda *_: ends.wait(30))
+        monkeypatch.setattr(model, "run", lambda *_: ends.wait(30))
         answer = client.post(files[0][1])
         assert (answer.status, "has not answered" in answer.json["error"]) == (503, True)
     ends.set()

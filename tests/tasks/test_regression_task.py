@@ -17,7 +17,6 @@ from vit.config.training_config import TASKS
 from vit.data.sources.open_dataset import read_source
 from vit.export.export_formats import export_onnx
 from vit.export.verification import verify
-from vit.exported.load_exported import load_exported
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.output.prediction_results import Layout, json_lines
@@ -194,7 +193,7 @@ def test_an_exported_file_returns_the_same_numbers(run, predictions, tmp_path):
     paths, expected = predictions
     path = tmp_path / "grey.onnx"
     export_onnx(run.folder, path, notify=None)
-    runner = load_exported(path)
+    runner = Predictor(path)
     assert runner.metadata["activation"] == "identity"
     for one, other in zip(runner(paths), expected, strict=True):
         ((name, number),) = one.predictions

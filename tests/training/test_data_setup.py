@@ -13,7 +13,6 @@ from PIL import Image
 from vit.config.parser import make_config, read_settings
 from vit.data.image_io import MAX_PIXELS, read_image, set_max_pixels
 from vit.errors import BadImage, DataError
-from vit.exported.onnx_classifier import ExportedClassifier
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.training.checkpoint.run_folder import with_stored_settings
@@ -90,7 +89,7 @@ def test_a_class_in_the_lower_byte_is_learned_and_predicted_by_every_runtime(
     ours = [dict(one.predictions) for one in predictor(paths)]
     export_onnx(result.folder, tmp_path / "m.onnx")
     notes = []
-    exported = ExportedClassifier(tmp_path / "m.onnx", notify=notes.append)
+    exported = Predictor(tmp_path / "m.onnx", notify=notes.append)
     for path, mine, theirs in zip(paths, ours, exported(paths), strict=True):
         assert mine == pytest.approx(dict(theirs.predictions), abs=1e-5)
         assert max(mine, key=mine.get) == Path(path).parent.name

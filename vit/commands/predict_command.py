@@ -14,7 +14,7 @@ from vit.commands.command_output import Progress, notify
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.config.inference_config import InferenceConfig, PredictionConfig
 from vit.errors import VitError
-from vit.exported.load_exported import EXPORTED
+from vit.exported.engine import EXPORTED
 from vit.inference.process_group import launch_if_requested
 from vit.text import printable
 

@@ -6,7 +6,7 @@ import os
 from vit.commands.command_options import add_json_option, add_max_pixels
 from vit.commands.command_output import notify, print_result
 from vit.errors import VitError
-from vit.exported.load_exported import exported_engine
+from vit.exported.engine import exported_engine
 from vit.output.output_file import check_outputs
 from vit.text import printable, quoted
 

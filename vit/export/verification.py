@@ -20,9 +20,7 @@ from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, RunError, VitError, WeightsError
 from vit.export.export_options import PathLike
 from vit.export.sample_images import comparison_images
-from vit.exported.load_exported import exported_engine, load_exported
-from vit.exported.onnx_captioner import ExportedCaptioner
-from vit.exported.onnx_classifier import ExportedClassifier
+from vit.exported.engine import exported_engine
 from vit.exported.onnx_session import Array
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
@@ -38,7 +36,6 @@ from vit.weights.resolve_source import SUFFIXES, locate_weights
 from vit.weights.saved_model import LoadedRun
 
 REFERENCE, PREDICTOR = "by hand", "predictor"
-Runner = ExportedClassifier | ExportedCaptioner
 
 
 class Limits(NamedTuple):
@@ -133,11 +130,9 @@ def by_predictor(run: LoadedRun, images: Sequence[str]) -> Outputs:
     return [_outputs_of(one, run.classes, predictor.thresholds) for one in predictions]
 
 
-def by_file(runner: Runner, images: Sequence[str], classes: Sequence[str]) -> Outputs:
+def by_file(runner: Predictor, images: Sequence[str], classes: Sequence[str]) -> Outputs:
     """Outputs of an exported file for the run's `classes`; 0 for a class that it lacks."""
     top_k = max(1, len(runner.classes))
-    if isinstance(runner, ExportedCaptioner):
-        return [_outputs_of(one, classes, None) for one in runner.stream(images, top_k=top_k)]
     thresholds = None
     if runner.thresholds is not None:
         own = dict(zip(runner.classes, runner.thresholds, strict=True))
@@ -306,7 +301,7 @@ def verify(
     runner = None if exported is None else open_exported(exported, engine, batch_size)
     source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
-    if runner is not None and getattr(runner, "calibration", None) is None:
+    if runner is not None and runner.calibration is None:
         loaded = loaded.without_calibration()  # as --no-calibration exported it
     with comparison_images(Path(source), loaded, found, notify) as paths:
         reference = by_reference_code(loaded, paths)
@@ -349,7 +344,7 @@ def is_source(model: PathLike) -> bool:
     return not name.startswith((".", "/", "~")) and ("/" in name or ":" in name)
 
 
-def open_exported(exported: PathLike, engine: str | None, batch_size: int | None) -> Runner:
+def open_exported(exported: PathLike, engine: str | None, batch_size: int | None) -> Predictor:
     """Open an exported file with `engine`, by default that of its suffix."""
     engine = engine or exported_engine(exported)
     if engine is None and not os.path.exists(exported):
@@ -359,12 +354,12 @@ def open_exported(exported: PathLike, engine: str | None, batch_size: int | None
         raise WeightsError(
             f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"
         )
-    return load_exported(exported, engine=engine, batch_size=batch_size)
+    return Predictor(exported, engine=engine, batch_size=batch_size)
 
 
-def named_source(exported: PathLike, runner: Runner) -> str:
+def named_source(exported: PathLike, runner: Predictor) -> str:
     """The source of weights in the metadata of an exported file."""
-    source = runner.metadata.get("source_run")
+    source: str | None = runner.metadata.get("source_run")
     if source is None:
         raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
     try:
@@ -377,7 +372,7 @@ def named_source(exported: PathLike, runner: Runner) -> str:
     return source
 
 
-def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
+def metadata_differences(run: LoadedRun, runner: Predictor) -> list[str]:
     """Differences between the metadata of the file and the run, one sentence each."""
     ours, theirs = (_described(one) for one in (run, runner))
     found = [
@@ -394,7 +389,7 @@ def metadata_differences(run: LoadedRun, runner: Runner) -> list[str]:
     return found
 
 
-def _described(model: LoadedRun | Runner) -> dict[str, Any]:
+def _described(model: LoadedRun | Predictor) -> dict[str, Any]:
     calibration = getattr(model, "calibration", None)
     scores = {} if calibration is None else calibration.to_dict()
     return {

@@ -1,82 +1,56 @@
-"""Captioning with exported ONNX files: onnxruntime, numpy, Pillow and tokenizers, without torch.
+"""The engine of exported captioners: onnxruntime, numpy, Pillow and tokenizers, without torch.
 
 Images are decoded and resized by the code that training used. Decoding is greedy.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
+from vit.config.inference_config import InferenceConfig
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.image_io import IntensityRange
-from vit.data.image_objects import ImageInput, NamedImage, named_images
-from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, WeightsError, error_text
-from vit.exported.image_prefetch import PathLike, prefetch_images, resolve_batch_and_workers
-from vit.exported.onnx_classifier import top_k_classes
+from vit.errors import ConfigError, WeightsError
+from vit.exported.onnx_classifier import ExportedEngine
+from vit.exported.onnx_metadata import PathLike
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.generation_config import Caption
-from vit.output.prediction_results import Prediction, check_top_k
-from vit.text import Notify, print_to_stderr, printable
+from vit.text import printable
 
 INTEGER_METADATA = ("begin", "end", "max_tokens")
-CaptionAndClasses = tuple[Caption, tuple[tuple[str, float], ...]]
-"""The caption of an image, and its most probable classes with their probabilities."""
 
 
-class ExportedCaptioner:
-    """Generates captions of images with the two ONNX files of an exported captioner.
-
-    Args:
-        batch_size: Images per forward pass.
-        workers: Threads that decode images; default: one per core, at most 8.
-        threads: Compute threads; default: one per core.
+class OnnxCaptioner(ExportedEngine):
+    """The two ONNX files of a captioner of `vit export`; an Engine.
 
     Attributes:
         classes: Class names; empty if the model has no classification head.
-        block_size: A list gives the same results when it is continued at a multiple of this.
         metadata: Metadata of the decoder file.
     """
 
-    device = "cpu"
-    precision = "fp32"
-    thresholds = None
-    n_best = 1
-    """Captions per image."""
-    shares = True
-    """Scores of classes are probabilities."""
+    precision, thresholds, calibration = "fp32", None, None
+    shares, whole_images, n_best = True, False, 1
 
-    def __init__(
-        self,
-        path: PathLike,
-        decoder: PathLike | None = None,
-        providers: Sequence[str] | None = None,
-        *,
-        batch_size: int | None = None,
-        workers: int | None = None,
-        min_tokens: int = 1,
-        max_tokens: int | None = None,
-        threads: int | None = None,
-        intensity_range: IntensityRange | None = None,
-        notify: Notify = print_to_stderr,
-    ) -> None:
-        self.notify = notify
-        self.batch_size, self.workers = resolve_batch_and_workers(batch_size, workers)
-        self.block_size = self.batch_size
-        self._encoder = _open_graph(path, "encoder", providers, threads)
-        if decoder is None:
-            decoder = Path(path).with_suffix(f".decoder{Path(path).suffix}")
-            if not decoder.exists():
-                raise WeightsError(
-                    f"{printable(decoder)} is missing, where the decoder of {printable(path)} is; "
-                    "copy both files"
+    def __init__(self, path: PathLike, config: InferenceConfig, threads: int | None) -> None:
+        super().__init__(config)
+        limits = {} if config.search is None else config.search.changes()
+        for name, value in limits.items():
+            if name not in ("min_tokens", "max_tokens"):
+                raise ConfigError(
+                    f"{name}={value!r}: an exported network decodes greedily only; give the run"
                 )
-        self._decoder = _open_graph(decoder, "decoder", providers, threads)
+        self._encoder = _open_graph(path, "encoder", threads)
+        decoder = Path(path).with_suffix(f".decoder{Path(path).suffix}")
+        if not decoder.exists():
+            raise WeightsError(
+                f"{printable(decoder)} is missing, where the decoder of {printable(path)} is; "
+                "copy both files"
+            )
+        self._decoder = _open_graph(decoder, "decoder", threads)
         self.metadata = metadata = self._decoder.metadata
         if metadata.get("pair") != self._encoder.metadata.get("pair"):
             raise WeightsError(
@@ -84,7 +58,7 @@ class ExportedCaptioner:
                 "files of one"
             )
         try:
-            self.preprocessing = Preprocessing.from_dict(json.loads(metadata["preprocessing"]))
+            self.set_preprocessing(metadata["preprocessing"], config)
             self.classes: tuple[str, ...] = tuple(json.loads(metadata["classes"]))
             self.tokenizer = Tokenizer.from_json(metadata["tokenizer"])
             self.begin, self.end, longest = (int(metadata[name]) for name in INTEGER_METADATA)
@@ -93,66 +67,21 @@ class ExportedCaptioner:
                 f"{printable(decoder)}: its metadata are damaged ({printable(error)}); export it "
                 "again"
             ) from None
-        if intensity_range is not None:
-            self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
-        self.min_tokens, self.max_tokens = min_tokens, longest if max_tokens is None else max_tokens
+        self.min_tokens = limits.get("min_tokens", 1)
+        self.max_tokens = limits.get("max_tokens", longest)
         if not 1 <= self.max_tokens <= longest:
-            raise ConfigError(f"max_tokens={max_tokens}: this decoder writes 1 to {longest}")
-        if not 1 <= min_tokens <= self.max_tokens:
-            raise ConfigError(f"min_tokens={min_tokens}: must be from 1 to {self.max_tokens}")
+            raise ConfigError(f"max_tokens={self.max_tokens}: this decoder writes 1 to {longest}")
+        if not 1 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(f"min_tokens={self.min_tokens}: must be from 1 to {self.max_tokens}")
 
-    def __call__(self, images: Iterable[ImageInput], *, top_k: int = 5) -> list[Prediction]:
-        """Return one prediction per image of `images`, in their order; see `stream`."""
-        return list(self.stream(images, top_k=top_k))
+    def prepare(self, image: Image.Image) -> Array:
+        return np.asarray(self.preprocessing.resize_and_crop(image))
 
-    def stream(self, images: Iterable[ImageInput], *, top_k: int = 5) -> Iterator[Prediction]:
-        """Yield predictions in the order of `images`, in bounded memory.
-
-        An image on which a network fails is an error of its own: its batch is computed again image
-        by image.
-        """
-        check_top_k(top_k)
-        return self._stream(named_images(images), top_k)
-
-    def _stream(self, paths: Iterator[NamedImage], top_k: int) -> Iterator[Prediction]:
-        batches = prefetch_images(
-            paths,
-            self.preprocessing.resize_and_crop,
-            workers=self.workers,
-            window_size=self.batch_size,
-            intensity_range=self.preprocessing.intensity_range,
-            notify=self.notify,
-        )
-        for batch in batches:
-            decoded = [image for _, image in batch if not isinstance(image, BadImage)]
-            results = iter(self._caption_or_explain(decoded, top_k))
-            for path, image in batch:
-                if isinstance(image, BadImage):
-                    yield Prediction(path, error=image.reason)
-                    continue
-                result = next(results)
-                if isinstance(result, Exception):
-                    yield Prediction(path, error=error_text(result))
-                else:
-                    caption, classes = result
-                    yield Prediction(path, classes, captions=(caption,))
-
-    def _caption_or_explain(
-        self, images: Sequence[Array], top_k: int
-    ) -> list[CaptionAndClasses | WeightsError | MemoryError]:
-        """As `caption`, with the error of each image on which a network fails."""
-        try:
-            return list(self.caption(images, top_k))
-        except (WeightsError, MemoryError) as error:
-            if len(images) == 1:
-                return [error]
-        # one image failed: one by one, so that the others have their captions
-        return [result for one in images for result in self._caption_or_explain([one], top_k)]
-
-    def caption(self, images: Sequence[Array], top_k: int) -> Iterator[CaptionAndClasses]:
-        """Yield the caption and the top classes of each preprocessed image."""
-        if not images:
-            return
+    def run(
+        self, images: Sequence[Array], *, first: int = 0, rows: int | None = None
+    ) -> dict[str, Any]:
+        """Captions and probabilities of prepared images."""
+        del first, rows
         key, value, *heads = self._encoder({"images": np.stack(images)})
         sequences = greedy_decode(
             self._decoder,
@@ -163,21 +92,18 @@ class ExportedCaptioner:
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
         )
-        probabilities = heads[0] if heads else [None] * len(images)
-        for sequence, row in zip(sequences, probabilities, strict=True):
-            text = self.tokenizer.decode(sequence.ids)
-            classes = () if row is None else top_k_classes(self.classes, row, top_k)
-            yield Caption(text, sequence.score, sequence.ids, sequence.ended), classes
+        captions = [
+            (Caption(self.tokenizer.decode(one.ids), one.score, one.ids, one.ended),)
+            for one in sequences
+        ]
+        probabilities = heads[0].astype(np.float64) if heads else np.zeros((len(images), 0))
+        return {"probabilities": probabilities, "captions": captions}
 
 
-def _open_graph(
-    path: PathLike, kind: str, providers: Sequence[str] | None, threads: int | None
-) -> OnnxSession:
+def _open_graph(path: PathLike, kind: str, threads: int | None) -> OnnxSession:
     """Open `path`, which must be the captioner's `kind`: encoder or decoder."""
-    session = OnnxSession(path, providers, threads=threads)
+    session = OnnxSession(path, threads=threads)
     found = session.metadata.get("graph")
-    if found == "classifier":
-        raise WeightsError(f"{printable(path)} is a classifier; open it with ExportedClassifier")
     if found != kind:
         problem = f"is the {printable(found)} of a captioner"
         if found is None:

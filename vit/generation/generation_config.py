@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vit.config.config_section import ON, Section, setting
 from vit.errors import WeightsError
@@ -112,3 +112,15 @@ class Search(Section):
             )
         if self.beams == 1 and self.length_penalty not in (0, 1):
             self.refuse("length_penalty", "ranks beams; set beams to more than 1")
+
+    def changes(self) -> dict[str, Any]:
+        """Settings that differ from their defaults."""
+        return {
+            one.name: value
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        }
+
+    def __str__(self) -> str:
+        changed = [f"{name}={value!r}" for name, value in self.changes().items()]
+        return ", ".join(changed) or "search"

@@ -30,10 +30,10 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.image_objects import Array
 from vit.errors import RunError
-from vit.evaluation.classification_metrics import ranking
-from vit.inference.model_runner import Activation, to_probabilities
-from vit.inference.predictor import ImageOutput, Predictor
+from vit.inference.predictor import ImageOutput, Predictor, ranked_classes
+from vit.inference.torch_engine import Activation, to_probabilities
 from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
@@ -267,9 +267,9 @@ def _class_relevance(
     return classes, image, maps
 
 
-def classes_to_explain(probabilities: Tensor, thresholds: Sequence[float] | None) -> list[int]:
+def classes_to_explain(probabilities: Array, thresholds: Sequence[float] | None) -> list[int]:
     """Indices of the classes to explain, the most probable first; at least one."""
-    order: list[int] = ranking(probabilities.unsqueeze(0))[0].tolist()
+    order: list[int] = ranked_classes(probabilities).tolist()
     if thresholds is None:
         return order[:TOP_CLASSES]
     named = [index for index in order if probabilities[index] >= thresholds[index]]

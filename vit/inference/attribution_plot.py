@@ -23,7 +23,7 @@ from torch import Tensor
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
 from vit.data.sources.file_walk import OUTPUT_MARKER
-from vit.errors import ConfigError
+from vit.errors import ConfigError, explain_full_memory
 from vit.inference.attribution import (
     AttributionOverflow,
     Deletion,
@@ -35,7 +35,6 @@ from vit.inference.attribution import (
     view_lines,
     word_attributions_to_json,
 )
-from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
@@ -69,9 +68,9 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
             "keep_aspect=True: classes are explained in the square that a network usually sees; "
             "leave one of keep_aspect and explain out"
         )
-    if predictor.runner.tta is not None:
+    if predictor.tta is not None:
         raise ConfigError(
-            f"tta={predictor.runner.tta}: one view of an image is explained, and answers are the "
+            f"tta={predictor.tta}: one view of an image is explained, and answers are the "
             "mean of several; leave one of tta and explain out"
         )
     kinds = {parameter.dtype for parameter in predictor.model.parameters()}

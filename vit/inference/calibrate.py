@@ -126,7 +126,7 @@ def calibrate(
             if output.error is not None:
                 failed.append({"image": output.image, "error": output.error})
             elif loaded.thresholds is not None or sample.label != NO_LABEL:
-                rows.append(output.probabilities)
+                rows.append(torch.as_tensor(output.probabilities))
                 distances += [] if output.distance is None else [output.distance]
                 targets.append(sample)
                 groups += [] if group_names is None else [group_names[place]]

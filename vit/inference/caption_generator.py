@@ -1,6 +1,5 @@
 """Generates captions from the encoder's output, and computes the loss of given captions."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -91,7 +90,7 @@ def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGene
     """The caption generator of `run`, whose model is on its device; None for a classifier."""
     if run.tokenizer is None or not isinstance(run.model, Captioner):
         if search is not None:
-            raise ConfigError(f"{non_default_settings(search)}: {NO_CAPTIONS}; leave it out")
+            raise ConfigError(f"{search}: {NO_CAPTIONS}; leave it out")
         return None
     search = Search() if search is None else search
     limit = run.model.decoder.max_new_tokens
@@ -100,11 +99,3 @@ def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGene
             setting = f"{name}={getattr(search, name)}"
             raise ConfigError(f"{setting}: this decoder writes at most {limit}; use fewer")
     return CaptionGenerator(run.model.decoder, run.tokenizer, search)
-
-
-def non_default_settings(search: Search) -> str:
-    """The settings of `search` that differ from the defaults, for an error message."""
-    defaults = dataclasses.asdict(Search())
-    given = dataclasses.asdict(search)
-    changed = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
-    return ", ".join(changed) or "search"

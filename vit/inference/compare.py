@@ -26,8 +26,7 @@ from vit.evaluation.paired_comparison import (
     compare_all_pairs,
 )
 from vit.inference.evaluation_data import evaluated_spec, load_samples, source_of
-from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
-from vit.inference.predictor import PathLike, Predictor
+from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.text import Notify, join_names, plural, printable
 
 NO_CLASS = "(no class)"
@@ -128,10 +127,11 @@ def compare_runs(
         order = [predictor.classes.index(name) for name in first.classes] if several else []
         for outputs in predictor.batches(paths):
             for output in outputs:
-                image, probabilities = output.image, output.probabilities
-                if probabilities is None:
+                image = output.image
+                if output.probabilities is None:
                     failed[image] = output.error or ""
                     continue
+                probabilities = torch.as_tensor(output.probabilities)
                 answers[-1][image] = answer_of(
                     probabilities, table[image], predictor.classes, predictor.thresholds
                 )
@@ -173,7 +173,7 @@ def compare_runs(
 
 
 def _held_out_samples(
-    predictors: Sequence[Predictor | ExportedPredictor],
+    predictors: Sequence[Predictor],
     sources: Sequence[Any],
     specs: Sequence[DatasetSpec],
     spec: DatasetSpec,
@@ -240,14 +240,14 @@ def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None
 
 
 def _check_same_labels(
-    predictors: Sequence[Predictor | ExportedPredictor],
+    predictors: Sequence[Predictor],
     tables: Sequence[dict[str, Sample]],
     paths: Sequence[str],
     spec: DatasetSpec,
 ) -> None:
     """Refuse to compare answers with labels that differ between the runs."""
 
-    def names(predictor: Predictor | ExportedPredictor, sample: Sample) -> frozenset[str]:
+    def names(predictor: Predictor, sample: Sample) -> frozenset[str]:
         own = labels_of(sample) if predictor.thresholds is not None else (sample.label,)
         return frozenset(unicodedata.normalize("NFC", predictor.classes[at]) for at in own)
 
@@ -263,9 +263,7 @@ def _check_same_labels(
         )
 
 
-def check_comparable(
-    runs: Sequence[PathLike], predictors: Sequence[Predictor | ExportedPredictor]
-) -> None:
+def check_comparable(runs: Sequence[PathLike], predictors: Sequence[Predictor]) -> None:
     """Refuse networks whose answers cannot be compared."""
     first, several = predictors[0], predictors[0].thresholds is not None
     for run, predictor in zip(runs, predictors, strict=True):

@@ -42,14 +42,12 @@ from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups
-from vit.errors import ConfigError, DataError
+from vit.errors import ConfigError, DataError, explain_full_memory
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.classification_report import check_page
 from vit.evaluation.intervals import count_groups, number_groups
-from vit.inference.batch_pipeline import explain_full_memory
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
-from vit.inference.exported_predictor import ExportedPredictor, open_evaluated
-from vit.inference.predictor import ImageOutput, PathLike, Predictor
+from vit.inference.predictor import ImageOutput, PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
@@ -158,9 +156,9 @@ def _measure_with_rows(
         )
 
 
-def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
+def robustness_score(predictor: Predictor) -> str:
     """The score that is measured on corrupted images: top-1, or mAP of several classes an image."""
-    if isinstance(predictor, ExportedPredictor):
+    if predictor.exported:
         raise ConfigError(
             "corruptions: an exported network resizes images itself, and corruptions are of "
             "resized ones; give the run it was exported from"
@@ -174,7 +172,7 @@ def robustness_score(predictor: Predictor | ExportedPredictor) -> str:
 
 
 def measure_robustness(
-    predictor: Predictor | ExportedPredictor,
+    predictor: Predictor,
     samples: tuple[Sample, ...],
     clean: Mapping[str, Any],
     score: str,
@@ -189,7 +187,6 @@ def measure_robustness(
         `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
         severity, score and its interval of each.
     """
-    assert isinstance(predictor, Predictor), "checked by robustness_score"
     rows: list[dict[str, Any]] = []
     pairs = [*itertools.product(CORRUPTIONS, SEVERITIES)]
     try:
@@ -239,7 +236,7 @@ class EvaluationRows:
 
     def __init__(
         self,
-        predictor: Predictor | ExportedPredictor,
+        predictor: Predictor,
         samples: Sequence[Sample],
         names: Sequence[str],
         style: str,
@@ -314,7 +311,7 @@ def evaluate_held_out(
 
 
 def measure(
-    predictor: Predictor | ExportedPredictor,
+    predictor: Predictor,
     samples: tuple[Sample, ...],
     notify: Notify,
     progress: Callable[[int, int], object],
@@ -343,7 +340,7 @@ def measure(
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
-    if isinstance(predictor, Predictor):
+    if not predictor.exported:
         predictor.read.observe = properties.add if sliced else None
     elif sliced:  # the pixels that the network sees stay in the file
         properties.add_headers(paths)
@@ -360,8 +357,7 @@ def measure(
             ]
             done += len(outputs)
             progress(done, len(paths))
-    if isinstance(predictor, Predictor):
-        predictor.read.observe = None
+    predictor.read.observe = None
     scores = evaluation.scores()
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))

@@ -14,18 +14,15 @@ from vit.data.sources.held_out_split import read_split
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import ConfigError, VitError
-from vit.inference.exported_predictor import ExportedPredictor
-from vit.inference.predictor import PathLike, Predictor
+from vit.inference.predictor import PathLike, Predictor, source_run
 from vit.tasks.task import Task
 from vit.text import Notify, plural, printable
 from vit.weights.saved_model import LoadedRun
 
 
-def source_of(
-    model: PathLike | LoadedRun, predictor: Predictor | ExportedPredictor
-) -> PathLike | LoadedRun | None:
+def source_of(model: PathLike | LoadedRun, predictor: Predictor) -> PathLike | LoadedRun | None:
     """What was trained: `model`, or the run that an exported file comes from, if it is here."""
-    return predictor.source if isinstance(predictor, ExportedPredictor) else model
+    return source_run(predictor) if predictor.exported else model
 
 
 def load_samples(

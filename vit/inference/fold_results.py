@@ -209,7 +209,7 @@ def raw_logits(run: LoadedRun, samples: Sequence[Sample], device: str) -> Tensor
     )
     missing = torch.full((len(run.classes),), torch.nan, dtype=torch.float64)
     rows = [
-        missing if output.probabilities is None else output.probabilities.double()
+        missing if output.probabilities is None else torch.as_tensor(output.probabilities)
         for outputs in predictor.batches([sample.path for sample in samples])
         for output in outputs
     ]

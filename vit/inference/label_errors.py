@@ -131,8 +131,10 @@ def find_label_errors(
     notify: Notify = lambda _note: None,
 ) -> CheckReport:
     """Add suspected labels and near duplicates to `report`, by the features of a network."""
-    predictor = Predictor(weights, device=device, workers=workers, embeddings=True, notify=notify)
-    predictor.caption_generator = None  # features need no captions
+    predictor = Predictor(
+        weights, engine="torch", device=device, workers=workers, embeddings=True, notify=notify
+    )
+    predictor.engine.caption_generator = None  # features need no captions
     images = [one for one in report.listing.images if one.path in report.stats]
     pairs: list[tuple[ListedImage, Tensor]] = []
     done = 0

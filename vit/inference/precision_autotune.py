@@ -23,7 +23,6 @@ from vit.config import ModelConfig
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, RunError
 from vit.evaluation.classification_metrics import ranking
-from vit.inference.model_runner import BatchOutput
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
 from vit.text import Notify, printable
@@ -115,7 +114,7 @@ class PrecisionAutotuner:
         batch_size: int,
         *,
         read: Callable[[ImageInput], Tensor | BadImage],
-        run: Callable[[Sequence[Tensor], Precision], BatchOutput],
+        run: Callable[[Sequence[Tensor], Precision], Any],
         timed: Timer = timed,
     ) -> Precision:
         """The precision for `images`, after a trial on the first of them if none is cached."""

@@ -26,14 +26,9 @@ from vit.config.inference_config import (
     split_settings,
 )
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
-from vit.inference.backends import (
-    ImagePredictor,
-    library_version,
-    model_files,
-    open_predictor,
-    select_engine,
-)
+from vit.exported.engine import library_version, select_engine
 from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
+from vit.inference.predictor import Predictor, model_files, open_predictor
 from vit.inference.process_group import (
     ProcessFailed,
     ProcessGroup,
@@ -259,7 +254,7 @@ def open_predictor_on_all(
     group: ProcessGroup,
     images: list[str],
     output: ResumableOutput | None,
-) -> ImagePredictor:
+) -> Predictor:
     """Open the predictor in every process, with one precision.
 
     With precision auto the first process chooses it, and a resumed prediction keeps the precision
@@ -273,7 +268,7 @@ def open_predictor_on_all(
         "embeddings": config.embeddings is not None,
     }
 
-    def open_with(precision: str) -> ImagePredictor:
+    def open_with(precision: str) -> Predictor:
         chosen = settings | {"precision": precision}
         return open_predictor(
             config.model, str(config.engine), chosen, images, explain=config.explain
@@ -296,7 +291,7 @@ class PredictionJob:
     config: PredictionConfig
     inference: InferenceConfig
     images: list[str]
-    predictor: ImagePredictor
+    predictor: Predictor
     group: ProcessGroup
     notify: Notify
     progress: Callable[[int, int], object]
@@ -358,9 +353,7 @@ class PredictionJob:
             options["threshold"] = config.threshold
         if config.explain is not None:
             from vit.inference.attribution_plot import check_explainable, draw_explanations
-            from vit.inference.predictor import Predictor
 
-            assert isinstance(self.predictor, Predictor), "exported networks have no --explain"
             deletion = not config.no_deletion
             check_explainable(self.predictor, deletion=deletion)
             options["top_k"] = self.top_k
@@ -451,7 +444,7 @@ class PredictionJob:
         return {
             "vit": __version__,
             "engine": library_version(str(config.engine)),
-            "model": sha256_of_files(model_files(config.model, str(config.engine))),
+            "model": sha256_of_files(model_files(config.model)),
             "list_of_images": hashlib.sha256(paths).hexdigest(),
             "images": len(self.images),
             "list_cells": cells.hexdigest() if self.cells else None,
@@ -482,7 +475,7 @@ class PredictionJob:
         group, config = self.group, self.config
         header, format_row = self.row_format()
         # the width of the network's embeddings
-        dim = 0 if config.embeddings is None else int(self.predictor.model.num_features)  # type: ignore[attr-defined]
+        dim = 0 if config.embeddings is None else int(self.predictor.model.num_features)
         log = group.run_on_all(lambda: output.open_log(group.rank, settings, resume=config.resume))
         rows = sum(group.all_gather(log.images))
         if resuming and group.rank == 0:
@@ -591,7 +584,7 @@ class PredictionJob:
         return failed
 
 
-def classes_per_row(predictor: ImagePredictor, top_k: int | None, **flags: Any) -> int:
+def classes_per_row(predictor: Predictor, top_k: int | None, **flags: Any) -> int:
     """Classes in a row of the predictions; 0 for a network without classes.
 
     Args:

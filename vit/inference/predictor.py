@@ -1,50 +1,43 @@
-"""Predictions for images: read, preprocess, run the network, return labels or captions.
+"""Predictions for images: read, prepare, run the network, return labels or captions.
 
-Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers.
+Evaluation uses the same code (vit/inference/evaluate.py), so both give the same numbers. Needs no
+torch unless the engine is torch (vit/inference/torch_engine.py).
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from vit.data.image_io import IntensityRange
-from vit.data.image_objects import ImageInput, NamedImage, named_images
-from vit.errors import BadImage, ConfigError, WeightsError
-from vit.evaluation.classification_metrics import ranking
-from vit.exported.load_exported import exported_engine
-from vit.generation.generation_config import Caption, Search
-from vit.inference.batch_pipeline import (
-    ImageReader,
-    chunks,
-    default_batch_size,
-    default_num_threads,
-    explain_full_memory,
-    make_thread_pool,
-    prefetch,
+from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
+from vit.data.image_objects import Array, ImageInput, NamedImage, named_images
+from vit.errors import BadImage, ConfigError, WeightsError, error_text, explain_full_memory
+from vit.exported.engine import (
+    Engine,
+    exported_files,
+    exported_suffix,
+    open_exported,
+    select_engine,
 )
-from vit.inference.caption_generator import make_caption_generator
-from vit.inference.model_runner import ModelRunner
-from vit.inference.precision_autotune import PrecisionAutotuner
-from vit.inference.tta import Views
-from vit.model.captioner import use_column_major_weights
+from vit.exported.image_reader import ImageReader, chunks, expected_pixels, prefetch
+from vit.generation.generation_config import Caption
 from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
-from vit.precision import autocast, resolve_device, resolve_precision, should_benchmark_bf16
+from vit.quick_imports import quick_imports
 from vit.score_calibration import check_decisions, check_selection
-from vit.tasks.task import calibrated_activation, get_task
 from vit.text import Notify, print_to_stderr, printable
-from vit.weights.adapt_weights import change_patches
-from vit.weights.load_model import load_model
-from vit.weights.saved_model import LoadedRun
+
+if TYPE_CHECKING:
+    from vit.tasks.task import Task
+    from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]
+EXPORTED_TASKS = {"softmax": "classify", "sigmoid": "multilabel"}
+"""Activation in the metadata of an exported file -> the task that evaluates it."""
 
 
 @dataclass(frozen=True)
@@ -58,181 +51,86 @@ class ImageOutput:
         memory: The captioner's image tokens, (tokens, dim) on the device.
         pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
         embedding: Input of the head, (dim,) float32, if requested.
+        distance: From the training images, if requested.
     """
 
     image: str
-    probabilities: Tensor | None
+    probabilities: Array | None
     error: str | None = None
     captions: tuple[Caption, ...] = ()
-    memory: Tensor | None = None
-    pixels: Tensor | None = None
-    embedding: Tensor | None = None
+    memory: Any = None
+    pixels: Any = None
+    embedding: Any = None
     distance: float | None = None
+
+
+OUTPUTS = ("probabilities", "captions", "memory", "pixels", "embedding", "distance")
+"""Outputs of an engine that an ImageOutput has."""
 
 
 class Predictor:
     """Classifies or captions images with a saved model.
 
     On one machine the same list gives the same numbers, to the last digit: batches are cut in its
-    order, an unreadable image is replaced by a blank one, and the last batch is padded with blank
-    images to a power of two, so that few shapes occur. (Rounding of a matrix product depends on
-    its number of rows, so the last digits do depend on `batch_size`.) Captions leave the batch as
-    they end and blank images get none: the last digits of their scores depend on the other images
-    of the batch.
+    order, and do not depend on the threads. (Rounding of a matrix product depends on its number of
+    rows, so the last digits do depend on `batch_size`; those of captions, of images that keep their
+    aspect ratio, and of an exported network also on the other images of the list.)
 
     Args:
-        run: A run folder, any other source of weights with a head, or a loaded model.
-        device: cpu, cuda, cuda:N or mps; the best available one by default.
-        batch_size: Images in one forward pass. 64 by default; on a CPU 4 to 64 by the number of
-            tokens of the network, and 16 for captions.
-        precision: auto, fp32, bf16 or fp16. auto is bf16 where the hardware supports it; on a CPU
-            whose bf16 may be fast or slow, a long list is timed in both once, and the result kept.
-        workers: Threads that read images and, on a CPU, each compute a batch; one a core, at
-            most 8, by default.
-        merge_tokens: Patches merged in each block, faster and less exact; as in training by
-            default.
-        patch_size: Side of a patch in pixels, to which the weights are resized: preferably one
-            that the network was trained with (`patch_sizes`). That of the network by default.
-        keep_aspect: Keep the aspect ratio of images, with at most the usual number of patches,
-            instead of a square. The last digits then depend on the other images of the batch.
-        search: Generation settings of captions; greedy decoding by default. Sampling is seeded by
-            the index of the image in the whole list.
-        tta: Test-time augmentation, the mean over several views: `flip`, an image and its mirror
-            image, or `crops`, those of its centre and four corners, ten in all.
-        compile: Compile the network with torch.compile, which takes a minute and pays for many
-            images (docs/predict.md).
-        embeddings: Return an `embedding` with each prediction; the weights then need no head.
-        intensity_range: Values of images of more than 8 bits per channel that become black and
-            white; by default those of the training (docs/data.md).
-        no_calibration: Return raw scores where the run has a calibration.
+        model: A run folder, any other source of weights with a head, a loaded model, a file of
+            `vit export`, or an engine (vit/exported/engine.py).
+        engine: torch, onnx or openvino; by default the suffix of the model decides.
+        threads: Compute threads of an exported network; one per core by default.
+        config: All settings as one object, instead of `settings`.
         notify: Called with notes: what foreign weights are, and which precision was chosen.
+        settings: Of InferenceConfig (vit/config/inference_config.py).
+
+    Attributes:
+        read: Reads an image as the engine takes it.
 
     Raises:
-        VitError: The run, the device or a setting cannot be used.
+        VitError: The model, the device or a setting cannot be used.
     """
 
     def __init__(
         self,
-        run: PathLike | LoadedRun,
+        model: "PathLike | LoadedRun | Engine",
         *,
-        device: str | None = None,
-        batch_size: int | None = None,
-        precision: str = "auto",
-        workers: int | None = None,
-        merge_tokens: int | None = None,
-        patch_size: int | None = None,
-        keep_aspect: bool = False,
-        search: Search | None = None,
-        tta: Views | None = None,
-        compile: bool = False,  # noqa: A002
-        embeddings: bool = False,
-        intensity_range: IntensityRange | None = None,
-        no_calibration: bool = False,
+        engine: str | None = None,
+        threads: int | None = None,
+        config: InferenceConfig | None = None,
         notify: Notify = print_to_stderr,
+        **settings: Any,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise ConfigError(f"{name}={value!r}: must be at least 1, a whole number")
-        self.device = resolve_device(device)
-        self.precision = resolve_precision(precision, self.device)
-        if isinstance(run, LoadedRun):
-            loaded = run
-        elif exported_engine(run):
-            raise ConfigError(
-                f"{printable(os.fspath(run))} is a file of vit export, which torch does not run; "
-                "give the run it was exported from; in Python: "
-                "from vit.exported.load_exported import load_exported; "
-                f"load_exported({os.fspath(run)!r})([image, ...])"
-            )
-        else:
-            loaded = load_model(run, notify=notify, headless=embeddings)
-        if no_calibration:
-            loaded = loaded.without_calibration()
-        measured = loaded.calibration
-        loaded = change_patches(loaded, merge_tokens=merge_tokens, patch_size=patch_size)
-        if measured is not None and measured.set_levels and loaded.calibration != measured:
-            changed = "merge_tokens" if merge_tokens is not None else "patch_size"
-            notify(
-                f"note: {changed} changes the network that was calibrated, so it has no reject and "
-                "no sets; leave it out for them"
-            )
-        self.classes = tuple(loaded.classes)
-        self.preprocessing = loaded.preprocessing
-        if intensity_range is not None:
-            self.preprocessing = replace(self.preprocessing, intensity_range=intensity_range)
-        with explain_full_memory():
-            self.model = loaded.model.eval().to(self.device)
-        self.caption_generator = make_caption_generator(loaded, search)
-        captions = self.caption_generator is not None
-        if self.caption_generator is not None and self.device.type == "cpu" and run is not loaded:
-            # not in a network that the caller may save
-            use_column_major_weights(self.caption_generator.decoder)
-        self.keep_aspect = keep_aspect
-        self.task = get_task(loaded.task_name)
-        self.thresholds = loaded.thresholds
-        """Probability from which on each class is named, of a multi-label model; else None."""
-        self.calibration = loaded.calibration
-        """Calibration of the scores; None where they are raw."""
-        self.activation = calibrated_activation(loaded)
-        self.runner = ModelRunner(
-            self.model,
-            self.preprocessing,
-            self.device,
-            keep_aspect=keep_aspect,
-            tta=tta,
-            embeddings=embeddings,
-            compiled=compile,
-            activation=self.activation,
-            distance=loaded.distance,
-        )
-        side = self.model.patch_embed.patch_size if keep_aspect else None
+        config = inference_config(config, settings)
+        self.engine: Any = model
+        if not hasattr(model, "run"):
+            self.engine = open_engine(model, engine, config, threads, notify)
+        network: Engine = self.engine
         self.read = ImageReader(
-            self.preprocessing, patch_size=side, crops=tta == "crops", notify=notify
+            network.prepare, intensity_range=network.preprocessing.intensity_range, notify=notify
         )
-        self.batch_size = batch_size or default_batch_size(
-            loaded.config, self.device, captions=captions
-        )
-        self.workers = workers or default_num_threads(self.device)
-        self.precision_autotuner: PrecisionAutotuner | None = None
-        if (
-            precision == "auto"
-            and should_benchmark_bf16(self.device)
-            and self.classes
-            and not captions
-        ):
-            usage = {"keep_aspect": keep_aspect, "compiled": compile}
-            self.precision_autotuner = PrecisionAutotuner(
-                loaded.config, usage, usual=self.precision, notify=notify
-            )
-            self.precision = self.precision_autotuner.precision
 
-    @property
-    def shares(self) -> bool:
-        """Whether scores of classes are probabilities, which tables show in percent."""
-        return self.task.activation_name != "identity"
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the engine: classes, precision, and what torch has besides."""
+        if name == "engine":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.engine, name)
 
-    @property
-    def block_size(self) -> int:
-        """A list gives the same results when it is continued at a multiple of this."""
-        return self.batch_size
+    @cached_property
+    def task(self) -> "Task":
+        """The task that evaluates the network."""
+        from vit.tasks.task import get_task
 
-    @property
-    def n_best(self) -> int:
-        """Captions of an image; 0 from a classifier."""
-        return 0 if self.caption_generator is None else self.caption_generator.search.n_best
+        if self.exported:
+            return get_task(EXPORTED_TASKS[self.engine.metadata.get("activation", "softmax")])
+        return get_task(self.engine.task_name)
 
     def __call__(
-        self,
-        images: Iterable[ImageInput],
-        *,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        reject: bool = False,
-        sets: float | None = None,
+        self, images: Iterable[ImageInput], *, top_k: int | None = None, **options: Any
     ) -> list[Prediction]:
-        """One Prediction for each of `images`, in their order; see `stream`."""
-        options = {"top_k": top_k, "threshold": threshold, "reject": reject, "sets": sets}
-        return list(self.stream(images, **options))  # type: ignore[arg-type]
+        """One Prediction for each of `images`, in their order; arguments as for `stream`."""
+        return list(self.stream(images, top_k=top_k, **options))
 
     def stream(
         self,
@@ -265,13 +163,7 @@ class Predictor:
                 list, or one of them is none; the last is raised when its turn comes.
         """
         check_top_k(top_k)
-        if self.keep_aspect and (reject or sets is not None):
-            raise ConfigError(
-                f"{'reject' if reject else f'sets={sets:g}'}: thresholds, sets and distances are "
-                "those of square crops; leave keep_aspect out"
-            )
-        check_selection(self.calibration, reject=reject, sets=sets)
-        check_decisions(self.thresholds, reject=reject, threshold=threshold)
+        self.check_options(threshold=threshold, reject=reject, sets=sets)
         if reject:
             self.return_distances()
         named_images(images)  # refuses a single image now, and not with the first result
@@ -282,49 +174,15 @@ class Predictor:
             for prediction in self.to_predictions(batch, top_k, threshold, reject=reject, sets=sets)
         )
 
-    def batches(
-        self, images: Iterable[ImageInput], *, first: int = 0
-    ) -> Iterator[list[ImageOutput]]:
-        """Iterate over the outputs of batches, in order, while threads work on the next ones.
-
-        Args:
-            images: As for `stream`.
-            first: Index of the first image in a longer list. A list continued from a multiple of
-                `batch_size` gives the digits of the whole list.
-
-        Raises:
-            RunError: The memory of the device is full.
-        """
-        with explain_full_memory():
-            yield from self._batches(images, first)
-
-    def _batches(self, images: Iterable[ImageInput], first: int) -> Iterator[list[ImageOutput]]:
-        batches = chunks(named_images(images, first=first), self.batch_size, first=first)
-        if isinstance(images, Sequence):
-            self.autotune_precision(images)
-        on_cpu = self.device.type == "cpu"
-        workers = self.workers
-        pool = make_thread_pool(workers) if on_cpu else ThreadPoolExecutor(workers, "read-image")
-        try:
-            if self.runner.compiled:
-                pool.submit(self.runner.warm_up, self.batch_size, self.precision).result()
-            if on_cpu:  # each thread reads and computes whole batches
-                futures = (pool.submit(self._read_and_run, *batch) for batch in batches)
-                for future in prefetch(futures, workers):
-                    yield future.result()
-            else:  # the threads read, this one computes
-                reads = (
-                    (start, batch, [pool.submit(self.read, one.source, one.name) for one in batch])
-                    for start, batch in batches
-                )
-                for start, batch, read in prefetch(reads, 1):
-                    names = [one.name for one in batch]
-                    yield self.run_batch(start, names, [future.result() for future in read])
-        finally:
-            # an iterator that nobody finishes may be collected in one of these threads, which
-            # cannot wait for itself
-            with contextlib.suppress(RuntimeError):
-                pool.shutdown(cancel_futures=True)
+    def check_options(self, *, threshold: float | None, reject: bool, sets: float | None) -> None:
+        """Refuse options of `stream` that this network cannot fulfil."""
+        if self.keep_aspect and (reject or sets is not None):
+            raise ConfigError(
+                f"{'reject' if reject else f'sets={sets:g}'}: thresholds, sets and distances are "
+                "those of square crops; leave keep_aspect out"
+            )
+        check_selection(self.calibration, reject=reject, sets=sets)
+        check_decisions(self.thresholds, reject=reject, threshold=threshold)
 
     def return_distances(self) -> None:
         """Return the distance of each image from those of training from now on, if it is known.
@@ -337,15 +195,122 @@ class Predictor:
                 "reject: distances from the training images are those of square crops; leave "
                 "keep_aspect out"
             )
-        self.runner.returns_distances = True
+        self.engine.returns_distances = True
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""
-        if self.precision_autotuner is None:
-            return
-        choose = partial(self.precision_autotuner.choose, read=self.read, run=self.runner.run)
-        with make_thread_pool(self.workers) as pool:  # as many threads a product as later
-            self.precision = pool.submit(choose, images, self.batch_size).result()
+        if not self.exported:
+            self.engine.autotune_precision(images, self.read)
+
+    def batches(
+        self, images: Iterable[ImageInput], *, first: int = 0
+    ) -> Iterator[list[ImageOutput]]:
+        """Iterate over the outputs of batches, in order, while threads work on the next ones.
+
+        Args:
+            images: As for `stream`.
+            first: Index of the first image in a longer list. A list continued from a multiple of
+                `block_size` gives the digits of the whole list.
+
+        Raises:
+            RunError: The memory of the device is full.
+        """
+        with explain_full_memory():
+            yield from self._batches(images, first)
+
+    def _batches(self, images: Iterable[ImageInput], first: int) -> Iterator[list[ImageOutput]]:
+        network: Engine = self.engine
+        counted = {"count_pixels": expected_pixels} if network.whole_images else {}
+        named = named_images(images, first=first)
+        batches = chunks(named, network.block_size, first=first, **counted)
+        if isinstance(images, Sequence):
+            self.autotune_precision(images)
+        pool = network.pool()
+        try:
+            if network.reads_and_computes:
+                futures = (pool.submit(self._read_and_run, *batch) for batch in batches)
+                for future in prefetch(futures, network.workers):
+                    yield future.result()
+            else:  # the threads read, this one computes
+                reads = (
+                    (start, batch, [pool.submit(self.read, one.source, one.name) for one in batch])
+                    for start, batch in batches
+                )
+                for start, batch, read in prefetch(reads, 1):
+                    names = [one.name for one in batch]
+                    images_read = [future.result() for future in read]
+                    read.clear()
+                    yield self._run_groups(start, names, images_read)
+        finally:
+            # an iterator that nobody finishes may be collected in one of these threads, which
+            # cannot wait for itself
+            with contextlib.suppress(RuntimeError):
+                pool.shutdown(cancel_futures=True)
+
+    def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
+        images = [self.read(one.source, one.name) for one in batch]
+        return self._run_groups(first, [one.name for one in batch], images)
+
+    def _run_groups(self, first: int, names: Sequence[str], images: list[Any]) -> list[ImageOutput]:
+        """Outputs of images that were read; those of one forward pass fail together."""
+        outputs = {
+            index: ImageOutput(names[index], None, image.reason)
+            for index, image in enumerate(images)
+            if isinstance(image, BadImage)
+        }
+        for group in self.engine.groups(images) if len(outputs) < len(names) else ():
+            parts = [names[index] for index in group], [images[index] for index in group]
+            outputs |= zip(group, self._run_or_explain(first + group[0], *parts), strict=True)
+        images.clear()
+        return [outputs[index] for index in range(len(names))]
+
+    def _run_or_explain(
+        self, first: int, names: Sequence[str], images: Sequence[Any]
+    ) -> list[ImageOutput]:
+        """As `run_batch`; if it fails, images are computed one by one, so that one fails alone."""
+        try:
+            return self.run_batch(first, names, images)
+        except (WeightsError, MemoryError) as error:
+            if len(images) == 1:
+                return [ImageOutput(names[0], None, error_text(error))]
+        alone = zip(names, images, strict=True)
+        return [
+            one for name, image in alone for one in self._run_or_explain(first, [name], [image])
+        ]
+
+    def run_batch(
+        self,
+        first: int,
+        names: Sequence[str],
+        images: Sequence[Any],
+        *,
+        rows: int | None = None,
+    ) -> list[ImageOutput]:
+        """Outputs of one batch.
+
+        Args:
+            first: Index of its first image in the whole list.
+            images: Images as `read` returns them.
+            rows: Size of the batch with the blank images that pad it.
+        """
+        output = self.engine.run(images, first=first, rows=rows)
+        finite = np.isfinite(output["probabilities"]).all(axis=1)
+        if (embeddings := output.get("embedding")) is not None:
+            finite &= np.isfinite(np.asarray(embeddings)).all(axis=1)
+        overflow = f"the network overflowed in {self.precision}; {self.engine.remedy}"
+        outputs = []
+        for n, (name, image) in enumerate(zip(names, images, strict=True)):
+            values = {key: output[key][n] for key in OUTPUTS if key in output}
+            failed = values.get("captions")
+            if isinstance(image, BadImage):
+                outputs.append(ImageOutput(name, None, image.reason))
+            elif not finite[n]:
+                outputs.append(ImageOutput(name, None, printable(overflow)))
+            elif isinstance(failed, WeightsError):
+                outputs.append(ImageOutput(name, None, str(failed)))
+            else:
+                outputs.append(ImageOutput(name, **values))
+        return outputs
 
     def to_predictions(
         self,
@@ -358,133 +323,125 @@ class Predictor:
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
         top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
-        rows = [output.probabilities for output in outputs if output.probabilities is not None]
-        pairs: Iterator[tuple[list[int], list[float]]] = iter(())
-        if rows:
-            table = torch.stack(rows)
-            order = ranking(table)
-            best = order[:, :top_k]
-            pairs = zip(best.tolist(), table.gather(1, best).tolist(), strict=True)
-        least = [-math.inf] * len(self.classes) if thresholds is None else thresholds
-        labels = (
-            tuple(
-                (self.classes[index], score)
-                for index, score in zip(*pair, strict=True)
-                if score >= least[index]
+        rows = [one.probabilities for one in outputs if one.probabilities is not None]
+        orders: Iterator[Array] = iter(ranked_classes(np.stack(rows)) if rows else [])
+        predictions = []
+        for output in outputs:
+            if output.probabilities is None:
+                predictions.append(Prediction(output.image, error=output.error))
+                continue
+            order = next(orders)
+            best = order[:top_k]
+            pairs = zip(best.tolist(), output.probabilities[best].tolist(), strict=True)
+            selected: dict[str, Any] = {}
+            if reject or sets is not None:
+                selected = self.calibration.select(
+                    self.classes,
+                    order.tolist(),
+                    output.probabilities[order].tolist(),
+                    output.distance,
+                    thresholds=self.thresholds,
+                    reject=reject,
+                    sets=sets,
+                )
+            predictions.append(
+                Prediction(
+                    output.image,
+                    tuple(
+                        (self.classes[index], score)
+                        for index, score in pairs
+                        if thresholds is None or score >= thresholds[index]
+                    ),
+                    captions=output.captions,
+                    embedding=output.embedding,
+                    **selected,
+                )
             )
-            for pair in pairs
+        return predictions
+
+
+accepts_settings(InferenceConfig)(Predictor)
+
+
+def ranked_classes(probabilities: Array) -> Array:
+    """Classes from the most to the least probable, (..., classes); of equal ones the first."""
+    order: Array = np.argsort(-probabilities, kind="stable")
+    return order
+
+
+def open_engine(
+    model: Any, engine: str | None, config: InferenceConfig, threads: int | None, notify: Notify
+) -> Any:
+    """Open a model in its engine; exported networks without importing torch."""
+    is_path = isinstance(model, str | os.PathLike)
+    engine = select_engine(model, engine) if is_path else "torch"
+    if engine == "ray":
+        raise ConfigError("engine=ray: only vit predict and vit serve start workers; leave it out")
+    if engine != "torch":
+        return open_exported(os.fspath(model), engine, config, threads)
+    with quick_imports():
+        from vit.inference.torch_engine import TorchEngine
+
+    return TorchEngine(model, config, notify)
+
+
+def open_predictor(
+    model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: str | None
+) -> Predictor:
+    """Open a model and choose its precision for `images`.
+
+    Args:
+        explain: Folder of drawings, which exported networks refuse; None for none.
+    """
+    if engine != "torch" and explain is not None:
+        raise ConfigError(
+            f"explain={explain!r}: not supported by an exported network; give the run it was "
+            "exported from"
         )
-        selected: Iterator[dict[str, Any]] = iter(())
-        if rows and (reject or sets is not None):
-            distances = [one.distance for one in outputs if one.probabilities is not None]
-            selected = self._select(
-                order, table.gather(1, order), distances, reject=reject, sets=sets
-            )
-        return [
-            Prediction(output.image, error=output.error)
-            if output.probabilities is None
-            else Prediction(
-                output.image,
-                next(labels),
-                captions=output.captions,
-                embedding=output.embedding,
-                **next(selected, {}),
-            )
-            for output in outputs
-        ]
+    predictor = Predictor(model, engine=engine, **settings)
+    predictor.autotune_precision(images)
+    return predictor
 
-    def _select(
-        self,
-        order: Tensor,
-        probabilities: Tensor,
-        distances: Sequence[float | None],
-        *,
-        reject: bool,
-        sets: float | None,
-    ) -> Iterator[dict[str, Any]]:
-        """Reason of a rejection and prediction set of each image, from its sorted classes."""
-        assert self.calibration is not None, "checked by check_selection"
-        for row in zip(order.tolist(), probabilities.tolist(), distances, strict=True):
-            yield self.calibration.select(
-                self.classes, *row, thresholds=self.thresholds, reject=reject, sets=sets
-            )
 
-    def _read_and_run(self, first: int, batch: list[NamedImage]) -> list[ImageOutput]:
-        images = [self.read(one.source, one.name) for one in batch]
-        return self.run_batch(first, [one.name for one in batch], images)
+def open_evaluated(model: "PathLike | LoadedRun", *, notify: Notify, **settings: Any) -> Predictor:
+    """Open a network whose answers are measured."""
+    predictor = Predictor(model, notify=notify, **settings)
+    if not predictor.exported:
+        return predictor
+    name = printable(model)
+    if predictor.n_best:
+        raise ConfigError(
+            f"{name} writes captions, which are measured with the run: vit evaluate RUN DATA"
+        )
+    if predictor.metadata.get("activation", "softmax") not in EXPORTED_TASKS:
+        raise ConfigError(
+            f"{name}: its outputs are no probabilities of classes; evaluate the run that it was "
+            "exported from"
+        )
+    if source_run(predictor) is None:
+        source = Path(predictor.metadata.get("source_run", ""))
+        notify(
+            f"note: the run that {name} was exported from, {printable(source)}, is not here: "
+            "images of its training are not left out"
+        )
+    return predictor
 
-    def run_batch(
-        self,
-        first: int,
-        names: Sequence[str],
-        images: Sequence[Tensor | BadImage],
-        *,
-        rows: int | None = None,
-    ) -> list[ImageOutput]:
-        """Outputs of one batch.
 
-        Args:
-            first: Index of its first image in the whole list.
-            names: Names of the images.
-            images: Images as `read` returns them.
-            rows: Size of the batch with the blank images that pad it; by default a power of two.
-        """
-        errors = {n: image.reason for n, image in enumerate(images) if isinstance(image, BadImage)}
-        if len(errors) == len(names):
-            return [ImageOutput(name, None, errors[n]) for n, name in enumerate(names)]
-        blank = self.runner.blank_image()
-        batch = [blank if isinstance(image, BadImage) else image for image in images]
-        batch += [blank] * ((rows or self._padded_size(len(names))) - len(names))
-        output = self.runner.run(batch, self.precision)
-        finite = output.probabilities.isfinite().all(dim=1)
-        if output.embeddings is not None:
-            finite &= output.embeddings.isfinite().all(dim=1)
-        for n, is_finite in enumerate(finite[: len(names)].tolist()):
-            if not is_finite and n not in errors:
-                errors[n] = f"the network overflowed in {self.precision}; try precision fp32"
-        good = [n for n in range(len(names)) if n not in errors]
-        captions = self._generate_captions(output.memories, good, first, errors)
-        return [
-            ImageOutput(name, None, errors[n])
-            if n in errors
-            else ImageOutput(
-                name,
-                output.probabilities[n],
-                captions=captions.get(n, ()),
-                memory=output.memories[n],
-                pixels=batch[n],
-                embedding=None if output.embeddings is None else output.embeddings[n],
-                distance=None if output.distances is None else float(output.distances[n]),
-            )
-            for n, name in enumerate(names)
-        ]
+def source_run(predictor: Predictor) -> Path | None:
+    """Folder of the run that a file was exported from; None where it is not here."""
+    source = Path(predictor.metadata.get("source_run", ""))
+    return source if (source / "config.json").is_file() else None
 
-    def _padded_size(self, images: int) -> int:
-        """Rows of a batch, with the blank images that pad it."""
-        if self.keep_aspect:
-            return images
-        if self.runner.compiled:
-            return self.batch_size
-        return min(self.batch_size, 1 << (images - 1).bit_length())
 
-    @torch.inference_mode()
-    def _generate_captions(
-        self,
-        memories: Sequence[Tensor | None],
-        indices: list[int],
-        first: int,
-        errors: dict[int, str],
-    ) -> dict[int, tuple[Caption, ...]]:
-        """Captions of the images at `indices`; failures are added to `errors`."""
-        if self.caption_generator is None:
-            return {}
-        selected = [memory for n in indices if (memory := memories[n]) is not None]
-        with autocast(self.precision, self.device):
-            results = self.caption_generator.generate(selected, [first + n for n in indices])
-        captions = {}
-        for n, result in zip(indices, results, strict=True):
-            if isinstance(result, WeightsError):
-                errors[n] = str(result)
-            else:
-                captions[n] = result
-        return captions
+def model_files(model: str, *, offline: bool | None = None) -> list[Path]:
+    """Files of the model, for its digest; `offline` as for `locate_weights`."""
+    if exported_suffix(model):
+        return exported_files(model)
+    from vit.weights.resolve_source import locate_weights
+
+    found = locate_weights(model, offline=offline)
+    shards = found.folder.glob("*-of-*") if found.weights.suffix == ".json" else ()
+    names = ("tokenizer.json", "distance.safetensors")
+    others = (found.config, found.processor, *(found.folder / name for name in names))
+    files = [found.weights, *shards, *(one for one in others if one is not None)]
+    return sorted(file for file in files if file.is_file())

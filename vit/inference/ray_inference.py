@@ -23,6 +23,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_formats import read_rows
 from vit.errors import ConfigError, RunError, VitError
 from vit.generation.generation_config import Caption
+from vit.inference.predictor import Predictor
 from vit.output.prediction_results import TOP_K, Layout, Prediction, check_classes
 from vit.text import Notify, printable
 
@@ -293,9 +294,9 @@ class Worker:
 
     def answers(self, images: list[str], first: int) -> list[str]:
         """Predictions of paths or URLs as JSON; `first` is the index of the first in the list."""
-        more = {"first": first} if self.samples else {}  # sampling is seeded by the index
+        start = first if self.samples else 0  # sampling is seeded by the index
         with fetched(images) as (paths, errors):
-            found = self.predictor.stream(paths, top_k=self.top_k, **more)
+            found = self.predictor.stream(paths, top_k=self.top_k, first=start)
             return [to_text(row, errors.get(place)) for place, row in enumerate(found)]
 
 
@@ -320,18 +321,10 @@ def from_text(image: str, answer: str) -> Prediction:
     )
 
 
-def _opened(model: str, settings: dict[str, Any]) -> Any:
-    """A Predictor, or an exported network."""
-    from vit.exported.load_exported import exported_engine, load_exported
-
+def _opened(model: str, settings: dict[str, Any]) -> Predictor:
     settings = {**settings}
     set_max_pixels(settings.pop("max_pixels", MAX_PIXELS))
-    engine = exported_engine(model)
-    if engine is None:
-        from vit.inference.predictor import Predictor
-
-        return Predictor(model, **settings)
-    return load_exported(model, engine=engine, **settings)
+    return Predictor(model, **settings)
 
 
 def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -178,8 +178,10 @@ def suggest(
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
-    predictor = Predictor(weights, **{**vars(inference), "embeddings": True}, notify=notify)
-    predictor.caption_generator = None  # features need no captions
+    predictor = Predictor(
+        weights, engine="torch", **{**vars(inference), "embeddings": True}, notify=notify
+    )
+    predictor.engine.caption_generator = None  # features need no captions
     answers = _source_of_classes(predictor, order, known, str(weights))
     paths = [*dict.fromkeys(record.path for record in records)]
     table = _extract(predictor, paths, margins=answers == "network", progress=progress)
@@ -306,7 +308,7 @@ def _extract(
                 features = torch.empty(len(paths), len(output.embedding))
             features[len(kept)] = output.embedding
             if margins:
-                row = output.probabilities[None]
+                row = torch.as_tensor(output.probabilities)[None]
                 likely[len(kept)] = row.argmax()
                 certain[len(kept)] = class_margins(row, predictor.thresholds)
             kept.append(output.image)

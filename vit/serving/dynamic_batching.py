@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vit.cpu_cores import usable_cores
-from vit.data.image_io import MAX_PIXELS
 from vit.errors import BadImage
-from vit.serving.served_model import ServedModel, Upload, count_pixels
+from vit.serving.served_model import ServedModel, Upload
 from vit.serving.server_metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -65,27 +64,6 @@ class ServerFailed(ComputeFailed):
     """The network will not give outputs in this process any more."""
 
 
-class PixelGate:
-    """Limits the pixels of images that are decoded, or wait as they are; one is always admitted."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.held = limit, 0
-        self._turn, self._left = asyncio.Lock(), asyncio.Event()
-
-    async def enter(self, pixels: int) -> None:
-        """Wait, in the order of the calls, until `pixels` more are within the limit."""
-        async with self._turn:
-            while self.held and self.held + pixels > self.limit:
-                self._left.clear()
-                await self._left.wait()
-            self.held += pixels
-
-    def leave(self, pixels: int) -> None:
-        """Return `pixels`."""
-        self.held -= pixels
-        self._left.set()
-
-
 class BatchScheduler:
     """Decodes images and computes batches of them, for all models.
 
@@ -112,7 +90,6 @@ class BatchScheduler:
         self.compute_threads, self.max_queue, self.metrics = compute_threads, max_queue, metrics
         decoders = min(8, usable_cores())
         self.decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
-        self.gate = PixelGate(MAX_PIXELS)
         self.accepted = 0
         self.seconds_per_image = 0.05
         """Of the last batches; a moving average."""
@@ -148,21 +125,14 @@ class BatchScheduler:
 
     async def _predict_one(self, model: ServedModel, name: str, upload: Upload) -> Any:
         loop = asyncio.get_running_loop()
-        kept = 0
         try:
-            if not model.adapter.limits_pixels:
-                pixels = await loop.run_in_executor(self.decoders, count_pixels, upload)
-                await self.gate.enter(pixels)
-                kept = pixels
-            decoding = loop.run_in_executor(self.decoders, model.adapter.decode, name, upload)
+            decoding = loop.run_in_executor(self.decoders, model.decode, name, upload)
             del upload
             pixels = await decoding
-            if not model.adapter.keeps_pixels:
-                self.gate.leave(kept)
-                kept = 0
+            del decoding
             self.check_failure()
             output: asyncio.Future[Any] = loop.create_future()
-            key = model, model.adapter.group(pixels)
+            key = model, tuple(pixels.shape)
             self._groups.setdefault(key, deque()).append(WaitingImage(name, pixels, output))
             del pixels
             self._start_batches()
@@ -171,7 +141,6 @@ class BatchScheduler:
             self.metrics.images.labels(model.name, "unreadable").inc()
             return error
         finally:
-            self.gate.leave(kept)
             self.accepted -= 1
             self.metrics.waiting.set(self.accepted)
 
@@ -203,7 +172,7 @@ class BatchScheduler:
         executor = self.all_cores if only and model.exact_on_all_cores else None
         began = loop.time()
         try:
-            outputs = await self._compute(model.adapter.run, names, pixels, rows, executor=executor)
+            outputs = await self._compute(model.run, names, pixels, rows, executor=executor)
         except Exception as error:  # each waiting request must have its answer
             outputs = await self._recover(model, batch, error)
         self.idle += 1
@@ -275,14 +244,14 @@ class BatchScheduler:
             if self.failure:
                 return [ServerFailed(self.failure)] * len(batch)
             if all(output is failed for output in outputs):
-                await self._compute_one(model, "", model.adapter.probe(0))
+                await self._compute_one(model, "", model.predictor.random_image(0))
         except Exception as reason:
             self.fail(f"the network fails on random pixels too: {reason}")
             return [ServerFailed(self.failure)] * len(batch)
         return outputs
 
     async def _compute_one(self, model: ServedModel, name: str, pixels: Any) -> Any:
-        run, rows = model.adapter.run, model.sizes_for(pixels)[0]
+        run, rows = model.run, model.sizes_for(pixels)[0]
         (output,) = await self._compute(run, [name], [pixels], rows)
         return output
 

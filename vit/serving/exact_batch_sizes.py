@@ -35,7 +35,7 @@ def measure_batch_sizes(
     model: ServedModel, largest: int, compute: Executor, all_cores: Executor | None = None
 ) -> None:
     """Set `batch_sizes`, `seconds` and `exact_on_all_cores` of a model."""
-    images = [model.adapter.probe(number) for number in range(largest)]
+    images = [model.predictor.random_image(number) for number in range(largest)]
     seconds: dict[int, float] = {}
     run = partial(_run, compute, model)
     whole = run(images, seconds)
@@ -107,14 +107,14 @@ def _run_here(
 ) -> list[Any]:
     size, names = size or len(images), [""] * len(images)
     try:
-        taken, outputs = timed(partial(model.adapter.run, names, images, size))
+        taken, outputs = timed(partial(model.run, names, images, size))
     except (WeightsError, MemoryError) as error:
         raise RunError(f"{model.name} cannot be served: {error_text(error)}") from None
     seconds[size] = min(seconds.get(size, float("inf")), taken)
     for output in outputs:
         if isinstance(output, BadImage):
             raise RunError(f"{model.name} cannot be served: {output.reason}")
-    return [model.adapter.probabilities(output) for output in outputs]
+    return [output.probabilities for output in outputs]
 
 
 def _equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 from vit.data.image_io import EncodedImage
 from vit.data.image_objects import Array
 from vit.errors import BadImage
-from vit.exported.onnx_classifier import top_k_classes
+from vit.inference.predictor import ranked_classes
 from vit.output.prediction_results import to_json
 from vit.serving.request_body import RequestError, SizeLimit, check_count
 from vit.serving.served_model import RowOptions, ServedModel, Upload
@@ -315,19 +315,18 @@ def _tensor(
         return "BYTES", [len(rows)], rows
     if requested.name == CAPTION:
         captions = [
-            model.adapter.to_prediction(name, output, RowOptions()).caption or ""
+            model.to_prediction(name, output, RowOptions()).caption or ""
             for name, output in zip(names, outputs, strict=True)
         ]
         return "BYTES", [len(captions)], captions
-    table = np.stack([model.adapter.probabilities(one) for one in outputs])
+    table = np.stack([one.probabilities for one in outputs])
     if not requested.classification:
         return "FP64", list(table.shape), table.astype(np.float64)
     count = min(requested.classification, len(classes))
-    index = {name: place for place, name in enumerate(classes)}
     best = [
-        f"{score!r}:{index[name]}:{name}"
+        f"{float(row[index])!r}:{index}:{classes[index]}"
         for row in table
-        for name, score in top_k_classes(classes, row, count)
+        for index in ranked_classes(row)[:count]
     ]
     return "BYTES", [len(table), count], best
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.errors import ConfigError, VitError
-from vit.inference.backends import model_files
+from vit.inference.predictor import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_metrics import ServerMetrics
@@ -53,11 +53,11 @@ class ModelRegistry:
             raise ConfigError("models: give at least one run folder or exported file")
         self.fingerprints = {name: self._fingerprint(name) for name in self.sources}
         self.models = {name: self._open(name) for name in self.sources}
-        self.compute_threads = max(model.adapter.compute_threads for model in self.models.values())
+        self.compute_threads = max(model.compute_threads for model in self.models.values())
         self.compute: Executor
         self.all_cores: Executor | None = None
         if any(model.engine == "torch" for model in self.models.values()):
-            from vit.inference.batch_pipeline import make_thread_pool
+            from vit.inference.torch_engine import make_thread_pool
 
             self.compute = make_thread_pool(self.compute_threads)
             if self.compute_threads > 1:
@@ -142,9 +142,8 @@ class ModelRegistry:
     def _fingerprint(self, name: str, *, offline: bool | None = None) -> tuple[Fingerprint, ...]:
         """Fingerprints of a model's files; empty while they cannot be found."""
         source = self.sources[name]
-        exported = source.lower().endswith((".onnx", ".xml"))
         try:
-            files = model_files(source, "onnx" if exported else "torch", offline=offline)
+            files = model_files(source, offline=offline)
         except (VitError, OSError, ValueError):
             return ()
         return tuple(file_fingerprint(str(file)) for file in files)
@@ -154,7 +153,8 @@ def largest_batch(model: ServedModel) -> int:
     """Size of the batches of `vit predict`; captions are computed one by one."""
     if model.captions:
         return 1
-    return model.adapter.most_images(model.adapter.probe(0)) or model.predictor.batch_size
+    size: int = model.predictor.largest_batch(model.predictor.random_image(0).shape)
+    return size
 
 
 def class_changes(old: ServedModel, new: ServedModel) -> str:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the server, GET /openapi.json."""
+"""The OpenAPI 3.1 document of the server, GET /openapi.json, from tables of its routes."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -7,211 +7,159 @@ from vit.serving.server_config import ServerConfig
 from vit.version import __version__
 
 JSON = "application/json"
-PREDICT_PARAMETERS = {
-    "model": ("string", "Name of the model; the first one by default."),
-    "top_k": ("integer", "Most probable classes to return."),
-    "threshold": ("number", "Least probability of a class."),
-    "reject": ("boolean", "Answer `unknown` where the network is too uncertain."),
-    "sets": ("number", "Add the classes that contain the true one with this probability."),
-    "explain": ("string", "`json` adds relevance maps to the answer; `png` answers a drawing."),
-    "name": ("string", "Name of an image that is the body itself."),
+PREDICT_PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("Name of the model; the first one by default.", {"type": "string"}),
+    "top_k": (
+        "Most probable classes to return.",
+        {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+    ),
+    "threshold": (
+        "Least probability of a class.",
+        {"type": "number", "minimum": 0, "maximum": 1},
+    ),
+    "reject": ("Answer `unknown` where the network is too uncertain.", {"type": "boolean"}),
+    "sets": (
+        "Add the classes that contain the true one with this probability.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    ),
+    "explain": (
+        "`json` adds relevance maps to the answer; `png` answers a drawing.",
+        {"type": "string", "enum": ["json", "png"]},
+    ),
+    "name": (
+        "Name of an image that is the body itself.",
+        {"type": "string", "minLength": 1, "maxLength": 1000},
+    ),
 }
-RANGES: dict[str, dict[str, Any]] = {
-    "top_k": {"minimum": 1, "maximum": 999_999_999},
-    "threshold": {"minimum": 0, "maximum": 1},
-    "sets": {"exclusiveMinimum": 0, "maximum": 1},
-    "explain": {"enum": ["json", "png"]},
-    "name": {"minLength": 1, "maxLength": 1000},
+GETS = {
+    "/models": "The models, the default one first.",
+    "/health": "Whether the server is alive.",
+    "/ready": "Whether it answers predictions.",
+    "/metrics": "Metrics of Prometheus.",
+    "/v2": "The server, for clients of KServe.",
+    "/v2/health/live": "As /health.",
+    "/v2/health/ready": "As /ready.",
+    "/v2/models/{name}": "Tensors of a model.",
+    "/v2/models/{name}/ready": "Whether it is served.",
 }
+REFUSALS = {
+    "400": "The request is not well formed.",
+    "401": "The token is missing or wrong.",
+    "404": "There is no such model.",
+    "408": "The request was too slow.",
+    "413": "The request or an image is too large.",
+    "415": "The type or encoding of the body is not read.",
+    "422": "The image cannot be read.",
+    "429": "The queue is full; Retry-After says when to ask again.",
+    "503": "The server stops.",
+}
+TEXT = {"type": "string"}
+SCORE = {"type": "number", "description": "Probability, or log probability of a caption."}
+PREDICTION = {
+    "type": "object",
+    "required": ["label", "score"],
+    "properties": {"label": TEXT, "score": SCORE},
+}
+ROW = {
+    "type": "object",
+    "description": "A row of `vit predict --format jsonl`.",
+    "required": ["image"],
+    "properties": {
+        "image": TEXT,
+        "predictions": {"type": "array", "items": PREDICTION},
+        "caption": TEXT,
+        "score": SCORE,
+        "unknown": {"type": "boolean"},
+        "reason": TEXT,
+        "set": {"type": "array", "items": TEXT},
+        "error": TEXT,
+    },
+}
+ANSWER = {
+    "type": "object",
+    "required": ["results"],
+    "properties": {
+        "results": {"type": "array", "items": ROW},
+        "explanations": {"type": "array", "items": {"type": ["object", "null"]}},
+    },
+}
+ERROR = {"type": "object", "required": ["error"], "properties": {"error": TEXT}}
+TENSORS = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {"inputs": {"type": "array", "minItems": 1, "maxItems": 1}},
+}
+FILE = {"type": "string", "format": "binary"}
 
 
 def openapi_document(
     config: ServerConfig, models: Sequence[str], open_paths: Collection[str]
 ) -> dict[str, Any]:
     """The document; it names the limits, the `models`, and paths that need no token."""
-    score = {"type": "number", "description": "Probability, or log probability of a caption."}
-    row = {
-        "type": "object",
-        "description": "A row of `vit predict --format jsonl`.",
-        "required": ["image"],
-        "properties": {
-            "image": {"type": "string", "description": "Name of the image, as it was sent."},
-            "predictions": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["label", "score"],
-                    "properties": {"label": {"type": "string"}, "score": score},
-                },
-            },
-            "caption": {"type": "string"},
-            "score": score,
-            "unknown": {"type": "boolean"},
-            "reason": {"type": "string"},
-            "set": {"type": "array", "items": {"type": "string"}},
-            "error": {"type": "string", "description": "Why the image cannot be read."},
-        },
+    name = {"name": "name", "in": "path", "required": True, "schema": {"enum": [*models]}}
+    paths: dict[str, Any] = {}
+    for path, summary in GETS.items():
+        kind = "text/plain" if path == "/metrics" else JSON
+        paths[path] = {"get": {"summary": summary, "responses": responses({kind: {}})}}
+        if config.token is not None and path in open_paths:
+            paths[path]["get"]["security"] = []
+    files = {"type": "array", "items": FILE, "minItems": 1, "maxItems": config.max_images}
+    form = {"type": "object", "required": ["file"], "properties": {"file": files}}
+    paths["/predict"] = {
+        "post": {
+            "summary": "Predictions of images, in their order.",
+            "description": (
+                f"An image has at most {config.max_image_mb:g} MB and {config.max_pixels:,} "
+                f"pixels, a request {config.max_images} images and {config.max_request_mb:g} MB."
+            ),
+            "operationId": "predict",
+            "parameters": [
+                {"name": one, "in": "query", "description": text, "schema": schema}
+                for one, (text, schema) in PREDICT_PARAMETERS.items()
+            ],
+            "requestBody": body({"multipart/form-data": form, "image/*": FILE}),
+            "responses": responses({JSON: {"schema": ANSWER}, "image/png": {"schema": FILE}}),
+        }
     }
-    error = {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "string", "description": "One sentence."}},
+    paths["/predict"]["post"]["parameters"][0]["schema"] = {"enum": [*models]}
+    paths["/v2/models/{name}/infer"] = {
+        "post": {
+            "summary": "Inference with tensors, by KServe's Open Inference Protocol.",
+            "description": (
+                "`images` is UINT8 [batch, height, width, 3], `encoded` BYTES [batch], image files "
+                "in base64; binary tensors may follow the JSON, whose length is then in the header "
+                f"Inference-Header-Content-Length. A batch has at most {config.max_images} images."
+            ),
+            "operationId": "infer",
+            "requestBody": body({JSON: TENSORS}),
+            "responses": responses({JSON: {}}),
+        }
     }
+    for path, item in paths.items():
+        if "{name}" in path:
+            item["parameters"] = [name]
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "vit serve", "version": __version__},
-        "paths": {
-            "/predict": {"post": _predict(config, models)},
-            "/models": _get("The models, the default one first.", _object()),
-            "/health": _get("Whether the server is alive.", _object()),
-            "/ready": _get("Whether it answers predictions.", _object(), **{"503": "It stops."}),
-            "/metrics": _get("Metrics of Prometheus.", {"text/plain": {}}),
-            "/v2": _get("The server, for clients of KServe.", _object()),
-            "/v2/health/live": _get("As /health.", _object()),
-            "/v2/health/ready": _get("As /ready.", _object(), **{"503": "It stops."}),
-            "/v2/models/{name}": _of_model(models, _get("Tensors of a model.", _object())),
-            "/v2/models/{name}/ready": _of_model(models, _get("Whether it is served.", _object())),
-            "/v2/models/{name}/infer": _of_model(models, {"post": _infer(config)}),
-        },
-        "components": {"schemas": {"Row": row, "Error": error}},
+        "paths": paths,
     }
     if config.token is not None:
         scheme = {"type": "http", "scheme": "bearer"}
-        document["components"]["securitySchemes"] = {"token": scheme}
-        document["security"] = [{"token": []}]
-        for path in open_paths & document["paths"].keys():
-            document["paths"][path]["get"]["security"] = []
+        document |= {
+            "components": {"securitySchemes": {"token": scheme}},
+            "security": [{"token": []}],
+        }
     return document
 
 
-def _infer(config: ServerConfig) -> dict[str, Any]:
-    size = {"type": "integer", "minimum": 1}
-
-    def tensor(name: str, datatype: str, *sides: dict[str, Any]) -> dict[str, Any]:
-        shape = {"type": "array", "prefixItems": [*sides], "items": False, "minItems": len(sides)}
-        return {
-            "type": "object",
-            "required": ["name", "shape", "datatype"],
-            "properties": {
-                "name": {"const": name},
-                "datatype": {"const": datatype},
-                "shape": shape,
-                "parameters": {"type": "object"},
-                "data": {"type": "array"},
-            },
-        }
-
-    either = [
-        tensor("images", "UINT8", size, size, size, {"const": 3}),
-        tensor("encoded", "BYTES", size),
-    ]
-    output = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
-    }
-    request = {
-        "type": "object",
-        "required": ["inputs"],
-        "properties": {
-            "id": {"type": "string", "maxLength": 999},
-            "parameters": {"type": "object"},
-            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": {"oneOf": either}},
-            "outputs": {"type": "array", "items": output},
-        },
-    }
-    return {
-        "summary": "Inference with tensors.",
-        "description": (
-            "`images` is UINT8 [batch, height, width, 3], `encoded` BYTES [batch], image files in "
-            "base64; binary tensors may follow the JSON, whose length is then in the header "
-            f"Inference-Header-Content-Length. A batch has at most {config.max_images} images."
-        ),
-        "operationId": "infer",
-        "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
-        "responses": _responses(_object()),
-    }
+def body(schemas: dict[str, Any]) -> dict[str, Any]:
+    """A request's body, by media type."""
+    content = {kind: {"schema": schema} for kind, schema in schemas.items()}
+    return {"required": True, "content": content}
 
 
-def _predict(config: ServerConfig, models: Sequence[str]) -> dict[str, Any]:
-    rows = {"type": "array", "items": {"$ref": "#/components/schemas/Row"}}
-    answer = {
-        "type": "object",
-        "required": ["results"],
-        "properties": {
-            "results": rows,
-            "explanations": {"type": "array", "items": {"type": ["object", "null"]}},
-        },
-    }
-    file = {"type": "string", "format": "binary"}
-    form = {
-        "type": "object",
-        "required": ["file"],
-        "properties": {
-            "file": {"type": "array", "items": file, "minItems": 1, "maxItems": config.max_images}
-        },
-    }
-    ranges = {**RANGES, "model": {"enum": [*models]}}
-    return {
-        "summary": "Predictions of images, in their order.",
-        "description": (
-            f"An image has at most {config.max_image_mb:g} MB and {config.max_pixels:,} pixels, a "
-            f"request {config.max_images} images and {config.max_request_mb:g} MB."
-        ),
-        "operationId": "predict",
-        "parameters": [
-            {
-                "name": name,
-                "in": "query",
-                "description": text,
-                "schema": {"type": kind, **ranges.get(name, {})},
-            }
-            for name, (kind, text) in PREDICT_PARAMETERS.items()
-        ],
-        "requestBody": {
-            "required": True,
-            "content": {
-                "multipart/form-data": {"schema": form},
-                "application/octet-stream": {"schema": file},
-                "image/*": {"schema": file},
-            },
-        },
-        "responses": _responses({JSON: {"schema": answer}, "image/png": {"schema": file}}),
-    }
-
-
-def _responses(content: dict[str, Any]) -> dict[str, Any]:
-    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    reasons = {
-        "400": "The request is not well formed.",
-        "401": "The token is missing or wrong.",
-        "404": "There is no such model.",
-        "408": "The request was too slow.",
-        "413": "The request or an image is too large.",
-        "415": "The type or encoding of the body is not read.",
-        "422": "The image cannot be read.",
-        "429": "The queue is full; Retry-After says when to ask again.",
-    }
-    return {
-        "200": {"description": "The answer.", "content": content},
-        **{code: {"description": text, "content": error} for code, text in reasons.items()},
-    }
-
-
-def _object() -> dict[str, Any]:
-    return {JSON: {"schema": {"type": "object"}}}
-
-
-def _get(summary: str, content: dict[str, Any], **others: str) -> dict[str, Any]:
-    responses: dict[str, Any] = {"200": {"description": summary, "content": content}}
-    responses |= {
-        code: {"description": text} for code, text in {"401": "No token.", **others}.items()
-    }
-    return {"get": {"summary": summary, "responses": responses}}
-
-
-def _of_model(models: Sequence[str], path: dict[str, Any]) -> dict[str, Any]:
-    for method in path.values():
-        method["responses"].setdefault("404", {"description": "There is no such model."})
-    name = {"name": "name", "in": "path", "required": True, "schema": {"enum": [*models]}}
-    return {"parameters": [name], **path}
+def responses(content: dict[str, Any]) -> dict[str, Any]:
+    """The answer, by media type, and the refusals."""
+    error = {JSON: {"schema": ERROR}}
+    refusals = {code: {"description": text, "content": error} for code, text in REFUSALS.items()}
+    return {"200": {"description": "The answer.", "content": content}, **refusals}

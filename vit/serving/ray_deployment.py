@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from vit.data.image_io import set_max_pixels
-from vit.exported.load_exported import exported_engine
+from vit.exported.engine import exported_engine
 from vit.inference.ray_inference import cluster, raise_worker_errors, shares
 from vit.serving.application import Application
 from vit.serving.http_server import KEEP_ALIVE_SECONDS, bind, url_of

@@ -242,7 +242,7 @@ class ClassEvaluation(Evaluation):
         right: list[bool | None] = [None] * len(outputs)
         if rows:
             labels, probabilities = zip(*rows.values(), strict=True)
-            outcomes = Outcomes.of(torch.stack(probabilities), torch.tensor(labels))
+            outcomes = Outcomes.of(torch.from_numpy(np.stack(probabilities)), torch.tensor(labels))
             self.outcomes.append(outcomes)
             for place, hit in zip(rows, (outcomes.ranks == 0).tolist(), strict=True):
                 right[place] = hit

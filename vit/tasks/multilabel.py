@@ -210,9 +210,10 @@ class MultiLabelEvaluation(Evaluation):
             if output.probabilities is None:
                 self.right.append(None)
                 continue
-            self.rows.append(output.probabilities)
+            row = torch.as_tensor(output.probabilities)
+            self.rows.append(row)
             self.labels.append(labels_of(sample))
-            named = (output.probabilities >= self.limits).nonzero().flatten().tolist()
+            named = (row >= self.limits).nonzero().flatten().tolist()
             self.right.append(set(named) == set(labels_of(sample)))
 
     def scores(self) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
+from vit.config.inference_config import InferenceConfig
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
-from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
-from vit.exported.load_exported import exported_engine, exported_files
+from vit.errors import ConfigError, DataError, RunError, WeightsError
+from vit.exported.engine import exported_engine, exported_files, open_exported
 from vit.paths import sha256_of_files
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
@@ -174,30 +175,30 @@ def network_teacher(
 
 def exported_teacher(name: str, engine: str) -> Teacher:
     """A teacher in a file of `vit export`, whose graph prepares images of any size itself."""
-    from vit.exported.load_exported import load_exported
-    from vit.exported.onnx_classifier import ExportedClassifier
-
-    found = load_exported(name, engine=engine, batch_size=CPU_BATCH_SIZE)
-    if not isinstance(found, ExportedClassifier) or not found.shares:
+    network = open_exported(name, engine, InferenceConfig(batch_size=CPU_BATCH_SIZE))
+    if network.n_best or not network.shares:
         raise no_classifier(name, "its outputs are no probabilities of classes")
 
     def prepare(path: str) -> Tensor:
-        image = read_image(path, intensity_range=found.preprocessing.intensity_range)
+        image = read_image(path, intensity_range=network.preprocessing.intensity_range)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
 
     def probabilities(images: Sequence[Tensor]) -> Tensor:
         arrays = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
-        rows = [*found.probabilities(arrays)]
-        if bad := next((row for row in rows if isinstance(row, BadImage)), None):
-            raise RunError(f"teacher {printable(name)}: {bad.reason}")
-        return torch.stack([torch.as_tensor(row, dtype=torch.float64) for row in rows])
+        rows = torch.empty(len(arrays), len(network.classes), dtype=torch.float64)
+        for group in network.groups(arrays):
+            found = network.run([arrays[index] for index in group])["probabilities"]
+            rows[group] = torch.as_tensor(found)
+        if not rows.isfinite().all():
+            raise RunError(f"teacher {printable(name)}: the network overflowed")
+        return rows
 
     return Teacher(
         name=name,
-        classes=found.classes,
-        multilabel=found.thresholds is not None,
-        preprocessing=found.preprocessing,
+        classes=network.classes,
+        multilabel=network.thresholds is not None,
+        preprocessing=network.preprocessing,
         key=sha256_of_files(exported_files(name)),
         prepare=prepare,
         probabilities=probabilities,

@@ -1,6 +1,7 @@
 """Reading images within a pixel budget, and batches computed in order by threads."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -13,15 +14,8 @@ from torchvision.transforms import functional as tv
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing, to_tensor
 from vit.errors import BadImage
-from vit.inference.batch_pipeline import (
-    ImageReader,
-    PixelBudget,
-    chunks,
-    default_batch_size,
-    default_num_threads,
-    make_thread_pool,
-    prefetch,
-)
+from vit.exported.image_reader import ImageReader, PixelBudget, chunks, prefetch
+from vit.inference.torch_engine import default_batch_size, default_num_threads, make_thread_pool
 
 
 @pytest.fixture
@@ -85,22 +79,30 @@ def pil_image() -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def test_the_pixel_budget_admits_what_fits_and_always_one_image():
-    budget, entered = PixelBudget(100), threading.Event()
+def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
+    budget, entered = PixelBudget(100), []
     budget.acquire(1000)  # larger than all of it, but alone
 
-    def wait() -> None:
-        budget.acquire(60)
-        entered.set()
+    def wait(pixels: int) -> None:
+        budget.acquire(pixels)
+        entered.append(pixels)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert not entered.wait(0.05)
+    threads = []
+    for pixels in (60, 70, 40):  # the last one does not pass the second
+        threads.append(threading.Thread(target=wait, args=(pixels,)))
+        threads[-1].start()
+        time.sleep(0.05)
+    assert entered == []
     budget.release(1000)
-    assert entered.wait(10)
-    thread.join()
-    budget.acquire(40)
-    assert budget.held == 100
+    time.sleep(0.05)
+    assert (entered, budget.held) == ([60], 60)
+    budget.release(60)
+    time.sleep(0.05)
+    assert (entered, budget.held) == ([60, 70], 70)
+    budget.release(70)
+    for thread in threads:
+        thread.join(10)
+    assert (entered, budget.held) == ([60, 70, 40], 40)
 
 
 @pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
@@ -120,9 +122,15 @@ def test_crops_of_an_extremely_long_image_take_little_memory():
     assert (crops == torch.tensor([255, 0, 0])[:, None, None]).all()
 
 
+def reader():
+    read = ImageReader(Preprocessing(image_size=(16, 16)))
+    read.budget = PixelBudget()
+    return read
+
+
 def test_all_pixels_are_returned_to_the_budget(pil_image, bad_images, tmp_path):
     pil_image.save(tmp_path / "a.png")
-    read = ImageReader(Preprocessing(image_size=(16, 16)))
+    read = reader()
     assert read(str(tmp_path / "a.png")).shape == (3, 16, 16)
     assert all(isinstance(read(path), BadImage) for path in bad_images)
     assert read.budget.held == 0
@@ -130,8 +138,18 @@ def test_all_pixels_are_returned_to_the_budget(pil_image, bad_images, tmp_path):
 
 def test_an_image_counts_against_the_budget_until_it_is_resized(pil_image, tmp_path):
     pil_image.save(tmp_path / "a.png")
-    read, held = ImageReader(Preprocessing(image_size=(16, 16))), []
+    read, held = reader(), []
     prepare = read.prepare
     read.prepare = lambda image: (held.append(read.budget.held), prepare(image))[1]
     read(str(tmp_path / "a.png"))
     assert held == [53 * 90]
+
+
+def test_an_image_that_stays_whole_counts_as_long_as_it_exists(pil_image, tmp_path):
+    pil_image.save(tmp_path / "a.png")
+    read = reader()
+    read.prepare, read.holds = np.asarray, True
+    image = read(str(tmp_path / "a.png"))
+    assert (image.shape, read.budget.held) == ((53, 90, 3), 53 * 90)
+    del image
+    assert read.budget.held == 0
