@@ -14,6 +14,7 @@ from vit.config.inference_config import (
     InferenceConfig,
     PredictionConfig,
     check_together,
+    inference_config,
     settings_of,
     split_settings,
 )
@@ -97,3 +98,10 @@ def test_a_value_goes_to_the_first_that_has_its_name_and_text_stays(tmp_path):
     check_together(config)
     with pytest.raises(ConfigError, match="top_k=2: needs out: it is the number of classes"):
         split_settings({"top_k": 2}, "a test", EvaluationConfig)
+
+
+def test_settings_by_name_replace_those_of_an_object():
+    config = InferenceConfig(batch_size=3)
+    assert inference_config(config, {}) is config
+    assert inference_config(config, {"tta": "flip"}) == InferenceConfig(batch_size=3, tta="flip")
+    assert inference_config(None, {"tta": "flip"}) == InferenceConfig(tta="flip")

@@ -951,7 +951,7 @@ def test_a_listing_is_used_only_where_the_same_was_asked_for(photos):
 def captions(photos):
     """A list of the images, in which some have several captions."""
     paths = sorted(path.relative_to(photos).as_posix() for path in photos.glob("*/*.png"))
-    rows = [f"{path},noise of class {path[0]}, number {n}" for n, path in enumerate(paths)]
+    rows = [f"{path},noise of class {path[0]} number {n}" for n, path in enumerate(paths)]
     (photos / "list.csv").write_text("\n".join(["image,caption", *rows, *rows[::3]]) + "\n")
     return photos / "list.csv"
 

@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
@@ -175,11 +175,9 @@ def save_facts(path: Path, facts: TimmFacts) -> None:
 
 def _save(path: Path, content: Any) -> None:
     """Write JSON so that only complete files appear; without the file it is computed again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with suppress(OSError, TypeError, ValueError):
+    with suppress(OSError, RunError, TypeError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(content, allow_nan=False))
 
 
 def known_pretrained_cfg(name: str) -> dict[str, Any]:
