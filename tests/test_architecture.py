@@ -98,7 +98,7 @@ ALLOWED = {
         *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
     },
     "vit.training": {
-        *NUMERIC, "accelerate", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
+        *NUMERIC, "accelerate", "psutil", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,
     },
     "vit.exported": {
         "numpy", "PIL", "onnxruntime", "openvino",

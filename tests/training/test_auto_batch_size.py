@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import time
 import weakref
 from pathlib import Path
@@ -24,6 +25,7 @@ from vit.training.auto_batch_size import (
     GIB,
     fit_memory,
     micro_batch_sizes,
+    note_many_tokens,
     take_steps,
 )
 from vit.training.data_setup import prepare_data
@@ -133,6 +135,28 @@ def test_memory_is_free_again_after_a_trial_that_filled_it(tiny_config, accelera
     assert largest_that_fits([12, 6, 4], trial, accelerator) == (4, 1.0)
     assert seen == [False, False, False]
     assert alive[-1]() is None
+
+
+@pytest.mark.parametrize(
+    ("size", "patch", "batch", "note"),
+    [
+        (2048, 16, 4, None),
+        (
+            20_000,
+            16,
+            4,
+            r"image_size=20000 is 1,562,500 tokens an image: a step of 4 images takes ",
+        ),
+        (224, 1, 1, r"is 50,176 tokens an image: a step of 1 image takes about .* [GM]iB \("),
+    ],
+)
+def test_sizes_beyond_reason_are_named_with_their_cost(
+    tiny_config, accelerator, size, patch, batch, note
+):
+    config, notes = tiny_config(image_size=size, patch_size=patch, batch_size=batch), []
+    note_many_tokens(config, accelerator, notes.append)
+    assert len(notes) == (note is not None)
+    assert note is None or re.search(note, notes[0])
 
 
 def test_a_cpu_takes_the_whole_batch_with_a_note(tiny_config, accelerator):

@@ -5,8 +5,10 @@ tried: network, optimiser and moving average are built, and make steps at full s
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 
+import psutil
 import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
@@ -16,9 +18,10 @@ from vit.config.parser import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
+from vit.evaluation.model_summary import cost_of
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
-from vit.text import Notify
+from vit.text import Notify, format_bytes, plural
 from vit.training.batch_norm_statistics import local_batch_norm
 from vit.training.dry_run import dry_run, largest_that_fits, limit_gpu_memory
 from vit.training.training_loop import clip_gradients, forward_losses, objective
@@ -29,6 +32,29 @@ STEPS = 2
 # fp16 skips steps until its loss scale fits
 MAX_STEPS = 12
 GIB = 2**30
+MANY_TOKENS = 2**14
+"""Of an image, above which the cost of a step is named before it: 2048 px in patches of 16."""
+
+
+def note_many_tokens(config: Config, accelerator: Accelerator, notify: Notify) -> None:
+    """Name the cost of a step with very many tokens, which may end at the first one, or never."""
+    model, data, device = config.model, config.data, accelerator.device
+    tokens = math.prod(model.grid)
+    if tokens <= MANY_TOKENS:
+        return
+    images = data.batch_size // (data.accumulate or 1) // accelerator.num_processes or 1
+    cost = cost_of(model, batch_size=images)
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
+    notify(
+        f"note: image_size={model.image_size} is {tokens:,} tokens an image: a step of "
+        f"{plural(images, 'image')} takes about {format_bytes(cost.memory.training)} "
+        f"({format_bytes(free)} are free) and {3 * images * cost.flops / 1e12:,.0f} TFLOPs; a "
+        "smaller --image-size or a larger --patch-size takes less"
+    )
 
 
 def fit_memory(

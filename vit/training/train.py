@@ -28,7 +28,7 @@ from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.text import Notify, printable
-from vit.training.auto_batch_size import fit_memory
+from vit.training.auto_batch_size import fit_memory, note_many_tokens
 from vit.training.checkpoint.run_folder import (
     check_run_folder,
     lock_folder,
@@ -255,6 +255,7 @@ def resolve(
     if (limit := config.training.time) is not None and config.chosen("epochs"):
         unused = f"epochs={config.training.epochs} is not used"
         notify(f"note: time={limit} chooses the length of the training: {unused}")
+    note_many_tokens(config, accelerator, notify)
     if source is not None and "cache" not in config.settled:
         config = with_planned_cache(config, splits, accelerator)
     splits = with_cache(config, splits, accelerator, notify)
