@@ -23,7 +23,9 @@ from packaging.requirements import Requirement
 
 from tests.exported.test_onnx_classifier import written
 from vit.commands import serve_command
+from vit.commands.command_options import options_of
 from vit.commands.command_parser import CommandParser
+from vit.serving.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -62,9 +64,10 @@ def test_the_container_is_not_root_and_starts_a_server_of_its_own_port():
     vit, serve, *flags = instruction("ENTRYPOINT")
     assert (vit, serve) == ("vit", "serve")
     args = parse([*flags, *instruction("CMD")])
-    assert (args.host, args.models) == ("0.0.0.0", ["/model"])
-    assert f"EXPOSE {args.port}\n" in DOCKERFILE
-    assert f":{args.port}/health" in instruction("HEALTHCHECK")[-1]
+    config = options_of(args, ServerConfig)
+    assert (config.host, args.models) == ("0.0.0.0", ["/model"])
+    assert f"EXPOSE {config.port}\n" in DOCKERFILE
+    assert f":{config.port}/health" in instruction("HEALTHCHECK")[-1]
     last_user = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)[-1]
     assert f"useradd --uid {last_user}" in DOCKERFILE
 
@@ -75,15 +78,16 @@ def test_the_manifest_fits_the_server_and_the_image():
     pod = parts["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     args = parse(container["args"])
+    config = options_of(args, ServerConfig)
     mounts = [one["mountPath"] for one in container["volumeMounts"]]
     sources = [args.token_file, *(word.rpartition("=")[2] for word in args.models)]
     assert all(any(path.startswith(f"{mount}/") for mount in mounts) for path in sources)
     names = {one["name"] for one in pod["spec"]["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == names
     (port,) = container["ports"]
-    assert port["containerPort"] == args.port
+    assert port["containerPort"] == config.port
     waits = float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pod["spec"]["terminationGracePeriodSeconds"] > args.stop_timeout + waits
+    assert pod["spec"]["terminationGracePeriodSeconds"] > config.stop_timeout + waits
     probes = {
         name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")
     }

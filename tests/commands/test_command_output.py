@@ -52,7 +52,7 @@ def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vit.output.output_file.os.fsync", full)
-    with pytest.raises(RunError, match="No space left"):
+    with pytest.raises(RunError, match="the disk is full"):
         print_result("top-1 90 %", str(tmp_path / "a.json"), {"top1": 0.9})
     assert capsys.readouterr().out == "top-1 90 %\n"
     assert not [*tmp_path.iterdir()]

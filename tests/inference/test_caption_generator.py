@@ -239,6 +239,4 @@ def test_an_image_with_nan_memory_does_not_affect_others(run, input_images):
     assert isinstance(bad, WeightsError)
     expected = predictor(input_images[:3])
     assert (first[0].text, last[0].text) == (expected[0].caption, expected[2].caption)
-    errors: dict[int, str] = {}
-    assert predictor._generate_captions(memories, [0, 1, 2], 0, errors).keys() == {0, 2}
-    assert "not finite" in errors[1]
+    assert "not finite" in str(bad)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vit.config import ModelConfig
-from vit.inference import predictor as predictor_module
+from vit.inference import torch_engine
 from vit.inference.evaluate import evaluate
 from vit.inference.precision_autotune import (
     PrecisionAutotuner,
@@ -116,7 +116,7 @@ def test_without_a_cache_the_result_is_used_and_noted(tmp_path):
 @pytest.fixture
 def undecided_cpu(monkeypatch, tmp_path):
     """A CPU whose bf16 may be fast or slow, and an empty cache."""
-    monkeypatch.setattr(predictor_module, "should_benchmark_bf16", lambda _device: True)
+    monkeypatch.setattr(torch_engine, "should_benchmark_bf16", lambda _device: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "vit-toolkit" / "precision"
 

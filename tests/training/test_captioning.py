@@ -295,7 +295,7 @@ def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp
     with torch.no_grad():
         _, memory = network.encode_images(images)
     _, lines = convert(run, "timm", tmp_path / "timm")
-    assert "note: the encoder alone is written: the decoder has no place in that folder" in lines
+    assert "note: only the encoder is written: the decoder has no place in that folder" in lines
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(images), memory, atol=1e-5, rtol=0)
