@@ -4,9 +4,8 @@ IMAGES   data/sources/open_dataset.py    images of any source, without their lab
 labels   data/sources/label_review.py    which of them have a label already
 weights  inference/predictor.py          a feature vector per image, and the margins of a
                                          classifier, if they decide what is uncertain
-         inference/active_learning.py    the order of images: typical, or uncertain and different
-         data/checks/near_duplicates.py  no near duplicate of another one, or of a labelled image
-list     output/review_list.py           image, label (to fill in), likely -> vit train --labels
+         data/checks/duplicates.py       no near duplicate of another one, or of a labelled image
+list     output/prediction_results.py    image, label (to fill in), likely -> vit train --labels
 """
 
 import dataclasses
