@@ -36,7 +36,7 @@ from vit.weights.formats.state_dict_names import (
     check_fit,
     meta_model,
 )
-from vit.weights.formats.timm_config import first_convolution
+from vit.weights.formats.timm_writer import first_convolution
 from vit.weights.saved_model import LoadedRun, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
 

@@ -36,7 +36,7 @@ from vit.weights.formats.huggingface_config import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import to_timm
-from vit.weights.formats.timm_config import (
+from vit.weights.formats.timm_writer import (
     incompatibility_remedy,
     timm_config,
     timm_incompatibility,
