@@ -272,7 +272,10 @@ def _build(
         raise WeightsError(f"{printable(name)} (timm) takes no argument {join_names(unknown, 3)}")
     patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
     if patch is None:
-        raise WeightsError(f"{PATCH_WEIGHT} is missing: not a Vision Transformer's weights")
+        raise WeightsError(
+            f"{printable(name)} (timm): {PATCH_WEIGHT} is missing: not weights of a Vision "
+            "Transformer"
+        )
     first = state.get(FIRST_CONVOLUTION, patch)
     if timm.models.is_model_in_modules(base, ["naflexvit"]):
         model_args = {key: value for key, value in model_args.items() if key != "img_size"}
