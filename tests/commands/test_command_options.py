@@ -12,7 +12,7 @@ from vit.commands.command_options import dataset_spec
 from vit.commands.command_parser import CommandParser
 from vit.commands.main import main
 from vit.config import SourceConfig
-from vit.config.inference_config import settings_of
+from vit.config.parser import settings_of
 
 POSITIONAL = {"compare": ["A", "B"], "evaluate": ["RUN"], "calibrate": ["RUN"]}
 FIXED = ["--device", "cpu", "--precision", "fp32", "-j", "1"]

@@ -15,9 +15,8 @@ from vit.config.inference_config import (
     PredictionConfig,
     check_together,
     inference_config,
-    settings_of,
-    split_settings,
 )
+from vit.config.parser import settings_of, split_settings
 from vit.errors import ConfigError
 from vit.serving.server_config import ServerConfig
 

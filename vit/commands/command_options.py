@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vit.commands.command_parser import SETTING
 from vit.config import Section, SourceConfig
-from vit.config.inference_config import InferenceConfig, settings_of, split_settings
-from vit.config.parser import Setting, all_settings, choices_of
+from vit.config.parser import Setting, all_settings, choices_of, settings_of, split_settings
 from vit.config.presets import preset
 from vit.errors import ConfigError
 from vit.generation.generation_config import Search
@@ -48,6 +47,8 @@ def add_network_options(parser: argparse.ArgumentParser, *, without: Collection[
     Returns:
         The argument group, for further flags.
     """
+    from vit.config.inference_config import InferenceConfig  # `vit train --help` needs none
+
     group = parser.add_argument_group("network (how it runs)")
     add_fields(group, InferenceConfig, without=("search", "embeddings", *without))
     add_max_pixels(group)

@@ -18,7 +18,8 @@ from vit.commands.command_options import (
 )
 from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser
-from vit.config.inference_config import InferenceConfig, split_settings
+from vit.config.inference_config import InferenceConfig
+from vit.config.parser import split_settings
 from vit.errors import ConfigError, VitError
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig

@@ -100,10 +100,9 @@ def refuse(name: str, value: Any, why: str) -> None:
 @cache
 def properties_of(kind: SectionClass) -> dict[str, Properties]:
     """The properties of each setting of a section."""
-    return {
-        one.name: replace(one.metadata.get("is", Properties()), **getattr(kind, "shared", {}))
-        for one in fields(kind)
-    }
+    plain, shared = Properties(), getattr(kind, "shared", {})
+    known = {one.name: one.metadata.get("is", plain) for one in fields(kind)}
+    return {name: replace(one, **shared) for name, one in known.items()} if shared else known
 
 
 @cache

@@ -5,18 +5,13 @@ vit predict runs/photos holiday/ --batch-size 32 --tta flip
 """
 
 import inspect
-import os
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from vit.config.config_section import Section, SectionClass, properties_of, setting
 from vit.config.data_config import check_intensity_range
-from vit.config.parser import Setting, convert, field_docs, nearest
-from vit.errors import ConfigError
-from vit.text import printable
+from vit.config.parser import settings_of, split_settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -191,45 +186,6 @@ def check_together(config: Section) -> None:
         for other, why in known.incompatible_with.items():
             if is_chosen(other):
                 config.refuse(name, f"does not work with {other}{why and ': '}{why}")
-
-
-@cache
-def settings_of(kind: type) -> dict[str, Setting]:
-    """The fields of a dataclass of settings by name, with the sentence under each as its help."""
-    hints, docs = typing.get_type_hints(kind, include_extras=True), field_docs(kind)
-    return {
-        field.name: Setting(
-            name=field.name,
-            section="",
-            kind=hints[field.name],
-            default=field.default,
-            help=" ".join(docs[field.name].split()).removesuffix("."),
-            properties=properties_of(kind)[field.name],
-        )
-        for field in fields(kind)
-    }
-
-
-def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list[Any]:
-    """Settings by name as objects of `kinds`: a value goes to the first one that has its name.
-
-    Args:
-        purpose: What an unknown name is not a setting of, such as "a prediction".
-    """
-    parts: list[dict[str, Any]] = [{} for _ in kinds]
-    for name, value in given.items():
-        index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
-        if index is None:
-            known = [name for kind in kinds for name in settings_of(kind)]
-            raise ConfigError(
-                f"{printable(name)} is not a setting of {purpose}{nearest(name, known)}"
-            )
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        wanted = settings_of(kinds[index])[name].kind
-        # text stays as it is: a file may be called none, and so may a token
-        as_is = wanted is Any or (wanted == str | None and isinstance(plain, str))
-        parts[index][name] = plain if as_is else convert(wanted, plain, name)
-    return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
 
 
 def inference_config(

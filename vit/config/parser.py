@@ -7,7 +7,9 @@ of vit/config/: unknown and repeated keys and values of another type raise error
 import ast
 import dataclasses
 import inspect
+import itertools
 import math
+import os
 import sys
 import types
 import typing
@@ -79,6 +81,45 @@ def all_settings() -> dict[str, Setting]:
     return found
 
 
+@cache
+def settings_of(kind: type) -> dict[str, Setting]:
+    """The fields of a dataclass of settings by name, with the sentence under each as its help."""
+    hints, docs = typing.get_type_hints(kind, include_extras=True), field_docs(kind)
+    return {
+        field.name: Setting(
+            name=field.name,
+            section="",
+            kind=hints[field.name],
+            default=field.default,
+            help=" ".join(docs[field.name].split()).removesuffix("."),
+            properties=properties_of(kind)[field.name],
+        )
+        for field in dataclasses.fields(kind)
+    }
+
+
+def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list[Any]:
+    """Settings by name as objects of `kinds`: a value goes to the first one that has its name.
+
+    Args:
+        purpose: What an unknown name is not a setting of, such as "a prediction".
+    """
+    parts: list[dict[str, Any]] = [{} for _ in kinds]
+    for name, value in given.items():
+        index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
+        if index is None:
+            known = [name for kind in kinds for name in settings_of(kind)]
+            raise ConfigError(
+                f"{printable(name)} is not a setting of {purpose}{nearest(name, known)}"
+            )
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        wanted = settings_of(kinds[index])[name].kind
+        # text stays as it is: a file may be called none, and so may a token
+        as_is = wanted is Any or (wanted == str | None and isinstance(plain, str))
+        parts[index][name] = plain if as_is else convert(wanted, plain, name)
+    return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
+
+
 def settings_with(**properties: Any) -> list[str]:
     """Names of the settings with these properties."""
     return [
@@ -104,16 +145,20 @@ def field_docs(kind: type) -> dict[str, str]:
     """The sentence under each field of a dataclass, also of those it extends, from its source."""
     docs = {}
     for base in [one for one in kind.__mro__[::-1] if dataclasses.is_dataclass(one)]:
-        # of the module: inspect takes three times as long to find a class
-        module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
-        classes = (node for node in module.body if isinstance(node, ast.ClassDef))
-        (body,) = (node for node in classes if node.name == base.__name__)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
+        body = _class_bodies(base.__module__)[base.__name__]
+        for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
                 assert isinstance(following.value, ast.Constant)
                 docs[statement.target.id] = str(following.value.value)
     return docs
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of each class of a module; inspect takes three times as long to find one."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 @cache
