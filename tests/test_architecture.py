@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     f"vit.{name}"
     for name in (
-        *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log", "file_lock"),
+        *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log"),
         "json_values",
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
@@ -43,7 +43,6 @@ ALLOWED = {
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
     "vit.event_log": {"vit.text"},
-    "vit.file_lock": set(),
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},

@@ -16,7 +16,7 @@ from vit.config.inference_config import (
     check_together,
     inference_config,
 )
-from vit.config.parser import settings_of, split_settings
+from vit.config.settings import settings_of, split_settings
 from vit.errors import ConfigError
 from vit.serving.server_config import ServerConfig
 
@@ -41,7 +41,7 @@ def test_every_field_is_a_flag_with_its_sentence(command, kinds):
                 action = flags["allow_host" if name == "allowed_hosts" else name]
                 assert setting.help.replace("%", "%%") in action.help
                 assert action.default == argparse.SUPPRESS
-                assert {*setting.aliases} <= {*action.option_strings}
+                assert {*setting.properties.aliases} <= {*action.option_strings}
                 assert not isinstance(action, argparse.BooleanOptionalAction)
 
 

@@ -11,13 +11,13 @@ from vit.config.parser import (
     all_settings,
     flatten,
     make_config,
-    nearest,
     parse_decoder_config,
     parse_model_config,
     read_settings,
     write_settings,
 )
 from vit.errors import ConfigError
+from vit.text import nearest
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -148,7 +148,7 @@ def test_every_setting_has_its_sentence():
 
 
 def test_aliases_are_unique():
-    aliases = [alias for setting in all_settings().values() for alias in setting.aliases]
+    aliases = [alias for setting in all_settings().values() for alias in setting.properties.aliases]
     flags = [f"--{name.replace('_', '-')}" for name in all_settings()]
     assert len({*aliases, *flags}) == len(aliases) + len(flags)
 

@@ -3,7 +3,8 @@
 import argparse
 from dataclasses import dataclass
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_fields,
     add_json_option,
@@ -13,8 +14,7 @@ from vit.commands.command_options import (
     dataset_spec,
     options_of,
 )
-from vit.commands.command_output import Progress, notify, print_result
-from vit.config.config_section import Section, setting
+from vit.config.settings import Section, setting
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
 from vit.text import plural, printable

@@ -4,7 +4,8 @@ import argparse
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_json_option,
     add_network_options,
@@ -12,7 +13,6 @@ from vit.commands.command_options import (
     data_files,
     dataset_spec,
 )
-from vit.commands.command_output import Progress, notify, print_result
 from vit.config.inference_config import InferenceConfig
 from vit.errors import ConfigError
 from vit.output.output_file import check_outputs, open_output

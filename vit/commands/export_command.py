@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from vit.commands.command_options import add_fields, add_max_pixels, options_of
 from vit.commands.command_output import notify, write_json
-from vit.config.config_section import Section
+from vit.commands.command_parser import add_fields, add_max_pixels, options_of
+from vit.config.settings import Section
 from vit.errors import VitError
 from vit.output.output_file import check_distinct, check_output
 from vit.quick_imports import quick_imports

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
-from vit.config.parser import nearest
 from vit.cpu_cores import limit_active_waiting
 from vit.errors import DISK_FULL, REFUSED_PATH, VitError
 from vit.memory_allocator import keep_freed_memory
-from vit.text import printable
+from vit.text import nearest, printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {

@@ -6,11 +6,12 @@ import typing
 from fnmatch import fnmatch
 from typing import Any
 
-from vit.commands.command_options import is_comma_separated
-from vit.config.parser import TYPE_NAMES, Setting, all_settings, choices_of, nearest
+from vit.commands.command_parser import is_comma_separated
+from vit.config.parser import all_settings
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets, preset
+from vit.config.settings import TYPE_NAMES, Setting, choices_of
 from vit.errors import ConfigError
-from vit.text import printable
+from vit.text import nearest, printable
 
 FLOPS_NOTE = (
     "FLOPs of one image: 2 for each multiply-add, of which papers often count 1; "
@@ -71,7 +72,9 @@ def list_options(pattern: str) -> int:
 
 def names_of(setting: Setting) -> list[str]:
     """Name and long aliases of a setting, without dashes."""
-    flags = (alias[2:].replace("-", "_") for alias in setting.aliases if alias[:2] == "--")
+    flags = (
+        alias[2:].replace("-", "_") for alias in setting.properties.aliases if alias[:2] == "--"
+    )
     return [setting.name, *flags]
 
 

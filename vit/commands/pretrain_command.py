@@ -16,10 +16,10 @@ from vit.commands.train_command import (
     notify_on_main,
     require_data,
 )
-from vit.config.config_section import PRETRAINING_TASKS
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import Settings, default_run_folder
+from vit.config.settings import PRETRAINING_TASKS
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import resolve_link

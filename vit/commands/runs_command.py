@@ -3,8 +3,8 @@
 import argparse
 import shutil
 
-from vit.commands.command_options import add_json_option
 from vit.commands.command_output import write_json
+from vit.commands.command_parser import add_json_option
 from vit.evaluation.runs_table import COLUMNS, runs
 from vit.output.output_file import check_outputs, open_output, standard_output
 from vit.output.prediction_results import to_json

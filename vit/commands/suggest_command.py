@@ -5,7 +5,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, write_json
+from vit.commands.command_parser import (
     add_data_options,
     add_fields,
     add_json_option,
@@ -15,11 +16,10 @@ from vit.commands.command_options import (
     options_of,
     positive_int,
 )
-from vit.commands.command_output import Progress, notify, write_json
 from vit.config import SourceConfig
-from vit.config.config_section import Section
 from vit.config.inference_config import InferenceConfig
 from vit.config.parser import all_settings
+from vit.config.settings import Section
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
 from vit.text import printable, quoted

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.commands.command_options import (
+from vit.commands.command_output import notify
+from vit.commands.command_parser import (
     add_json_option,
     add_setting,
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import notify
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config, model_settings
 from vit.config.presets import PRESETS

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
-from vit.commands.command_parser import SETTING, CommandParser
+from vit.commands.command_parser import SETTING, CommandParser, add_setting, settings_from_args
 from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings
 from vit.config.parser import Settings, all_settings, checked, default_run_folder

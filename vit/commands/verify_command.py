@@ -3,8 +3,8 @@
 import argparse
 import os
 
-from vit.commands.command_options import add_json_option, add_max_pixels
 from vit.commands.command_output import notify, print_result
+from vit.commands.command_parser import add_json_option, add_max_pixels
 from vit.errors import VitError
 from vit.exported.engine import exported_engine
 from vit.output.output_file import check_outputs

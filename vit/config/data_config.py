@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Other, Section, setting
+from vit.config.settings import LABEL_TASKS, ON, Other, Section, setting
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import CAPTION_TASKS, Other, Section, setting
 from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
+from vit.config.settings import CAPTION_TASKS, Other, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from vit.config.config_section import Section, SectionClass, properties_of, setting
 from vit.config.data_config import check_intensity_range
-from vit.config.parser import settings_of, split_settings
+from vit.config.settings import (
+    Section,
+    SectionClass,
+    properties_of,
+    setting,
+    settings_of,
+    split_settings,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

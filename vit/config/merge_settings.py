@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.config.config_section import as_typed
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import (
     Settings,
     all_settings,
@@ -19,11 +17,13 @@ from vit.config.parser import (
     settings_with,
     with_effect,
 )
+from vit.config.settings import as_typed
 from vit.config.stored_config import (
     is_stored_file,
     located,
     stored_settings,
 )
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
 from vit.text import Notify, join_names, print_to_stderr, printable

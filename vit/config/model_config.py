@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Other, Section, check_read, setting
+from vit.config.settings import LABEL_TASKS, ON, Other, Section, check_read, setting
 
 ROTARY = ("rotary", "learned_rotary")
 EXPERT_SETTINGS = (
@@ -331,3 +331,14 @@ class ModelConfig(Section):
         """Width of the head's input."""
         tokens = {"class_token_mean": 2, "class_token_registers": 1 + self.registers}
         return tokens.get(self.pooling, 1) * self.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialModelConfig(ModelConfig):
+    """Model settings of the user; the others will come from pretrained weights.
+
+    Values are checked one by one here, and together when all are known.
+    """
+
+    def __post_init__(self) -> None:
+        self.check_ranges()

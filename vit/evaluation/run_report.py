@@ -8,8 +8,8 @@ from typing import Any
 
 from vit.atomic_files import write_text
 from vit.config import Config
-from vit.config.config_section import as_typed
 from vit.config.parser import all_settings, flatten, make_config
+from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
 

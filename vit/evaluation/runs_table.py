@@ -24,15 +24,11 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from vit.config.config_section import as_typed
+from vit.atomic_files import lock_file
 from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
-from vit.config.parser import (
-    all_settings,
-    nearest,
-    read_stored_settings,
-    settings_with,
-)
+from vit.config.parser import all_settings, read_stored_settings, settings_with
 from vit.config.presets import PRESETS
+from vit.config.settings import as_typed
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.event_log import (
@@ -43,10 +39,9 @@ from vit.event_log import (
     read_event_log,
     saved_event,
 )
-from vit.file_lock import lock_file
 from vit.paths import did_you_mean, is_run_folder, path_argument
 from vit.score_calibration import ScoreCalibration
-from vit.text import align_columns, format_duration, format_parameters, percent, printable
+from vit.text import align_columns, format_duration, format_parameters, nearest, percent, printable
 
 SETTINGS = "config.yaml"
 WEIGHTS = "model.safetensors"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vit.config.config_section import Section
+from vit.config.settings import Section
 from vit.errors import RunError
 from vit.export.export_accuracy import Accuracy
 from vit.text import Notify, printable

@@ -24,7 +24,7 @@ from vit.config.inference_config import (
     accepts_settings,
     check_together,
 )
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.exported.engine import library_version, select_engine
 from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column

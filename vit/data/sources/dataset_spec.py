@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
-from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
-from vit.text import printable
+from vit.text import nearest, printable
 
 SAVE = "not a list: save it as CSV and give that file"
 FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"

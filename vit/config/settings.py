@@ -1,12 +1,25 @@
-"""What a setting is: default, range, what reads it, what decides it; base class of the sections."""
+"""What a setting is: type, default, sentence of help, range, what reads it, what decides it.
 
+Also the base class of the sections, and the conversion of values to the types of their fields.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
 import operator
+import os
+import sys
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from vit.errors import ConfigError
+from vit.text import nearest, printable
 
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Values of `task` that learn without labels."""
@@ -165,3 +178,162 @@ def why_unread(values: Mapping[str, Any], need: Need) -> str:
     ]
     does = "does" if len(need) == 1 else "do"
     return f"{' and '.join(now)} {does} not read it; {' or '.join(others)} does"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a section: a flag, and a key of the YAML file."""
+
+    name: str
+    section: str
+    """Section of a training; "" for settings of commands."""
+    kind: Any
+    default: Any
+    help: str
+    properties: Properties
+
+
+@cache
+def settings_of(kind: type, section: str = "") -> dict[str, Setting]:
+    """The fields of a dataclass of settings by name, with the sentence under each as its help."""
+    hints, docs = typing.get_type_hints(kind, include_extras=True), field_docs(kind)
+    return {
+        field.name: Setting(
+            name=field.name,
+            section=section,
+            kind=hints[field.name],
+            default=field.default,
+            help=docs[field.name],
+            properties=properties_of(kind)[field.name],
+        )
+        for field in fields(kind)
+    }
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, also of those it extends, from its source."""
+    docs = {}
+    for base in [one for one in kind.__mro__[::-1] if dataclasses.is_dataclass(one)]:
+        body = _class_bodies(base.__module__)[base.__name__]
+        for statement, following in itertools.pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                assert isinstance(following.value, ast.Constant)
+                docs[statement.target.id] = str(following.value.value)
+    return docs
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of each class of a module; inspect takes three times as long to find one."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list[Any]:
+    """Settings by name as objects of `kinds`: a value goes to the first one that has its name.
+
+    Args:
+        purpose: What an unknown name is not a setting of, such as "a prediction".
+    """
+    parts: list[dict[str, Any]] = [{} for _ in kinds]
+    for name, value in given.items():
+        index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
+        if index is None:
+            known = [name for kind in kinds for name in settings_of(kind)]
+            raise ConfigError(
+                f"{printable(name)} is not a setting of {purpose}{nearest(name, known)}"
+            )
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        wanted = settings_of(kinds[index])[name].kind
+        # text stays as it is: a file may be called none, and so may a token
+        as_is = wanted is Any or (wanted == str | None and isinstance(plain, str))
+        parts[index][name] = plain if as_is else convert(wanted, plain, name)
+    return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal, or the keys of the table that annotates a type; else none."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is Literal:
+            return typing.get_args(option)
+        if typing.get_origin(option) is Annotated:
+            return tuple(option.__metadata__[0])
+    return ()
+
+
+def convert(kind: Any, value: Any, name: str) -> Any:
+    """Check `value`, from a file or typed as a flag, against the annotation `kind`."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        if value in (None, "none", "auto", ["none"]):
+            return None
+        first, *others = typing.get_args(kind)
+        return (
+            value
+            if any(value in choices_of(one) for one in others)
+            else convert(first, value, name)
+        )
+    if typing.get_origin(kind) in (Literal, Annotated):
+        choices = choices_of(kind)
+        if value not in choices:
+            hint = nearest(str(value), choices)
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        kinds = typing.get_args(kind)
+        if kinds[-1] is Ellipsis:
+            return tuple(convert(kinds[0], v, name) for v in _listed(value))
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
+        return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
+    converted = CONVERTERS[kind](value)
+    if converted is None:
+        raise ConfigError(f"{name}={value!r} is not {TYPE_NAMES[kind]}")
+    return converted
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list; flags separate them by commas, and one item needs no list."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            return None
+    return value if type(value) is int else None
+
+
+def _float(value: Any) -> float | None:
+    """YAML 1.1 reads 1e-3, without a dot, as a string: that is a number here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bool(value: Any) -> bool | None:
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return value if type(value) is bool else words.get(str(value).lower())
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+CONVERTERS: dict[type, Callable[[Any], Any]] = {
+    int: _int,
+    float: _float,
+    bool: _bool,
+    str: _str,
+}
+
+
+TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
