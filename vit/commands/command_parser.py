@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from vit.config import Section, SourceConfig
 from vit.config.parser import all_settings
-from vit.config.presets import preset
 from vit.config.settings import Setting, choices_of, settings_of, split_settings
 from vit.errors import ConfigError
 from vit.generation.generation_config import Search
@@ -328,7 +327,7 @@ def default_text(setting: Setting) -> str:
     """The default of a setting as --help shows it."""
     if setting.name == "num_classes":
         return ""
-    if setting.section and setting.name in preset(str(all_settings()["model"].default)):
+    if setting.properties.decided_by == "preset":
         return " (default: the preset's)"
     if setting.default in (None, ()) or (setting.default is False and not setting.section):
         return ""

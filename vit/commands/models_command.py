@@ -8,7 +8,7 @@ from typing import Any
 
 from vit.commands.command_parser import is_comma_separated
 from vit.config.parser import all_settings
-from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets, preset
+from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
 from vit.config.settings import TYPE_NAMES, Setting, choices_of
 from vit.errors import ConfigError
 from vit.text import nearest, printable
@@ -97,7 +97,7 @@ def default_word(setting: Setting) -> str:
     """The default of a setting; of sizes `the preset's`."""
     if setting.name == "num_classes":
         return "the data's"
-    if setting.name in preset(str(all_settings()["model"].default)):
+    if setting.properties.decided_by == "preset":
         return "the preset's"
     if setting.default in (None, ()):
         return "none"

@@ -182,7 +182,6 @@ def cross_validate(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train once for each fold, and evaluate it on the images held out: `vit train --folds`.
@@ -197,7 +196,6 @@ def cross_validate(
             omitted.
         resume: Skip finished folds, and resume the one that is not.
         overwrite: Delete all existing runs of folds, once the first fold begins.
-        given: Names of the settings that the user chose, as for `vit.train`.
         settings: More settings by name, unless `config` is a Config.
 
     Returns:
@@ -216,9 +214,7 @@ def cross_validate(
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:
         raise ConfigError("folds is missing: give the number of folds, such as folds=5")
-    record = train_folds(
-        config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite, given=given
-    )
+    record = train_folds(config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") == "0":
         data = config.data.data if isinstance(config, Config) else str(config["data"])
         labels = config.data.labels if isinstance(config, Config) else config.get("labels")

@@ -149,12 +149,9 @@ def known_origins(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
     }
 
 
-def with_origins(config: Config, given: Collection[str] | None = None) -> Config:
-    """`config` in which the settings `given` were chosen, or those that differ from defaults."""
-    if given is None:
-        origins = {**dict.fromkeys(changed_settings(config), "call"), **config.origins}
-    else:
-        origins = dict.fromkeys(given, "call")
+def with_origins(config: Config) -> Config:
+    """`config` in which somebody chose the settings of unknown origin that differ from defaults."""
+    origins = {**dict.fromkeys(changed_settings(config), "call"), **config.origins}
     return dataclasses.replace(config, origins=known_origins(config.values(), origins))
 
 

@@ -66,7 +66,11 @@ class Properties:
     incompatible_with: Mapping[str, str] = field(default_factory=dict)
     """Settings that it does not work with, with the reason."""
     decided_by: str = ""
-    """What decides it if nobody does: time, weights, data or plan; None leaves it to them."""
+    """What decides it if nobody does: preset, time, weights, data, plan; None leaves it to them."""
+    unit: str = ""
+    """What it counts: epochs."""
+    listed: bool = True
+    """In tables of settings; else it is elsewhere on the page, or no choice about the network."""
     before_plan: bool = False
     """The plan is made with it: it is no setting of the network or its optimisation."""
     resumable: bool = False

@@ -54,7 +54,7 @@ class TrainingConfig(Section):
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
     """Task: one class per image, any number, captions, classes and captions; or no labels."""
-    model: str = "vit_tiny_patch16_224"
+    model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)
     """Passes over the training images, or multiples of epoch_steps; each ends in a validation."""
@@ -71,13 +71,20 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched", unused_by=PROBE)
     """Learning rate after the warm-up: cosine, or constant with a cooldown (arXiv:2404.06395)."""
     cooldown_epochs: float | None = setting(
-        None, least=0, read_by=({"schedule": ("wsd",)},), decided_by="time", unused_by=PROBE
+        None,
+        least=0,
+        read_by=({"schedule": ("wsd",)},),
+        decided_by="time",
+        unused_by=PROBE,
+        unit="epochs",
     )
     """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
-    cooldown_shares: tuple[float, ...] = setting((), decided_by="time", unused_by=PROBE)
+    cooldown_shares: tuple[float, ...] = setting(
+        (), decided_by="time", unused_by=PROBE, listed=False
+    )
     """wsd: fractions of lr during the cooldown, between which it is linear; set by a run with a
     time."""
-    cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE)
+    cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE, listed=False)
     """wsd: steps of the cooldown after which lr has these fractions; its epochs when left empty."""
     fallback_lr: float | None = setting(
         None, above=0, read_by=({"optimizer": ("muon",)},), unused_by=PROBE
@@ -85,7 +92,9 @@ class TrainingConfig(Section):
     """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
     min_lr: float = setting(1e-6, least=0, unused_by=PROBE)
     """Learning rate at the end."""
-    warmup_epochs: float | None = setting(None, least=0, decided_by="time", unused_by=PROBE)
+    warmup_epochs: float | None = setting(
+        None, least=0, decided_by="time", unused_by=PROBE, unit="epochs"
+    )
     """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
     optimizer: str = setting("adamw", "--opt", unused_by=PROBE)
     """adamw, muon, or the name of any optimiser in timm's factory."""
@@ -116,12 +125,17 @@ class TrainingConfig(Section):
     start_image_size: int | None = setting(None, unused_by=PROBE)
     """Progressive resizing: image side in the first epochs; image_size when left empty."""
     growth_epochs: float | None = setting(
-        None, above=0, read_by=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
+        None,
+        above=0,
+        read_by=({"start_image_size": ON},),
+        decided_by="time",
+        unused_by=PROBE,
+        unit="epochs",
     )
     """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
     seed: int = setting(0, least=0, before_plan=True)
     """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
-    patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE)
+    patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE, unit="epochs")
     """Early stopping: epochs without an improvement; off when left empty."""
     soup: bool = setting(
         False, read_by=({"keep_best": Other((1,))},), tasks=LABEL_TASKS, unused_by=PROBE

@@ -57,12 +57,6 @@ SCORE_NAMES = {
     "val_loss": "loss",
 }
 SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
-NOT_COMPARED = {
-    *("model", "data", "epochs", "num_classes", "workers"),
-    *("cooldown_shares", "cooldown_steps"),
-}
-"""Settings with a column of their own, without influence on the result, or that a time budget
-recorded step by step."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angles")
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}
@@ -248,10 +242,11 @@ class RunsTable:
         known = sorted(
             all_settings(), key=settings_with(decided_by="time").__contains__
         )  # those that a time gave last
+        hidden = {*settings_with(listed=False), *COLUMNS}
         found = {}
         for name in dict.fromkeys([*known, *(name for run in read for name in run.settings)]):
             values = Counter(setting_text(run.setting(name)) for run in read)
-            if len(values) > 1 and name not in NOT_COMPARED:
+            if len(values) > 1 and name not in hidden:
                 found[name] = values.most_common(1)[0][0]
         return found
 

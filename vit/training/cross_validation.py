@@ -74,7 +74,6 @@ def train_folds(
     measure: Measure,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
@@ -89,7 +88,7 @@ def train_folds(
     folder = Path(out or default_run_folder(data))
     if resume:
         config = with_recorded_plan(config, folder)
-    config, _ = resolve_plan(config, given)
+    config, _ = resolve_plan(config)
     folds = config.data.folds
     assert folds is not None
     accelerator = make_accelerator(config.run)
