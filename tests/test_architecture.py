@@ -125,6 +125,7 @@ ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
+    "difflib": {"vit/text.py"},
     "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
