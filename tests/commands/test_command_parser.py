@@ -85,15 +85,6 @@ def test_a_topic_that_is_none_is_an_error_with_the_nearest(capsys):
     assert "fine-tuning" in err
 
 
-def test_a_name_that_begins_with_a_dash_is_written_with_its_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "-kleider").mkdir()
-    assert main(["predict", "runs/x", "-kleider"]) == 2
-    assert "of this name, write ./-kleider" in capsys.readouterr().err
-    assert main(["predict", "runs/x", "-keks"]) == 2
-    assert "./" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["check", "data", "evaluate", "compare", "calibrate"])
 def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
     module = importlib.import_module(f"vit.commands.{command}_command")

@@ -10,7 +10,6 @@ A command without a list of essential flags shows every flag with `--help`.
 import argparse
 import contextlib
 import dataclasses
-import os
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -69,7 +68,6 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.essential: Sequence[str] = ()
         self.examples: Sequence[str] = ()
-        self.words: Sequence[str] = ()
         self.add_argument(
             "-h",
             "--help",
@@ -91,34 +89,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse `words`; unknown arguments exit with code 2."""
-        self.words = words
         # argparse ends an optional list of words at the first flag, even if it is still empty
         has_list = any(one.nargs == "*" and not one.option_strings for one in self._actions)
         parse = self.parse_known_intermixed_args if has_list else self.parse_known_args
         parsed, unknown = parse(words)
+        if unknown and not unknown[0].startswith("-"):
+            self.error(f"{unknown[0]} is one argument too many; names with spaces need quotes")
         if unknown:
-            data = self._data_of(parsed)
-            if data is not None and not unknown[0].startswith("-"):
-                from vit.data.sources.dataset_spec import extra_arguments_message
-
-                extra = [word for word in unknown if word[:1] != "-"]
-                before = words[max(words.index(extra[0]) - 1, 0)]
-                self.error(extra_arguments_message(data, extra, before))
-            word = unknown[0].split("=")[0]
-            hint = nearest(word, self._option_string_actions)
-            self.error(f"{printable(unknown[0])} is not an argument{hint}")
+            hint = nearest(unknown[0].split("=")[0], self._option_string_actions)
+            self.error(f"{unknown[0]} is not an argument{hint}")
         return parsed
-
-    def _data_of(self, parsed: argparse.Namespace) -> str | None:
-        """The value of DATA; None for commands without it."""
-        actions = (one for one in self._actions if one.metavar == "DATA" and not one.option_strings)
-        return next((getattr(parsed, one.dest) for one in actions), None)
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(printable(message).split())
-        names = (word for word in self.words if word.startswith("-") and os.path.lexists(word))
-        if name := next(names, ""):
-            line += f"; for the file or folder of this name, write ./{printable(name)}"
         self.exit(EXIT_USAGE, f"{self.prog}: {line} (see {self.prog} --help)\n")
 
     def topics(self) -> dict[str, Any]:
@@ -307,7 +290,8 @@ def add_setting(group: Any, setting: Setting) -> None:
     flags = [f"--{setting.name.replace('_', '-')}", *setting.properties.aliases]
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"{SETTING}{setting.name}"}
     commas = " Separated by commas." if is_comma_separated(setting.kind) and setting.section else ""
-    options["help"] = f"{setting.help}{commas}{default_text(setting)}".replace("%", "%%")
+    text = setting.help if setting.section else setting.help.removesuffix(".")
+    options["help"] = f"{text}{commas}{default_text(setting)}".replace("%", "%%")
     if setting.kind in (bool, bool | None):
         action: Any = argparse.BooleanOptionalAction if setting.section else "store_true"
         group.add_argument(*flags, action=action, **options)

@@ -32,7 +32,7 @@ COMMANDS = {
     "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",
     "data": "write images of any source as a folder or as tar shards",
-    "models": "list the networks that can be built or loaded by name, and their options",
+    "models": "list the networks that can be built or loaded by name",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
 

@@ -110,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
         notify=notify_on_main,
     )
     require_data(values, args, "run")
+    return run_training(values, args, args.out, began=began)
+
+
+def run_training(values: Settings, args: argparse.Namespace, out: Any, **options: Any) -> int:
+    """Train, or draw the first batch; `options` are arguments of `train`."""
     if args.show_batch is not None:
         check_show_batch(args)
         from vit.training.show_batch import show_batch
@@ -117,17 +122,14 @@ def run(args: argparse.Namespace) -> int:
         show_batch(values, resolve_link(args.show_batch))
         return 0
     if values.get("folds") is not None and values.get("fold") is None:
-        return run_folds(values, args)
+        record = cross_validate(values, out, resume=args.resume, overwrite=args.overwrite)
+        if os.environ.get("RANK", "0") == "0":
+            print(format_folds(record), flush=True)
+        return int(bool(record["failed"]))
     with quick_imports():
         from vit.training.train import train
 
-    result = train(
-        values,
-        args.out,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        began=began,
-    )
+    result = train(values, out, resume=args.resume, overwrite=args.overwrite, **options)
     return int(bool(result.failed))
 
 
@@ -166,14 +168,6 @@ def check_show_batch(args: argparse.Namespace) -> None:
 
     sheet_format(args.show_batch)
     check_output(args.show_batch, overwrite=args.overwrite)
-
-
-def run_folds(values: Settings, args: argparse.Namespace) -> int:
-    """Train every fold, and print their scores with mean and interval."""
-    record = cross_validate(values, args.out, resume=args.resume, overwrite=args.overwrite)
-    if os.environ.get("RANK", "0") == "0":
-        print(format_folds(record), flush=True)
-    return int(bool(record["failed"]))
 
 
 def cross_validate(

@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeVar
 from vit.config.data_config import check_intensity_range
 from vit.config.settings import (
     Section,
-    SectionClass,
-    properties_of,
     setting,
     settings_of,
     split_settings,
@@ -162,7 +160,6 @@ class EvaluationConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_row_settings(self)
-        check_together(self)
 
 
 INT8 = ({"precision": ("int8",)},)
@@ -200,7 +197,6 @@ class ExportOptions(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_together(self)
         if self.precision == "int8" and not self.dynamic and self.calibration is None:
             why = "give --calibration DATA, such as the data of the training, or --dynamic"
             self.refuse("precision", f"it is calibrated with images: {why}")
@@ -227,29 +223,6 @@ def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
     """Check the settings of rows that both have."""
     if isinstance(config.csv_digits, int) and not 0 <= config.csv_digits <= 17:
         config.refuse("csv_digits", "choose 0 to 17, or full")
-
-
-def check_together(config: Section) -> None:
-    """Refuse settings without what they need, or with what excludes them, as beside the fields.
-
-    Either is the name of another setting, or `name=value`.
-    """
-
-    def is_chosen(words: str) -> bool:
-        name, _, wanted = words.partition("=")
-        value = getattr(config, name)
-        return value == wanted if wanted else value is not None and value is not False
-
-    kind: SectionClass = type(config)
-    for name, known in properties_of(kind).items():
-        if not is_chosen(name):
-            continue
-        for other, why in known.needs.items():
-            if not is_chosen(other):
-                config.refuse(name, f"needs {other}: {why}")
-        for other, why in known.incompatible_with.items():
-            if is_chosen(other):
-                config.refuse(name, f"does not work with {other}{why and ': '}{why}")
 
 
 def inference_config(

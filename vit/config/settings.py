@@ -91,6 +91,7 @@ class Section:
     def __post_init__(self) -> None:
         self.check_ranges()
         check_read(vars(self), type(self))
+        check_together(self)
 
     def check_ranges(self) -> None:
         """Check each value by itself; of a tuple, each number."""
@@ -162,6 +163,35 @@ def check_read(values: Mapping[str, Any], *kinds: SectionClass) -> None:
                 continue
             if (need := missing_need(name, values, kind)) is not None:
                 refuse(name, values[name], why_unread(values, need))
+
+
+def check_together(config: Section) -> None:
+    """Refuse settings without what they need, or with what excludes them, as beside the fields.
+
+    Either is the name of another setting, or `name=value`.
+    """
+
+    def is_chosen(words: str) -> bool:
+        name, _, wanted = words.partition("=")
+        value = getattr(config, name)
+        return value == wanted if wanted else value is not None and value is not False
+
+    for name, known in linked_settings(type(config)).items():
+        if not is_chosen(name):
+            continue
+        for other, why in known.needs.items():
+            if not is_chosen(other):
+                config.refuse(name, f"needs {other}: {why}")
+        for other, why in known.incompatible_with.items():
+            if is_chosen(other):
+                config.refuse(name, f"does not work with {other}{why and ': '}{why}")
+
+
+@cache
+def linked_settings(kind: SectionClass) -> dict[str, Properties]:
+    """The settings that need others, or do not work with them."""
+    every = properties_of(kind).items()
+    return {name: known for name, known in every if known.needs or known.incompatible_with}
 
 
 def as_typed(value: object) -> str:

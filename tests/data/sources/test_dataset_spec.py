@@ -60,18 +60,11 @@ def test_a_run_folder_is_no_dataset(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
-        (["a", "b"], "b is one argument too many: DATA is a already"),
-        (["0.tar", "1.tar"], "quote the pattern"),
-        (["old", "x"], 'a name with spaces needs quotes: "old x"'),
-        (["old", "x", "y", "--seed", "1"], 'a name with spaces needs quotes: "old x y"'),
+        (["a", "b"], "b is one argument too many; names with spaces need quotes"),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
     ],
 )
-def test_extra_arguments_are_explained(tmp_path, monkeypatch, capsys, command, words, message):
-    monkeypatch.chdir(tmp_path)
-    for name in ("old x", "old x y"):
-        (tmp_path / name).mkdir(exist_ok=True)
+def test_extra_arguments_are_refused(capsys, command, words, message):
     others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
     assert main([command, *others, *words]) == 2
     line = capsys.readouterr().err
