@@ -176,7 +176,8 @@ def check_together(config: Section) -> None:
         value = getattr(config, name)
         return value == wanted if wanted else value is not None and value is not False
 
-    for name, known in linked_settings(type(config)).items():
+    kind: SectionClass = type(config)
+    for name, known in linked_settings(kind).items():
         if not is_chosen(name):
             continue
         for other, why in known.needs.items():
