@@ -76,7 +76,11 @@ def test_there_are_recipes():
 
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
 def test_weights_are_small_and_those_of_a_recipe(folder):
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+    }
     assert sum(path.stat().st_size for path in folder.iterdir()) < 10_000_000
     card = (folder / "README.md").read_text(encoding="utf-8")
     for words in ("license: apache-2.0", "linear probe", "nearest", "seed", "minutes", folder.name):

@@ -55,9 +55,6 @@ class DecoderConfig(Section):
     vocab_size: int | None = setting(None, least=4, decided_by="data")
     """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
     def check_with(self, encoder: ModelConfig) -> None:
         """Check the settings against those of the encoder."""
         dim, heads = self.resolve_dim(encoder), self.resolve_num_heads(encoder)

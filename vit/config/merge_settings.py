@@ -67,10 +67,7 @@ def call_settings(
     if isinstance(first, Mapping):
         if twice := [name for name in settings if name in first]:
             raise ConfigError(f"{join_names(twice)} is given twice, in the dict and by name")
-        every = {**first, **settings}
-        if not resume:
-            return Settings(call=every)
-        return collect_settings(every, out=out, resume=True, notify=notify)
+        return collect_settings({**first, **settings}, out=out, resume=resume, notify=notify)
     chosen, config = dict(settings), None
     if first is not None:
         path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")

@@ -18,13 +18,11 @@ from vit.config.settings import Setting, convert, missing_need, settings_of
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import nearest, nearest_names, printable
+from vit.text import nearest, printable
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
 """Folder of run folders without --out."""
-TIMM_NAMES = ("img_size", "in_chans", "embed_dim", "reg_tokens")
-"""Names of model settings in timm's create_model, which people type."""
 # model settings in every config.json; the default of a newer one is what older runs did
 REQUIRED_SETTINGS = {
     *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
@@ -219,46 +217,38 @@ def changed_settings(config: Config) -> list[str]:
 
 def parse_model_config(values: Any) -> ModelConfig:
     """The inverse of `asdict`, with every name and type checked."""
-    known = section_types("model")
-    if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
-        raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
-    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
+    config: ModelConfig = _parse_section("model", values, REQUIRED_SETTINGS)
+    return config
 
 
 def parse_decoder_config(values: Any) -> DecoderConfig:
     """As `parse_model_config`, for the decoder."""
-    known = section_types("decoder")
-    if not isinstance(values, dict) or not {"vocab_size", "caption_tokens"} <= values.keys():
-        raise ConfigError("the decoder's settings are incomplete")
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{printable(min(unknown))} is not a setting of the decoder")
-    return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
+    config: DecoderConfig = _parse_section("decoder", values, {"vocab_size", "caption_tokens"})
+    return config
 
 
-def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_section(section: str, values: Any, required: set[str]) -> Any:
+    known = section_types(section)
+    if not isinstance(values, dict) or not required <= values.keys() <= known.keys():
+        raise ConfigError(f"the {section}'s settings must be exactly {', '.join(known)}")
+    return SECTIONS[section](
+        **{name: convert(known[name], value, name) for name, value in values.items()}
+    )
+
+
+def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the network by field name, converted to their types."""
-    kinds, chosen = section_types("model"), {}
-    names = {word: name for word, name in names_by_alias().items() if name in kinds}
-    accepted = {*kinds, *TIMM_NAMES}
-    for word, value in given.items():
+    known = section_types("model")
+    for word in values:
         if word in ("pretrained", "checkpoint_path"):
             raise ConfigError(
                 f"{word} is not a model setting: create_model initialises freshly, and "
                 "vit.from_pretrained('timm/NAME') opens pretrained weights"
             )
-        if word in section_types("decoder"):
-            raise ConfigError(
-                f"{word} is a setting of a text decoder, and create_model builds none; "
-                "vit.model.build.build_captioner(model, decoder) does"
-            )
-        if word not in accepted:
-            near = nearest_names(str(word), names)
-            hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
-            raise ConfigError(f"{printable(word)} is not a model setting; {hint}")
-        if names[word] in chosen:
-            raise ConfigError(f"{names[word]} is given twice, once as {printable(word)}")
-        chosen[names[word]] = convert(kinds[names[word]], value, names[word])
-    return chosen
+        if names_by_alias().get(word) not in known:
+            hint = nearest(word, known) or f"; choose from {', '.join(known)}"
+            raise ConfigError(f"{printable(word)} is not a model setting{hint}")
+    return checked(values)
 
 
 def section_types(section: str) -> dict[str, Any]:
@@ -346,11 +336,10 @@ def write_settings(
 ) -> None:
     """Write every setting of `config`, or those in `only`, as flat YAML for `read_settings`."""
     lines = [f"# {line}".rstrip() + "\n" for line in header.splitlines()]
-    for section in SECTIONS:
-        names = {setting.name for setting in all_settings().values() if setting.section == section}
-        values = {name: value for name, value in flatten(config).items() if name in names}
-        if only is not None:
-            values = {name: value for name, value in values.items() if name in only}
+    flat = flatten(config)
+    for section, kind in SECTIONS.items():
+        names = [name for name in settings_of(kind, section) if only is None or name in only]
+        values = {name: flat[name] for name in names}
         if values:
             lines += [f"\n# {section}\n", _plain_yaml(values)]
     Path(path).write_text("".join(lines), encoding="utf-8")
