@@ -322,14 +322,25 @@ def test_a_block_has_no_ifs():
         assert not any(isinstance(node, ast.If | ast.IfExp) for node in ast.walk(forward))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--epohcs", "3"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["predict", "--help"],
+        ["evaluate", "--help"],
+        ["models", "--help"],
+        ["train", "--epohcs", "3"],
+    ],
+)
 def test_help_and_wrong_flags_need_no_torch(words):
     code = (
         "import sys; from vit.commands.main import main; code = main(sys.argv[1:]);"
-        "heavy = {'torch', 'timm', 'torchvision', 'accelerate', 'transformers'} & set(sys.modules);"
+        "heavy = {'torch', 'timm', 'numpy', 'PIL', 'accelerate', 'transformers'} & {*sys.modules};"
         "assert not heavy, heavy; sys.exit(code)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
     )
     assert run.returncode == (2 if "--epohcs" in words else 0), run.stderr
+    assert "(default: None)" not in run.stdout
