@@ -17,7 +17,6 @@ LEVEL_0 = {
     f"vit.{name}"
     for name in (
         *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log"),
-        "json_values",
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
@@ -46,8 +45,7 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
-    "vit.json_values": {"vit.errors", "vit.text"},
-    "vit.score_calibration": {"vit.errors", "vit.json_values"},
+    "vit.score_calibration": {"vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),

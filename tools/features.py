@@ -342,7 +342,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors atomic_files json_values text paths precision cpu_cores "
+        "__init__ __main__ version errors atomic_files text paths precision cpu_cores "
         "memory_allocator quick_imports commands config/parser config/merge_settings "
         "config/settings config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
