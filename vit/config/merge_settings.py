@@ -73,7 +73,7 @@ def call_settings(
         path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")
         is_yaml = path.lower().endswith(YAML_SUFFIXES)
         if not is_yaml and "data" in chosen:
-            raise ConfigError(f"data is given twice: {printable(path)} and data=")
+            raise ConfigError(f"data is given twice: {path} and data=")
         config = path if is_yaml else None
         chosen |= {} if is_yaml else {"data": path}
     elif not (resume and out) and not chosen.get("data"):
@@ -83,7 +83,7 @@ def call_settings(
         )
     values = collect_settings(chosen, config=config, out=out, resume=resume, notify=notify)
     if not values.get("data"):
-        where = printable(config or os.fspath(out or ""))
+        where = config or os.fspath(out or "")
         raise ConfigError(f"{where} has no data: give data=")
     return values
 
@@ -145,7 +145,7 @@ def read_fold_settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+        raise RunError(f"{path} is damaged ({error}); delete it") from None
 
 
 def _checked_file(
@@ -154,7 +154,7 @@ def _checked_file(
     try:
         return checked(read(path))
     except ConfigError as error:
-        where = printable(path)
+        where = os.fspath(path)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
 
 

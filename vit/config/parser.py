@@ -18,7 +18,7 @@ from vit.config.settings import Setting, convert, missing_need, settings_of
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import nearest, printable
+from vit.text import nearest
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
@@ -159,14 +159,14 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"settings={printable(repr(values)[:40])} ({type(values).__name__}): give a dict of "
+            f"settings={repr(values)[:40]} ({type(values).__name__}): give a dict of "
             "settings by name, such as {'data': 'photos', 'epochs': 50}"
         )
     chosen: dict[str, Any] = {}
     for key, value in values.items():
         name = names_by_alias().get(str(key).replace("-", "_"))
         if name is None:
-            raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
+            raise ConfigError(f"{key} is not a setting{why_unknown(key, value)}")
         if (
             name == "batch_size" and value == "auto"
         ):  # a step keeps its size, micro-batches are found
@@ -174,7 +174,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         if name == "task" and value == "caption,classify":
             value = "classify,caption"
         if name in chosen:
-            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
+            raise ConfigError(f"{name} is given twice, once as {key}")
         is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # other settings read it as None
         chosen[name] = value if is_word else convert(all_settings()[name].kind, value, name)
     return chosen
@@ -247,7 +247,7 @@ def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         if names_by_alias().get(word) not in known:
             hint = nearest(word, known) or f"; choose from {', '.join(known)}"
-            raise ConfigError(f"{printable(word)} is not a model setting{hint}")
+            raise ConfigError(f"{word} is not a model setting{hint}")
     return checked(values)
 
 
@@ -277,7 +277,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise ConfigError(f"{printable(key)} is given twice")
+                raise ConfigError(f"{key} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -294,11 +294,11 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             raise ConfigError("is not a list of `name: value` lines")
     except OSError as error:
         hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{printable(path)}: {error.strerror}{hint}") from None
+        raise ConfigError(f"{path}: {error.strerror}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         text = str(error).replace('in "<byte string>", ', "at ")
-        reason = printable(" ".join(text.split()))
-        raise ConfigError(f"{printable(path)}: {reason}") from None
+        reason = " ".join(text.split())
+        raise ConfigError(f"{path}: {reason}") from None
     return values
 
 
@@ -318,7 +318,7 @@ def read_stored_settings(path: str | Path) -> dict[str, Any]:
     if not values or len(values) != len(rows):
         values = read_settings(path)
     if not values:
-        raise ConfigError(f"{printable(path)}: has no settings; restore it")
+        raise ConfigError(f"{path}: has no settings; restore it")
     return values
 
 

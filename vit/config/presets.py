@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from vit.errors import ConfigError
-from vit.text import nearest, nearest_names, printable
+from vit.text import nearest, nearest_names
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
@@ -64,7 +64,7 @@ def find_presets(pattern: str) -> list[str]:
     found = [name for name in PRESETS if word in name or fnmatch(name, word)]
     if not found:
         hint = nearest(word, PRESETS) or "; leave it out to see all"
-        raise ConfigError(f"no model is called like '{printable(pattern)}'{hint}")
+        raise ConfigError(f"no model is called like '{pattern}'{hint}")
     return found
 
 

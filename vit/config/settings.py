@@ -19,7 +19,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from vit.errors import ConfigError
-from vit.text import nearest, printable
+from vit.text import nearest
 
 T = TypeVar("T")
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
@@ -277,9 +277,7 @@ def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list
         index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
         if index is None:
             known = [name for kind in kinds for name in settings_of(kind)]
-            raise ConfigError(
-                f"{printable(name)} is not a setting of {purpose}{nearest(name, known)}"
-            )
+            raise ConfigError(f"{name} is not a setting of {purpose}{nearest(name, known)}")
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
         wanted = settings_of(kinds[index])[name].kind
         # text stays as it is: a file may be called none, and so may a token
@@ -299,7 +297,7 @@ def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[st
     needed = kinds.keys() - {*optional}
     if not isinstance(values, dict) or not needed <= values.keys() <= kinds.keys():
         names = values.keys() if isinstance(values, dict) else [values]
-        given = printable(", ".join(map(str, names)) or "nothing")
+        given = ", ".join(map(str, names)) or "nothing"
         raise ConfigError(f"{name} must have exactly {', '.join(sorted(needed))}, and has {given}")
     return kind(**{key: convert(kinds[key], values[key], f"{name}.{key}") for key in values})
 
