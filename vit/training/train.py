@@ -106,7 +106,7 @@ def train(
     """
     began = time.monotonic() if began is None else began
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
-    data = config.data.data if isinstance(config, Config) else config.get("data")
+    data = config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
         # a first time, before the plan measures anything
         place = Path(out or default_run_folder(data))
