@@ -315,7 +315,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Convert to timm and Hugging Face",
-        "weights/convert weights/library_registration "
+        "weights/convert "
         "weights/formats/huggingface_writer weights/formats/huggingface_classes "
         "weights/formats/timm_conv_stem commands/convert_command",
         *("convert", LABELS, "", "torch"),

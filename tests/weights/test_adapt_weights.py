@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.model.build import build_classifier
+from vit.model.build import build_classifier, meta_model
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import (
@@ -27,7 +27,7 @@ from vit.weights.adapt_weights import (
     resize_offsets_geometric,
 )
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, from_timm, meta_model
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, flatten_patches
 
 TOLERANCE = 1e-3
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
@@ -206,7 +206,7 @@ def test_whole_models_equal_timms_own_loading(
     settings = {"image_size": 32, "patch_size": 8, "channels": 3, **change}
     theirs = timm_model(**settings, file=tmp_path / "model.safetensors", **options)
     source = Pretrained(
-        state=from_timm(weights),
+        state=flatten_patches(weights),
         config=ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions),
         classes=None,
         preprocessing=None,

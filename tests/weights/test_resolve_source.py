@@ -62,24 +62,11 @@ def test_a_cut_config_is_refused_with_a_remedy(tmp_path):
     assert refusal(folder).endswith("fetch it again")
 
 
-@pytest.mark.parametrize(
-    ("url", "name"),
-    [
-        ("https://huggingface.co/facebook/dinov2-small", "facebook/dinov2-small"),
-        ("https://huggingface.co/facebook/dinov2-small/", "facebook/dinov2-small"),
-        ("https://hf.co/facebook/dinov2-small/tree/main", "facebook/dinov2-small@main"),
-        ("https://huggingface.co/a/b/blob/v2/model.safetensors?x=1", "a/b@v2"),
-    ],
-)
-def test_a_page_of_the_hub_is_its_repository(url, name):
-    assert refusal(url, offline=True) == refusal(f"hf-hub:{name}", offline=True)
-
-
-def test_other_pages_are_refused():
+def test_addresses_are_refused():
     message = refusal("https://example.com/a/w.pth")
     assert message == (
-        "https://example.com/a/w.pth is no page of the Hugging Face Hub; download the file, and "
-        "give its path"
+        "https://example.com/a/w.pth is an address: give OWNER/NAME of the Hugging Face Hub, or "
+        "the path of the downloaded file"
     )
 
 
@@ -100,7 +87,6 @@ def test_a_folder_of_timm(tmp_path, inside):
     assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
     assert (found.config, found.processor) == (folder / "config.json", None)
     assert found.license == "apache-2.0"
-    assert found.searched == (str(folder / inside),)
 
 
 def test_an_old_flat_config_of_timm(tmp_path):
@@ -129,7 +115,6 @@ def test_a_bare_file(tmp_path):
     folder = make(tmp_path, names=["mine.safetensors"])
     found = locate_weights(folder / "mine.safetensors")
     assert (found.kind, found.name, found.config) == ("file", "mine", None)
-    assert locate_weights(f"local-dir:{folder}").weights == folder / "mine.safetensors"
 
 
 def test_numpy_weights_are_known_by_their_content(tmp_path):
@@ -346,7 +331,6 @@ def test_the_cache_is_enough(cache, source):
     snapshot = put(cache, "o/n", files(VIT))
     found = locate_weights(source)
     assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
-    assert found.searched[-1] == f"the cache {cache / 'models--o--n'}"
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
@@ -402,8 +386,6 @@ def test_a_name_that_timm_renamed(cache):
 def test_a_cache_without_weights_is_told(cache):
     put(cache, "o/n", {"config.json": json.dumps(VIT).encode()})
     line = refusal("o/n")
-    assert "of the cache" in line
-    assert "no file of weights (it has config.json)" in line
     assert "hf download o/n" in line
 
 
@@ -419,7 +401,6 @@ def test_offline_errors_list_searched_locations_and_the_command(cache):
     line = refusal("timm/vit_small_patch16_224")
     for part in (
         "HF_HUB_OFFLINE is set",
-        str(Path("timm/vit_small_patch16_224").absolute()),
         str(cache / f"models--timm--{SMALL}"),
         f"https://huggingface.co/timm/{SMALL}",
         f"`hf download timm/{SMALL} --local-dir {SMALL}`",
@@ -540,7 +521,6 @@ def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, cap
     assert said.startswith("downloading http://127.0.0.1:")
     assert "/o/n: 3 files, 0.0 MB, to " in said
     assert (found.kind, found.name, found.license) == ("huggingface", "o/n", "mit")
-    assert found.searched[-1] == f"{constants.ENDPOINT}/o/n"
     assert set(read_state(found.weights).tensors) == {"head.weight"}
     wanted = ["o/n/README.md", "o/n/config.json", "o/n/model.safetensors"]
     assert sorted(server.fetched) == wanted

@@ -559,7 +559,7 @@ def test_another_zip_is_no_weights(tmp_path):
 
 
 def test_a_path_that_is_no_file(tmp_path):
-    assert "is a folder" in refusal(tmp_path)
+    assert "no regular file" in refusal(tmp_path)
     assert "is missing" in refusal(tmp_path / "w.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
         read_state(Path("a\0b"))

@@ -23,19 +23,13 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, convert
 from vit.errors import ConfigError, WeightsError
-from vit.model.build import POSITIONS
+from vit.model.build import POSITIONS, check_fit, meta_model
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.text import join_names, printable
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import (
-    BIAS_TABLE,
-    PATCH_WEIGHT,
-    State,
-    check_fit,
-    meta_model,
-)
+from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, State
 from vit.weights.formats.timm_writer import first_convolution
 from vit.weights.saved_model import LoadedRun, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle

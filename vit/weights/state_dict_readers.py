@@ -16,13 +16,12 @@ import os
 import pickle
 import pickletools
 import re
-import stat
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.errors import WeightsError
+from vit.json_values import open_file, read_json
 from vit.text import join_names, printable
 from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
@@ -57,7 +57,6 @@ FOREIGN_FORMATS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x28\xb5\x2f\xfd", "a zstandard archive"),
     (257, b"ustar", "a tar archive, or a file of the oldest torch, which could run code"),
 )
-MAX_JSON_BYTES = 50_000_000
 WANTED = "give a .safetensors, .pth, .bin or .npz file"
 NO_CODE = "ask for a .safetensors file"
 ONNX = (
@@ -89,24 +88,6 @@ def detect_format(path: Path) -> FileFormat:
     raise WeightsError(f"{printable(path)} looks like {shape}{remedy}")
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading."""
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise WeightsError(f"{printable(path)} is a folder; give a file in it")
-        if not stat.S_ISREG(mode):  # opening a pipe would block
-            raise WeightsError(f"{printable(path)} is no regular file; {WANTED}")
-        return path.open("rb")
-    except FileNotFoundError:
-        raise WeightsError(f"{printable(path)} is missing") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
-
-
 def describe_foreign_format(start: bytes) -> str:
     """Describe a file that starts with `start`, with a remedy; empty if unknown."""
     if start.startswith(b"version https://git-lfs"):
@@ -129,30 +110,6 @@ def describe_foreign_format(start: bytes) -> str:
     if not all(letter.isprintable() or letter in "\t\r\n" for letter in text):
         return ""
     return "JSON text" if words.startswith("{") else "text"
-
-
-def read_bytes(path: Path, most: int) -> bytes:
-    """Read a file of at most `most` bytes."""
-    with open_file(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise WeightsError(f"{printable(path)} is larger than {most:,} bytes")
-    return raw
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
-    raw = read_bytes(path, MAX_JSON_BYTES)
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{printable(path)} is no JSON: {printable(error)[:160]}; if it was downloaded, it is "
-            "incomplete: fetch it again"
-        ) from None
-    if not isinstance(content, dict):
-        raise WeightsError(f"{printable(path)} is no JSON object")
-    return content
 
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
