@@ -16,9 +16,9 @@ PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
     "task": ("classify", "multilabel", "caption", "pretrain"),
     "data": ("folder", "list", "shards", "hub", "builtin"),
-    "engine": ("torch", "onnx", "openvino", "export"),
+    "engine": ("torch", "onnx", "openvino"),
 }
-"""Columns of support: `hub` is Hugging Face's, `export` is torch.export."""
+"""Columns of support: `hub` is Hugging Face's."""
 ROUNDING = 50
 """Lines are rounded to a multiple of it."""
 TOLERANCE = 0.1
@@ -46,7 +46,7 @@ def formats_of_export() -> str:
     """Engines whose files `vit export` writes."""
     from vit.export.export_formats import FORMATS
 
-    return " ".join("export" if name == "torch" else name for name in FORMATS)
+    return " ".join(FORMATS)
 
 
 class Capability(NamedTuple):
@@ -72,13 +72,13 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Classify", "tasks/classification tasks/losses", "train predict evaluate", "classify", DATA,
-        "torch onnx openvino export",
+        "torch onnx openvino",
     ),
     Capability(
         "Several labels an image",
         "tasks/multilabel evaluation/multilabel_metrics",
         *("train predict evaluate", "multilabel", "folder list shards hub"),
-        "torch onnx openvino export",
+        "torch onnx openvino",
         "training/test_multilabel export/test_export_multilabel inference/test_evaluate_multilabel",
     ),
     Capability(
@@ -247,8 +247,8 @@ CAPABILITIES: Sequence[Capability] = (
         "serving",
     ),
     Capability(
-        "KServe protocol, Triton repository",
-        "serving/kserve_protocol export/export_triton",
+        "KServe protocol",
+        "serving/kserve_protocol",
         *("serve export", LABELS, "", "torch onnx openvino"),
     ),
     Capability(
@@ -262,13 +262,13 @@ CAPABILITIES: Sequence[Capability] = (
         "inference/calibrate score_calibration evaluation/fit_calibration "
         "evaluation/temperature_scaling evaluation/selective_prediction "
         "commands/calibrate_command",
-        *("calibrate", CLASSES, DATA, "torch onnx openvino export"),
+        *("calibrate", CLASSES, DATA, "torch onnx openvino"),
         "export/test_export_calibration",
     ),
     Capability(
         "Reject images unlike those of training",
         "model/feature_distance",
-        *("train calibrate", tasks_with("measures_distance"), DATA, "torch onnx openvino export"),
+        *("train calibrate", tasks_with("measures_distance"), DATA, "torch onnx openvino"),
     ),
     Capability(
         "Compare networks",
@@ -287,13 +287,13 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "The network and its options",
         "model config/model_config config/presets commands/models_command",
-        *("models", TASKS, "", "torch onnx openvino export"),
+        *("models", TASKS, "", "torch onnx openvino"),
         "model",
     ),
     Capability(
         "Mixture of experts",
         "model/moe model/grouped_linear training/moe_losses weights/sparse_upcycling",
-        *("train", TASKS, DATA, "torch onnx openvino export"),
+        *("train", TASKS, DATA, "torch onnx openvino"),
         "training/finetune/test_upcycled_experts",
     ),
     Capability(
@@ -451,8 +451,8 @@ def page(root: Path) -> str:
             "",
             "## Support",
             "",
-            "By task, source of data, and engine (`hub` is Hugging Face's, `export` is "
-            "torch.export). An empty cell is not supported, or has no meaning.",
+            "By task, source of data, and engine (`hub` is Hugging Face's). An empty cell is not "
+            "supported, or has no meaning.",
             "",
             *support,
             "",

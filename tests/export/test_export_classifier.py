@@ -339,7 +339,7 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
             "bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1, marks=pytest.mark.slow
         ),
         pytest.param("net.xml", {}, 1e-5, marks=pytest.mark.slow),
-        ("net.pt2", {}, 1e-5),
+        ("net.onnx", {}, 1e-5),
     ],
 )
 def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, name, asked, allowed):
@@ -359,23 +359,3 @@ def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
         images = noise(count, 16, 16)
         (found,) = ours({"images": images})
         np.testing.assert_allclose(found, torch_says(run, images), atol=1e-4)
-
-
-def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
-    out = tmp_path / "a.pt2"
-    report = export_model(run, out)
-    assert report.to == "torch"
-    assert report.verification is None
-    assert report.exported.difference < 1e-5
-    extra = {"preprocessing.json": "", "classes.json": ""}
-    program = torch.export.load(out, extra_files=extra)
-    loaded, images = load_run(run), noise(4, 16, 16)
-    fitted = np.stack(
-        [loaded.preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
-    )
-    (found,) = program.module()(torch.from_numpy(fitted))
-    np.testing.assert_allclose(found.detach(), torch_says(run, images), atol=1e-5)
-    assert Preprocessing.from_dict(json.loads(extra["preprocessing.json"])) == loaded.preprocessing
-    assert json.loads(extra["classes.json"]) == list(CLASSES)
-    with pytest.raises(ConfigError, match="opset=20: a program of torch has no such choice"):
-        export_model(run, tmp_path / "b.pt2", to="torch", opset=20)

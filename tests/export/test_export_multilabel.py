@@ -162,15 +162,11 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
 
 
 @pytest.mark.slow
-def test_openvino_and_torch_files_keep_the_thresholds(several_run, images, tmp_path):
+def test_openvino_files_keep_the_thresholds(several_run, images, tmp_path):
     pytest.importorskip("openvino")
     export_model(several_run, tmp_path / "m.xml", to="openvino", notify=None)
     runner = Predictor(tmp_path / "m.xml", engine="openvino")
     same(runner(images[:8]), exact(several_run)(images[:8]))
-    export_model(several_run, tmp_path / "m.pt2", to="torch", notify=None)
-    extra = {"thresholds.json": ""}
-    torch.export.load(tmp_path / "m.pt2", extra_files=extra)
-    assert json.loads(extra["thresholds.json"]) == [0.3, 0.5, 0.7]
 
 
 def test_transformers_opens_the_folder_as_a_multilabel_model(several_run, images, tmp_path):

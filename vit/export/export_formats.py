@@ -1,31 +1,21 @@
-"""Export formats: ONNX, OpenVINO, torch.export and Triton, verified after they are written."""
+"""Export formats: ONNX and OpenVINO, verified after they are written."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from vit.atomic_files import open_atomic
 from vit.errors import ConfigError, VitError
-from vit.export import export_classifier
 from vit.export.export_onnx import write_onnx
-from vit.export.export_openvino import check_openvino_output, write_openvino
+from vit.export.export_openvino import write_openvino
 from vit.export.export_options import (
     Exported,
     ExportJob,
     ExportOptions,
-    OutputCheck,
     PathLike,
-    Writer,
     check_output_path,
 )
-from vit.export.export_triton import check_repository_folder, write_triton
-from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
 from vit.text import Notify, print_to_stderr, printable
@@ -34,30 +24,27 @@ from vit.weights.load_model import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """An exported file and its comparison with the run.
-
-    Args:
-        verification: Outputs of the file and the run on images; None for torch.export.
-    """
+    """An exported file and its comparison with the run."""
 
     run: str
     to: str
     precision: str
     exported: Exported
-    verification: Verification | None
+    verification: Verification
 
     @property
     def agrees(self) -> bool:
         """Whether file and run have the same outputs."""
-        return self.verification is None or self.verification.agrees
+        return self.verification.agrees
 
     def lines(self) -> list[str]:
         """Text of the report."""
         largest = f"{self.exported.difference:.1e}"
-        lines = [f"same as torch up to {largest} of the largest value, on random inputs"]
-        if self.verification is not None:
-            lines += [*self.verification.lines(), *self.verification.complaints()]
-        return lines
+        return [
+            f"same as torch up to {largest} of the largest value, on random inputs",
+            *self.verification.lines(),
+            *self.verification.complaints(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit export`."""
@@ -69,7 +56,7 @@ class ExportReport:
             "files": [{"path": str(path), "bytes": size} for path, size in files],
             "difference": self.exported.difference,
             "accuracy": None if accuracy is None else asdict(accuracy),
-            "verification": None if self.verification is None else self.verification.to_dict(),
+            "verification": self.verification.to_dict(),
         }
 
 
@@ -89,15 +76,15 @@ def export_model(
 
     Args:
         run, notify, options: As for `export_onnx`.
-        out: The file to write; for triton the folder REPOSITORY/NAME.
-        to: onnx, openvino, torch or triton; by the suffix of `out` by default.
+        out: The file to write.
+        to: onnx or openvino; by the suffix of `out` by default.
         on_written: Called when the files are complete and in place, before they are verified.
 
     Raises:
         VitError: It cannot be exported, written or compared.
     """
     suffix = Path(path_argument("out", out, "the file to write, such as NAME.onnx")).suffix.lower()
-    to = to or next((name for name, one in FORMATS.items() if one.suffix == suffix), "onnx")
+    to = to or next((name for name, one in FORMATS.items() if one.suffixes[0] == suffix), "onnx")
     if to not in FORMATS:
         raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
     exported = export(run, out, to=to, notify=notify, **options)
@@ -107,7 +94,7 @@ def export_model(
         to=to,
         precision=options.get("precision", "fp32"),
         exported=exported,
-        verification=None if to == "torch" else verify(exported.files[0][0], run=run),
+        verification=verify(exported.files[0][0], run=run),
     )
 
 
@@ -148,7 +135,10 @@ def export(
 ) -> Exported:
     """Write a run in the format `to`; the other arguments are those of `export_onnx`."""
     settings, path = ExportOptions(**options), Path(out)
-    FORMATS[to].check(path, settings, overwrite)
+    graph, *others = FORMATS[to].suffixes
+    check_output_path(path, overwrite, graph)
+    for suffix in others:
+        check_output_path(path.with_suffix(suffix), overwrite, suffix)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
@@ -162,59 +152,16 @@ def export(
     return FORMATS[to].write(ExportJob(loaded, run, path, settings, silent, overwrite))
 
 
-def write_torch(job: ExportJob) -> Exported:
-    """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
-
-    The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
-    part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
-    model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
-    licence, license.txt.
-    """
-    run = job.run
-    part = export_classifier.part_of(run, tokens=job.options.tokens)
-    batch = torch.export.Dim("batch", min=1)
-    with torch.no_grad():
-        program = torch.export.export(
-            part.module, part.examples[0], dynamic_shapes=({0: batch},), strict=False
-        )
-        computed = program.module()
-        largest = max(
-            difference(part, part.module(*x), [y.numpy() for y in computed(*x)])
-            for x in part.examples
-        )
-    extra_files = {"preprocessing.json": json.dumps(run.preprocessing.to_dict())}
-    if run.thresholds is not None:
-        extra_files["thresholds.json"] = json.dumps(run.thresholds)
-    if run.calibration is not None:
-        extra_files["score_calibration.json"] = json.dumps(run.calibration.to_dict())
-    if run.license is not None:
-        extra_files["license.txt"] = run.license
-    extra_files["classes.json"] = json.dumps(list(run.classes), ensure_ascii=False)
-
-    with open_atomic(job.path) as file:
-        torch.export.save(program, file, extra_files=extra_files)
-    return Exported(((job.path, job.path.stat().st_size),), largest)
-
-
-def check_torch_output(path: Path, options: ExportOptions, overwrite: bool) -> None:
-    """Check the options, and that NAME.pt2 can be written."""
-    options.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
-    check_output_path(path, options, overwrite, suffix=".pt2")
-
-
 class Format(NamedTuple):
     """A format that runs are exported to."""
 
-    suffix: str | None
-    """Suffix of the file, by which the format is chosen; None for a folder."""
-    write: Writer
-    check: OutputCheck
+    suffixes: tuple[str, ...]
+    """Suffixes of its files; the first is that of the graph, and chooses the format."""
+    write: Callable[[ExportJob], Exported]
 
 
 FORMATS = {
-    "onnx": Format(".onnx", write_onnx, partial(check_output_path, suffix=".onnx")),
-    "openvino": Format(".xml", write_openvino, check_openvino_output),
-    "torch": Format(".pt2", write_torch, check_torch_output),
-    "triton": Format(None, write_triton, check_repository_folder),
+    "onnx": Format((".onnx",), write_onnx),
+    "openvino": Format((".xml", ".bin"), write_openvino),
 }
-"""By the name of --to; the graph is the first file that each writes."""
+"""By the name of --to."""

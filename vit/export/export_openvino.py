@@ -16,7 +16,7 @@ import numpy as np
 from vit.atomic_files import atomic_file
 from vit.errors import VitError
 from vit.export.export_onnx import classifier_file
-from vit.export.export_options import Exported, ExportJob, ExportOptions, check_output_path
+from vit.export.export_options import Exported, ExportJob
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
 
@@ -32,12 +32,6 @@ REMEDIES = {
 """Advice in the error about a difference, by precision."""
 SIZES = ((1, 40, 61), (2, 150, 90), (5, 33, 33))
 """Batch size, height and width of the random images that are compared."""
-
-
-def check_openvino_output(path: Path, options: ExportOptions, overwrite: bool) -> None:
-    """Check that NAME.xml and NAME.bin can be written."""
-    for file, suffix in ((path, SUFFIX), (path.with_suffix(WEIGHTS), WEIGHTS)):
-        check_output_path(file, options, overwrite, suffix=suffix)
 
 
 def write_openvino(job: ExportJob) -> Exported:
