@@ -228,7 +228,7 @@ def test_license_of_a_model_card(tmp_path, card, terms):
 
 def test_onnx_files_raise(tmp_path):
     (tmp_path / "w.onnx").write_bytes(b"anything")
-    assert "exported for prediction already" in refusal(tmp_path / "w.onnx")
+    assert "exported already" in refusal(tmp_path / "w.onnx")
     assert "w.onnx is an ONNX file" in refusal(tmp_path)
 
 

@@ -23,7 +23,7 @@ from vit.paths import did_you_mean, names_in, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub
 from vit.weights.formats import timm_network
-from vit.weights.state_dict_readers import ONNX, detect_format, is_npz
+from vit.weights.state_dict_readers import detect_format, is_npz
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
 CONFIG = "config.json"
@@ -54,6 +54,7 @@ MAX_CARD_BYTES = 65_536
 MAX_LICENSE_LENGTH = 160
 HUB = "hf-hub:"
 TIMM = "timm/"
+ONNX = "an ONNX file, which has been exported already; give the weights it was exported from"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 
 
