@@ -267,17 +267,17 @@ def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
     assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
     near = refusal("weights/vit_small")  # not asked of the hub
     assert "did you mean weights/vit_small.safetensors?" in near
-    assert "there is no folder weigths; did you mean weights?" in refusal("weigths/x.pth")
+    assert "weigths is not there; did you mean weights?" in refusal("weigths/x.pth")
     assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
 
 
 def test_a_missing_run_is_a_short_line_that_no_hub_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "unreachable_reason", lambda: pytest.fail("the hub was asked"))
-    remedy = "give another path, or hf/OWNER/NAME of the hub"
-    assert refusal("runs/x") == f"there is no folder runs; here is nothing; {remedy}"
+    remedy = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
+    assert refusal("runs/x") == f"runs is not there; {remedy}"
     (tmp_path / "runs/y").mkdir(parents=True)
-    assert refusal("runs/x") == f"runs/x is not there; in runs is y; {remedy}"
+    assert refusal("runs/x") == f"runs/x is not there; {remedy}"
     assert refusal("runs/yy") == "runs/yy is not there; did you mean runs/y?"
 
 
@@ -417,7 +417,7 @@ def test_a_path_goes_before_the_hub(cache):
 
 
 def test_a_name_without_its_prefix(cache):
-    assert f"write timm/{SMALL}" in refusal(SMALL)
+    assert f"of timm it is timm/{SMALL}" in refusal(SMALL)
     assert "timm/NAME" in refusal("no_such_network")
 
 
@@ -539,10 +539,9 @@ def test_timm_is_fetched_by_its_short_name(server):
 @pytest.mark.parametrize(
     ("status", "code", "word"),
     [
-        (403, "GatedRepo", "accept its terms at"),
+        (403, "GatedRepo", "accept its terms there"),
         (401, "GatedRepo", "hf auth login"),
-        (401, "RepoNotFound", "no such repository, or a private one"),
-        (404, "RepoNotFound", "no such repository"),
+        (404, "RepoNotFound", "if it is gated or private"),
         (404, "RevisionNotFound", "no revision"),
         (403, "", "fetching failed"),
     ],
@@ -566,7 +565,7 @@ def test_a_hub_that_fails_leaves_the_cache(server, cache):
     server.refused["o/cached"] = (404, "RepoNotFound")
     found = locate_weights("o/cached")
     assert found.kind == "huggingface"
-    assert found.notes[0].startswith("o/cached is from the cache: the hub has no such repository")
+    assert found.notes[0].startswith("o/cached is from the cache: there is no ")
 
 
 def test_an_unreachable_hub_is_detected_without_retries(cache, monkeypatch):

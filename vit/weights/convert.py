@@ -265,26 +265,23 @@ def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it."""
     if not os.path.lexists(out):
         return
-    name, given = printable(out), Path(source).absolute().resolve()
-    files = sorted(path.name for path in out.iterdir()) if out.is_dir() else [out.name]
-    others = [file for file in files if file not in FILES]
+    given = Path(source).absolute().resolve()
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
     if not overwrite:
         reason = "exists: give another --out, or --overwrite"
     elif given.exists() and out.resolve() in (given, *given.parents):
         reason = "holds the source, which is not overwritten: give another --out"
-    elif out.is_symlink() or others:
-        what = printable((others or [out.name])[0])
-        reason = f"has {what}, which is no converted model: give another --out"
-    elif files and not _is_converted(out / WEIGHTS_FILE):
-        reason = "was not written by vit convert: give another --out"
+    elif out.is_symlink() or not names <= {*FILES} or (names and not _is_converted(out)):
+        reason = "is no folder that vit convert wrote: give another --out"
     else:
         return
-    raise RunError(f"{name} {reason}")
+    raise RunError(f"{printable(out)} {reason}")
 
 
-def _is_converted(weights: Path) -> bool:
-    """Whether `convert` wrote a file of weights, by its metadata."""
-    with contextlib.suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
+def _is_converted(folder: Path) -> bool:
+    """Whether `convert` wrote the file of weights, by its metadata."""
+    path = folder / WEIGHTS_FILE
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
         return {*(file.metadata() or {})} == {*METADATA, DIGEST}
     return False
 

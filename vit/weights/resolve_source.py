@@ -19,7 +19,7 @@ from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.parser import RUNS
 from vit.errors import WeightsError
 from vit.json_values import open_file, read_json
-from vit.paths import did_you_mean, names_in, path_argument
+from vit.paths import did_you_mean, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub
 from vit.weights.formats import timm_network
@@ -107,7 +107,9 @@ def locate_weights(
     if text.startswith(TIMM):
         return _from_timm(text, offline)
     if "/" not in text:
-        raise WeightsError(_unprefixed_name_message(path, text))
+        if timm_network.find_entry(text) is not None:
+            raise WeightsError(f"{printable(text)} is not there; of timm it is timm/{text}")
+        raise WeightsError(_missing_path_message(path))
     return _from_hub(hub.Repository.parse(text.removeprefix("hf/")), text, offline)
 
 
@@ -129,29 +131,10 @@ def _means_path(text: str) -> bool:
 
 def _missing_path_message(path: Path) -> str:
     """Message that `path` does not exist, with similar names."""
-    folder, hint = path.parent, did_you_mean(path)
-    if not folder.is_dir():
-        while not folder.is_dir() and folder != folder.parent:
-            path, folder = folder, folder.parent
-        what = f"there is no folder {printable(path)}"
-    else:
-        what = f"{printable(path)} is not there"
-    if hint:
-        return f"{what}{hint}"
-    names = names_in(folder)
-    inside = "here" if folder == Path() else f"in {printable(folder)}"
-    remedy = "another path" if path.is_absolute() else "another path, or hf/OWNER/NAME of the hub"
-    return f"{what}; {inside} is {join_names(names, 3) if names else 'nothing'}; give {remedy}"
-
-
-def _unprefixed_name_message(path: Path, text: str) -> str:
-    if timm_network.find_entry(text) is not None:
-        return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
-    missing = _missing_path_message(path)
-    others = (
-        "" if missing.endswith("?") else ", or timm/NAME (`vit models --pretrained` lists them)"
-    )
-    return missing + others
+    hint = did_you_mean(path) or "; give another path, hf/OWNER/NAME of the hub, or timm/NAME"
+    while not path.parent.is_dir() and path.parent != path.parent.parent:
+        path = path.parent
+    return f"{printable(path)} is not there{hint}"
 
 
 def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
