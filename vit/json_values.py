@@ -51,7 +51,7 @@ def plain_value(kind: Any, value: Any, name: str) -> Any:
     elif type(value) is kind or (origin is Literal and value in options):
         return value
     choice = f": choose one of {', '.join(options)}" if origin is Literal else " is of another type"
-    raise ConfigError(f"{name}={printable(repr(value))}{choice}")
+    raise ConfigError(f"{name}={value!r}{choice}")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -61,10 +61,10 @@ def open_file(path: Path) -> BinaryIO:
             raise OSError(errno.EINVAL, "it is no regular file")
         return path.open("rb")
     except FileNotFoundError:
-        raise WeightsError(f"{printable(path)} is missing") from None
+        raise WeightsError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
+        raise WeightsError(f"{path} cannot be read: {reason}") from None
 
 
 def read_bytes(path: Path) -> bytes:
@@ -72,7 +72,7 @@ def read_bytes(path: Path) -> bytes:
     with open_file(path) as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
-        raise WeightsError(f"{printable(path)} is larger than {MAX_JSON_BYTES:,} bytes")
+        raise WeightsError(f"{path} is larger than {MAX_JSON_BYTES:,} bytes")
     return raw
 
 
@@ -83,9 +83,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{printable(path)} is no JSON: {printable(error)[:160]}; if it was downloaded, it is "
+            f"{path} is no JSON: {str(error)[:160]}; if it was downloaded, it is "
             "incomplete: fetch it again"
         ) from None
     if not isinstance(content, dict):
-        raise WeightsError(f"{printable(path)} is no JSON object")
+        raise WeightsError(f"{path} is no JSON object")
     return content

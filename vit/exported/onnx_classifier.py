@@ -115,7 +115,7 @@ class OnnxClassifier(ExportedEngine):
                 self.calibration.check_classes(self.classes)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
-                f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
+                f"{self._name}: its metadata are damaged ({error}); export it again"
             ) from None
 
     def _check_graph(self) -> None:
@@ -124,14 +124,11 @@ class OnnxClassifier(ExportedEngine):
         if kind is None:
             raise WeightsError(f"{self._name} was not written by vit export; give a file that was")
         if kind != "classifier":
-            raise WeightsError(
-                f"{self._name} is the {printable(kind)} of a captioner, not a classifier"
-            )
+            raise WeightsError(f"{self._name} is the {kind} of a captioner, not a classifier")
         if self._session.inputs != [INPUT] or OUTPUT not in self._session.outputs:
             names = f"{self._session.inputs} -> {self._session.outputs}"
             raise WeightsError(
-                f"{self._name}: computes {printable(names)}, expected {INPUT} -> {OUTPUT}; "
-                "export it again"
+                f"{self._name}: computes {names}, expected {INPUT} -> {OUTPUT}; export it again"
             )
 
     def prepare(self, image: Image.Image) -> Array:

@@ -27,7 +27,7 @@ from vit.model.build import POSITIONS, check_fit, meta_model
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, State
 from vit.weights.formats.timm_writer import first_convolution
@@ -200,7 +200,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     check_feedforward(pretrained, config.feedforward)
     if source.stem == config.stem == "conv" and source.patch_size != config.patch_size:
         raise WeightsError(
-            f"patch_size={config.patch_size}: the convolutions of {printable(pretrained.origin)} "
+            f"patch_size={config.patch_size}: the convolutions of {pretrained.origin} "
             f"make tokens of patch_size={source.patch_size} alone; leave it out"
         )
     free = (
@@ -215,7 +215,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
         mine, theirs = (_resolved_value(each, name) for each in (config, source))
         if name not in free and getattr(source, name) != getattr(config, name) and mine != theirs:
             raise WeightsError(
-                f"{name}={_display_value(config, name)}: {printable(pretrained.origin)} has "
+                f"{name}={_display_value(config, name)}: {pretrained.origin} has "
                 f"{name}={_display_value(source, name)}; leave it out, or start without its weights"
             )
 

@@ -275,7 +275,7 @@ def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
         reason = "is no folder that vit convert wrote: give another --out"
     else:
         return
-    raise RunError(f"{printable(out)} {reason}")
+    raise RunError(f"{out} {reason}")
 
 
 def _is_converted(folder: Path) -> bool:

@@ -56,7 +56,7 @@ def detect_format(path: Path) -> FileFormat:
     if start.lstrip().startswith(b"{") and path.name.endswith(".json"):
         return "index"
     raise WeightsError(
-        f"{printable(path)} is no .safetensors, .pth, .bin or .npz file of weights, or is cut; "
+        f"{path} is no .safetensors, .pth, .bin or .npz file of weights, or is cut; "
         "fetch it again (a few lines of text are what git-lfs or a login leave in its place)"
     )
 
@@ -127,7 +127,7 @@ def _read_one(path: Path) -> StateFile:
             raise WeightsError(f"{error}; fetch it again") from None
         return _classify_entries(tensors, path)
     if content == "zip" and is_npz(path):
-        raise WeightsError(f"{printable(path)} holds numpy arrays and no torch tensors")
+        raise WeightsError(f"{path} holds numpy arrays and no torch tensors")
     return _read_pickle(path, zipped=content == "zip")
 
 
@@ -136,13 +136,12 @@ def _check_header(path: Path) -> None:
     with open_file(path) as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     if header.count(b"data_offsets") > MAX_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} tensors")
+        raise WeightsError(f"{path} has more than {MAX_ENTRIES:,} tensors")
     try:
         json.loads(header, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{printable(path)} is damaged: its header is no JSON ({printable(error)[:160]}); "
-            "fetch it again"
+            f"{path} is damaged: its header is no JSON ({str(error)[:160]}); fetch it again"
         ) from None
 
 
@@ -171,7 +170,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
     if not _has_tensors(state):
         name = printable(inside[0]) if inside else "NAME"
         raise WeightsError(
-            f"{printable(path)} holds no tensors by name; save its state dict alone: "
+            f"{path} holds no tensors by name; save its state dict alone: "
             f'torch.save(ckpt["{name}"], "weights.pth")'
         )
     _check_extent(state, path)
@@ -189,7 +188,7 @@ def _check_extent(state: Mapping[Any, object], path: Path) -> None:
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise WeightsError(f"{printable(path)} holds tensors without plain values; {NO_CODE}")
+            raise WeightsError(f"{path} holds tensors without plain values; {NO_CODE}")
     _check_size(sum(tensor.nbytes for tensor in tensors), "tensors of ", path)
 
 
@@ -201,23 +200,22 @@ def _classify_entries(
     others = []
     for name, value in state.items():
         if not isinstance(name, str):
-            raise WeightsError(f"{printable(path)} names a tensor {printable(name)[:80]}, not text")
+            raise WeightsError(f"{path} names a tensor {str(name)[:80]}, not text")
         if not isinstance(value, Tensor):
             others.append(name)
         elif value.dtype in FLOAT_TYPES:
             tensors[name] = value.detach().float().contiguous()
             if not torch.isfinite(tensors[name]).all():
-                raise WeightsError(f"{printable(path)}: {printable(name)} {NOT_FINITE}")
+                raise WeightsError(f"{path}: {name} {NOT_FINITE}")
         elif value.dtype in INTEGER_TYPES:
             integers[name] = value.contiguous()
         else:
             kind = str(value.dtype).removeprefix("torch.")
             raise WeightsError(
-                f"{printable(path)}: {printable(name)} is of type {kind}; give weights in float32, "
-                "float16 or bfloat16"
+                f"{path}: {name} is of type {kind}; give weights in float32, float16 or bfloat16"
             )
     if not tensors:
-        raise WeightsError(f"{printable(path)} holds no weights: no floating point numbers in it")
+        raise WeightsError(f"{path} holds no weights: no floating point numbers in it")
     if others:
         notes = (
             *notes,
@@ -247,7 +245,7 @@ def _read_shards(index: Path) -> StateFile:
         shard = _read_one(path)
         if odd := listed ^ (shard.tensors.keys() | shard.integers.keys()):
             raise WeightsError(
-                f"{printable(index)} and {printable(file)} disagree about "
+                f"{index} and {file} disagree about "
                 f"{join_names(sorted(odd), 3)}; fetch both from one place"
             )
         found = StateFile(
@@ -262,13 +260,11 @@ def shard_map(index: Path) -> dict[str, str]:
     """Shard file of each tensor in `index`."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise WeightsError(f"{printable(index)} is JSON, but no index of weights")
+        raise WeightsError(f"{index} is JSON, but no index of weights")
     for file in files.values():
         # a plain name beside the index, and no other index, which could be recursive
         if not isinstance(file, str) or not re.fullmatch(r"[^./\\:\0][^/\\:\0]*(?<!\.json)", file):
-            raise WeightsError(
-                f"{printable(index)} names {printable(file)[:80]!r}, which is no file beside it"
-            )
+            raise WeightsError(f"{index} names {str(file)[:80]!r}, which is no file beside it")
     return dict(files)
 
 
@@ -294,7 +290,7 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError:
-                raise WeightsError(f"{printable(path)} cannot be read safely; {NO_CODE}") from None
+                raise WeightsError(f"{path} cannot be read safely; {NO_CODE}") from None
 
 
 @contextlib.contextmanager
@@ -306,9 +302,7 @@ def _explain_damage(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
-        raise WeightsError(
-            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
-        ) from None
+        raise WeightsError(f"{path} is cut or damaged ({reason}); fetch it again") from None
 
 
 def _check_size(declared: int, what: str, path: Path) -> None:
@@ -316,7 +310,7 @@ def _check_size(declared: int, what: str, path: Path) -> None:
     size = path.stat().st_size
     if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
         raise WeightsError(
-            f"{printable(path)} declares {what}{declared:,} bytes in a file of {size:,}: it is no "
+            f"{path} declares {what}{declared:,} bytes in a file of {size:,}: it is no "
             "honest file of weights"
         )
 
@@ -324,7 +318,7 @@ def _check_size(declared: int, what: str, path: Path) -> None:
 def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
     _check_size(sum(entry.file_size for entry in archive.infolist()), "", path)
     if len(archive.infolist()) > MAX_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} entries")
+        raise WeightsError(f"{path} has more than {MAX_ENTRIES:,} entries")
 
 
 def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
@@ -333,8 +327,7 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
     if len(found) != 1 or found[0].replace("data", "constants") in names:  # of TorchScript
         raise WeightsError(
-            f"{printable(path)} is a zip archive, but none of the state_dict of a network; "
-            f"{NO_CODE}"
+            f"{path} is a zip archive, but none of the state_dict of a network; {NO_CODE}"
         )
     return found[0]
 
@@ -342,7 +335,7 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
 def _check_legacy(file: IO[bytes], path: Path) -> None:
     magic = _check_pickle(file, path)
     if magic != LEGACY_MAGIC:
-        raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
+        raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
     for _ in range(LEGACY_PICKLES - 1):
         _check_pickle(file, path)
 
@@ -352,12 +345,12 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
     number: object = None
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
         if step == MAX_OPCODES:
-            raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
+            raise WeightsError(f"{path} is a program too long for weights; {NO_CODE}")
         known = code.name == "GLOBAL" and ALLOWED_GLOBALS.fullmatch(str(value))
         if code.name in GLOBAL_OPCODES and not known:
             name = printable(str(value or code.name).replace(" ", "."))[:80]
             raise WeightsError(
-                f"{printable(path)} holds Python objects ({name}), which could run code; "
+                f"{path} holds Python objects ({name}), which could run code; "
                 f"{NO_CODE}, or for one that torch.save made of a state_dict"
             )
         if isinstance(value, int):
@@ -378,12 +371,12 @@ def is_npz(path: Path) -> bool:
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Read the arrays of a .npz file by name; floats are converted to float32."""
     if detect_format(path) != "zip":
-        raise WeightsError(f"{printable(path)} is no .npz file")
+        raise WeightsError(f"{path} is no .npz file")
     with _explain_damage(path), zipfile.ZipFile(path) as archive:
         _check_archive(archive, path)
         entries = {entry.filename: entry for entry in archive.infolist()}
         if len(entries) != len(archive.infolist()):
-            raise WeightsError(f"{printable(path)} has two arrays of one name")
+            raise WeightsError(f"{path} has two arrays of one name")
         return {
             name.removesuffix(".npy"): _read_array(archive, entry, path)
             for name, entry in entries.items()
