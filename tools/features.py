@@ -16,9 +16,9 @@ PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
     "task": ("classify", "multilabel", "caption", "pretrain"),
     "data": ("folder", "list", "shards", "hub", "builtin"),
-    "engine": ("torch", "onnx", "openvino"),
+    "engine": ("torch", "onnx", "openvino", "export"),
 }
-"""Columns of support: `hub` is Hugging Face's."""
+"""Columns of support: `hub` is Hugging Face's, `export` is torch.export."""
 ROUNDING = 50
 """Lines are rounded to a multiple of it."""
 TOLERANCE = 0.1
@@ -32,7 +32,7 @@ def tasks_with(attribute: str) -> Callable[[], str]:
     """Names of the tasks of which an attribute is true."""
 
     def names() -> str:
-        from vit.config.config_section import PRETRAINING_TASKS
+        from vit.config.settings import PRETRAINING_TASKS
         from vit.config.training_config import TASKS as KNOWN
         from vit.tasks.task import get_task
 
@@ -46,7 +46,7 @@ def formats_of_export() -> str:
     """Engines whose files `vit export` writes."""
     from vit.export.export_formats import FORMATS
 
-    return " ".join(FORMATS)
+    return " ".join("export" if name == "torch" else name for name in FORMATS)
 
 
 class Capability(NamedTuple):
@@ -72,13 +72,13 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Classify", "tasks/classification tasks/losses", "train predict evaluate", "classify", DATA,
-        "torch onnx openvino",
+        "torch onnx openvino export",
     ),
     Capability(
         "Several labels an image",
         "tasks/multilabel evaluation/multilabel_metrics",
         *("train predict evaluate", "multilabel", "folder list shards hub"),
-        "torch onnx openvino",
+        "torch onnx openvino export",
         "training/test_multilabel export/test_export_multilabel inference/test_evaluate_multilabel",
     ),
     Capability(
@@ -95,7 +95,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
-        "model/pixel_decoder model/projection_head config/pretraining_config data/multi_view "
+        "model/pixel_decoder model/projection_head data/multi_view "
         "evaluation/pretraining_report evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
@@ -106,7 +106,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Fine-tune, probe, LoRA, new classes",
-        "training/finetune config/finetune_config ",
+        "training/finetune ",
         *("train", LABELS, DATA, "torch"),
         tests="training/finetune",
     ),
@@ -137,7 +137,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Stop, resume, keep the best",
-        "training/checkpoint training/ema stop_signals file_lock",
+        "training/checkpoint training/ema stop_signals",
         *("train pretrain tune", TASKS, DATA, "torch"),
         tests="training/checkpoint commands/interruptions training/test_old_run training/disks",
     ),
@@ -262,13 +262,13 @@ CAPABILITIES: Sequence[Capability] = (
         "inference/calibrate score_calibration evaluation/fit_calibration "
         "evaluation/temperature_scaling evaluation/selective_prediction "
         "commands/calibrate_command",
-        *("calibrate", CLASSES, DATA, "torch onnx openvino"),
+        *("calibrate", CLASSES, DATA, "torch onnx openvino export"),
         "export/test_export_calibration",
     ),
     Capability(
         "Reject images unlike those of training",
         "model/feature_distance",
-        *("train calibrate", tasks_with("measures_distance"), DATA, "torch onnx openvino"),
+        *("train calibrate", tasks_with("measures_distance"), DATA, "torch onnx openvino export"),
     ),
     Capability(
         "Compare networks",
@@ -287,13 +287,13 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "The network and its options",
         "model config/model_config config/presets commands/models_command",
-        *("models", TASKS, "", "torch onnx openvino"),
+        *("models", TASKS, "", "torch onnx openvino export"),
         "model",
     ),
     Capability(
         "Mixture of experts",
         "model/moe model/grouped_linear training/moe_losses weights/sparse_upcycling",
-        *("train", TASKS, DATA, "torch onnx openvino"),
+        *("train", TASKS, DATA, "torch onnx openvino export"),
         "training/finetune/test_upcycled_experts",
     ),
     Capability(
@@ -344,7 +344,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Command line, Python functions, messages, devices",
         "__init__ __main__ version errors atomic_files json_values text paths precision cpu_cores "
         "memory_allocator quick_imports commands config/parser config/merge_settings "
-        "config/config_section config/stored_config",
+        "config/settings config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),
     Capability(
@@ -451,8 +451,8 @@ def page(root: Path) -> str:
             "",
             "## Support",
             "",
-            "By task, source of data, and engine (`hub` is Hugging Face's). An empty cell is not "
-            "supported, or has no meaning.",
+            "By task, source of data, and engine (`hub` is Hugging Face's, `export` is "
+            "torch.export). An empty cell is not supported, or has no meaning.",
             "",
             *support,
             "",

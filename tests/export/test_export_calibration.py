@@ -80,6 +80,20 @@ def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
     assert largest_difference(runner(images), raw(images)) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11's own
+def test_a_program_of_torch_gives_the_calibrated_scores(calibrated_run, tmp_path):
+    export_model(calibrated_run, tmp_path / "m.pt2", notify=None)
+    extra = {"score_calibration.json": ""}
+    program = torch.export.load(tmp_path / "m.pt2", extra_files=extra)
+    assert json.loads(extra["score_calibration.json"])["temperature"] == 3
+    scores = program.module()(torch.zeros(2, 16, 16, 3, dtype=torch.uint8))[0]
+    run = Predictor(calibrated_run, device="cpu", precision="fp32")
+    black = run.preprocessing.normalise(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    with torch.inference_mode():
+        expected = run.activation(run.model(black))
+    torch.testing.assert_close(scores[:1], expected, atol=1e-5, rtol=0)
+
+
 def test_a_file_of_an_earlier_calibration_is_named(calibrated_run, file, images, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(calibrated_run, copy)

@@ -11,12 +11,13 @@ from PIL import Image
 
 from tests.model.test_build import MIXTURES, MORE_MIXTURES, SMALL, random_network
 from vit.config import Config, ModelConfig
+from vit.config.inference_config import ExportOptions
+from vit.config.settings import split_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.export import export_accuracy, export_classifier, onnx_graph
 from vit.export import export_onnx as onnx_export
 from vit.export.export_formats import export_model, export_onnx
-from vit.export.export_options import ExportOptions
 from vit.export.float16 import convert_to_float16
 from vit.exported.onnx_session import OnnxSession
 from vit.exported.openvino_session import OpenVINOSession
@@ -294,29 +295,32 @@ def test_int8_is_calibrated_with_images_that_are_not_measured(
     ("options", "message"),
     [
         ({"precision": "fp8"}, "precision='fp8': choose one of fp32, fp16, int8"),
-        ({"opset": 9}, "opset=9: choose one of 18 to 23"),
+        ({"opset": 9}, "opset=9: must be at least 18 and at most 23"),
         (
             {"precision": "int8"},
             "precision='int8': it is calibrated with images: give --calibration",
         ),
-        ({"calibration": "x"}, "calibration='x': only int8 without --dynamic is calibrated"),
-        ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: only int8 without"),
-        ({"precision": "int8", "static": True}, "static=True: its ranges .* --calibration DATA"),
-        ({"precision": "int8", "static": True, "dynamic": True}, "static=True: its ranges are"),
-        ({"static": True}, "static=True: precision=fp32 does not read it; choose int8"),
+        (
+            {"calibration": "x"},
+            "calibration='x': precision=fp32 does not read it; precision=int8 does",
+        ),
+        ({"precision": "int8", "dynamic": True, "samples": 3}, "samples=3: dynamic=true does not"),
+        ({"precision": "int8", "static": True}, "static=True: needs calibration: its ranges are"),
+        ({"precision": "int8", "static": True, "dynamic": True}, "static=True: needs calibration"),
+        ({"static": True}, "static=True: precision=fp32 does not read it"),
         (
             {"precision": "int8", "static": True, "calibration": "x", "opset": 21},
             "opset=21: onnxruntime cannot open static int8 of it",
         ),
         ({"precision": "int8", "calibration": "x", "samples": 0}, "samples=0: must be at least 1"),
-        ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it; choose int8"),
+        ({"dynamic": True}, "dynamic=True: precision=fp32 does not read it"),
         ({"max_drop": 0.1}, "max_drop=0.1: nothing is measured without validation data"),
-        ({"max_drop": 2.0, "validation": "x"}, "max_drop=2.0: a share, from 0 to 1"),
+        ({"max_drop": 2.0, "validation": "x"}, "max_drop=2.0: must be at least 0 and at most 1"),
     ],
 )
 def test_options_without_effect_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        ExportOptions(**options)
+        split_settings(options, "an export", ExportOptions)
 
 
 def test_networks_that_cannot_be_exported_are_refused(tmp_path):
@@ -339,7 +343,7 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
             "bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1, marks=pytest.mark.slow
         ),
         pytest.param("net.xml", {}, 1e-5, marks=pytest.mark.slow),
-        ("net.onnx", {}, 1e-5),
+        ("net.pt2", {}, 1e-5),
     ],
 )
 def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, name, asked, allowed):
@@ -359,3 +363,23 @@ def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
         images = noise(count, 16, 16)
         (found,) = ours({"images": images})
         np.testing.assert_allclose(found, torch_says(run, images), atol=1e-4)
+
+
+def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
+    out = tmp_path / "a.pt2"
+    report = export_model(run, out)
+    assert report.to == "torch"
+    assert report.verification is None
+    assert report.exported.difference < 1e-5
+    extra = {"preprocessing.json": "", "classes.json": ""}
+    program = torch.export.load(out, extra_files=extra)
+    loaded, images = load_run(run), noise(4, 16, 16)
+    fitted = np.stack(
+        [loaded.preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
+    )
+    (found,) = program.module()(torch.from_numpy(fitted))
+    np.testing.assert_allclose(found.detach(), torch_says(run, images), atol=1e-5)
+    assert Preprocessing.from_dict(json.loads(extra["preprocessing.json"])) == loaded.preprocessing
+    assert json.loads(extra["classes.json"]) == list(CLASSES)
+    with pytest.raises(ConfigError, match="opset=20: a program of torch has no such choice"):
+        export_model(run, tmp_path / "b.pt2", to="torch", opset=20)

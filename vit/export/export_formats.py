@@ -1,21 +1,28 @@
-"""Export formats: ONNX and OpenVINO, verified after they are written."""
+"""Export formats: ONNX and OpenVINO, verified after they are written, and torch.export."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from vit.atomic_files import open_atomic
+from vit.config.inference_config import ExportOptions
+from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
+from vit.export import export_classifier
 from vit.export.export_onnx import write_onnx
 from vit.export.export_openvino import write_openvino
 from vit.export.export_options import (
     Exported,
     ExportJob,
-    ExportOptions,
     PathLike,
     check_output_path,
 )
+from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
 from vit.text import Notify, print_to_stderr
@@ -24,27 +31,26 @@ from vit.weights.load_model import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """An exported file and its comparison with the run."""
+    """An exported file and its comparison with the run, which a program of torch.export lacks."""
 
     run: str
     to: str
     precision: str
     exported: Exported
-    verification: Verification
+    verification: Verification | None
 
     @property
     def agrees(self) -> bool:
         """Whether file and run have the same outputs."""
-        return self.verification.agrees
+        return self.verification is None or self.verification.agrees
 
     def lines(self) -> list[str]:
         """Text of the report."""
         largest = f"{self.exported.difference:.1e}"
-        return [
-            f"same as torch up to {largest} of the largest value, on random inputs",
-            *self.verification.lines(),
-            *self.verification.complaints(),
-        ]
+        lines = [f"same as torch up to {largest} of the largest value, on random inputs"]
+        if self.verification is not None:
+            lines += [*self.verification.lines(), *self.verification.complaints()]
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit export`."""
@@ -56,7 +62,7 @@ class ExportReport:
             "files": [{"path": str(path), "bytes": size} for path, size in files],
             "difference": self.exported.difference,
             "accuracy": None if accuracy is None else asdict(accuracy),
-            "verification": self.verification.to_dict(),
+            "verification": None if self.verification is None else self.verification.to_dict(),
         }
 
 
@@ -77,7 +83,7 @@ def export_model(
     Args:
         run, notify, options: As for `export_onnx`.
         out: The file to write.
-        to: onnx or openvino; by the suffix of `out` by default.
+        to: onnx, openvino or torch; by the suffix of `out` by default.
         on_written: Called when the files are complete and in place, before they are verified.
 
     Raises:
@@ -94,7 +100,7 @@ def export_model(
         to=to,
         precision=options.get("precision", "fp32"),
         exported=exported,
-        verification=verify(exported.files[0][0], run=run),
+        verification=None if to == "torch" else verify(exported.files[0][0], run=run),
     )
 
 
@@ -113,7 +119,7 @@ def export_onnx(
         out: NAME.onnx; the decoder of a captioner becomes NAME.decoder.onnx beside it.
         overwrite: Replace files that exist.
         notify: Called with notes on weights and data, if not None.
-        options: The fields of `vit.export.export_options.ExportOptions`; a captioner takes none.
+        options: The fields of `vit.config.inference_config.ExportOptions`; a captioner takes none.
 
     Raises:
         ConfigError: The run has a setting that cannot be exported, or an option is impossible.
@@ -134,11 +140,14 @@ def export(
     **options: Any,
 ) -> Exported:
     """Write a run in the format `to`; the other arguments are those of `export_onnx`."""
-    settings, path = ExportOptions(**options), Path(out)
+    settings: ExportOptions = split_settings(options, "an export", ExportOptions)[0]
+    path = Path(out)
     graph, *others = FORMATS[to].suffixes
     check_output_path(path, overwrite, graph)
     for suffix in others:
         check_output_path(path.with_suffix(suffix), overwrite, suffix)
+    if to == "torch":
+        settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {run} writes captions, and becomes onnx alone")
@@ -152,6 +161,40 @@ def export(
     return FORMATS[to].write(ExportJob(loaded, run, path, settings, silent, overwrite))
 
 
+def write_torch(job: ExportJob) -> Exported:
+    """Write a classifier as a program of torch.export, NAME.pt2, for any number of images.
+
+    The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
+    part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
+    model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
+    licence, license.txt.
+    """
+    run = job.run
+    part = export_classifier.part_of(run, tokens=job.options.tokens)
+    batch = torch.export.Dim("batch", min=1)
+    with torch.no_grad():
+        program = torch.export.export(
+            part.module, part.examples[0], dynamic_shapes=({0: batch},), strict=False
+        )
+        computed = program.module()
+        largest = max(
+            difference(part, part.module(*x), [y.numpy() for y in computed(*x)])
+            for x in part.examples
+        )
+    extra_files = {"preprocessing.json": json.dumps(run.preprocessing.to_dict())}
+    if run.thresholds is not None:
+        extra_files["thresholds.json"] = json.dumps(run.thresholds)
+    if run.calibration is not None:
+        extra_files["score_calibration.json"] = json.dumps(run.calibration.to_dict())
+    if run.license is not None:
+        extra_files["license.txt"] = run.license
+    extra_files["classes.json"] = json.dumps(list(run.classes), ensure_ascii=False)
+
+    with open_atomic(job.path) as file:
+        torch.export.save(program, file, extra_files=extra_files)
+    return Exported(((job.path, job.path.stat().st_size),), largest)
+
+
 class Format(NamedTuple):
     """A format that runs are exported to."""
 
@@ -163,5 +206,6 @@ class Format(NamedTuple):
 FORMATS = {
     "onnx": Format((".onnx",), write_onnx),
     "openvino": Format((".xml", ".bin"), write_openvino),
+    "torch": Format((".pt2",), write_torch),
 }
 """By the name of --to."""
