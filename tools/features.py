@@ -187,8 +187,8 @@ CAPABILITIES: Sequence[Capability] = (
         tests="training/test_training_from_shards",
     ),
     Capability(
-        "Datasets of Hugging Face and torchvision",
-        "data/sources/huggingface_datasets data/sources/torchvision_datasets",
+        "Datasets of Hugging Face",
+        "data/sources/huggingface_datasets",
         *("", TASKS, "hub"),
     ),
     Capability(

@@ -21,8 +21,14 @@ from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.held_out_split import HeldOutSplit
-from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, read_source
-from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
+from vit.data.sources.open_dataset import (
+    list_images,
+    open_eval_split,
+    open_splits,
+    read_source,
+    source_of,
+)
+from vit.data.sources.tar_shards import expand_braces, read_shards, split_of_shard
 from vit.errors import BadImage, DataError
 from vit.output.prediction_results import Prediction
 from vit.output.sort_into_folders import ImageSorter
@@ -238,7 +244,7 @@ def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
 def test_a_tar_beside_class_folders_is_ignored(make_tree):
     root = make_tree({"a": 3, "b": 3})
     pack(root / "backup.tar", {"c/1.jpg": b"x"})
-    assert not is_shards(str(root))
+    assert source_of(str(root)) == "folder"
     assert open_data(root).classes == ("a", "b")
 
 
@@ -246,7 +252,7 @@ def test_system_folders_and_circular_links_beside_shards_are_ignored(tmp_path):
     pack(tmp_path / "0000.tar", {"c/1.jpg": b"x"})
     (tmp_path / "__MACOSX").mkdir()
     (tmp_path / "circle").symlink_to("circle")
-    assert is_shards(str(tmp_path))
+    assert source_of(str(tmp_path)) == "shards"
 
 
 @pytest.mark.parametrize("name", ["photos.tar", "photos.tar.gz"])
@@ -254,7 +260,7 @@ def test_an_archive_beside_the_images_unpacked_from_it_is_ignored(tmp_path, name
     for number in range(3):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.jpg")
     pack(tmp_path / name, {"0.jpg": b"x"})
-    assert not is_shards(str(tmp_path))
+    assert source_of(str(tmp_path)) == "folder"
     index = read_source(DatasetSpec(str(tmp_path), labels=False))
     assert sum(map(len, index.splits.values())) == 3
 

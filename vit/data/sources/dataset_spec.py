@@ -38,6 +38,28 @@ PART = re.compile(r"-\d+-of-\d+$")
 """Behind the suffix of a file that is a part of several."""
 EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
 WILDCARDS = re.compile(r"[*?]")
+HUB = "hf:"
+REMOTE = re.compile(r"file://.*\.tar|(?!file://)[\w+:]+://")
+LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
+TAR_SUFFIXES = (
+    *(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz"),
+    *(".tar.zst", ".tar.lz4"),
+)
+"""All but the first are compressed, and refused."""
+
+
+def named_source(data: str) -> str:
+    """What DATA names: hub, remote, shards or list; empty for folders and other names."""
+    if os.path.isdir(data):
+        return ""
+    lower = data.lower()
+    named = {
+        "hub": data.startswith(HUB),
+        "remote": bool(REMOTE.match(data)),
+        "shards": lower.endswith(TAR_SUFFIXES),
+        "list": lower.endswith(LIST_SUFFIXES),
+    }
+    return next((source for source, fits in named.items() if fits), "")
 
 
 def refuse_mistaken(data: str) -> None:

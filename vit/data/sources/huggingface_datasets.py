@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vit.data import archives
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
     CAPTIONS,
     CLASSES,
@@ -30,7 +30,6 @@ from vit.data.sources.list_columns import (
 from vit.errors import DataError
 from vit.text import plural, printable
 
-PREFIX = "hf:"
 PARQUET_SUFFIXES = (".parquet", ".pq")
 SAVED_FILES = ("dataset_dict.json", "state.json")
 """Files in folders that `save_to_disk` of the library wrote."""
@@ -57,11 +56,6 @@ class ColumnSelection(NamedTuple):
     """Whether a label cell is a list."""
     captions: tuple[str, ...] = ()
     group: str = ""
-
-
-def is_named(data: str) -> bool:
-    """Whether `data` begins with `hf:`."""
-    return data.startswith(PREFIX)
 
 
 def read_dataset(spec: DatasetSpec) -> DatasetIndex:
@@ -248,7 +242,7 @@ def _load(data: str) -> dict[Any, Any]:
         raise DataError(
             f'{printable(data)} needs datasets: pip install "vit-toolkit[datasets]"'
         ) from None
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     if not name:
         raise DataError("hf: without a name; expected hf:NAME, hf:NAME:CONFIG or hf:PATH")
     options: dict[str, Any] = {}
@@ -292,7 +286,7 @@ class readable_errors:  # noqa: N801
             cause = cause.__cause__
         message = " ".join(str(cause).split())[:200] or type(cause).__name__
         remedy = "check its name, and that this machine reaches the hub or has it in its cache"
-        if os.path.exists(self.data.removeprefix(PREFIX)):
+        if os.path.exists(self.data.removeprefix(HUB)):
             remedy = "repair its files, or give files that the library reads"
         raise DataError(
             f"{printable(self.data)}: cannot be loaded ({printable(message)}); {remedy}"
@@ -338,7 +332,7 @@ def _resolve_file(path: str, data: str) -> str:
     """
     from datasets import config
 
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     folders = [str(folder) for folder in (config.HF_CACHE_HOME, config.HF_DATASETS_CACHE)]
     if os.path.exists(name):
         folders = [name if os.path.isdir(name) else os.path.dirname(name) or "."]
@@ -351,7 +345,7 @@ def _resolve_file(path: str, data: str) -> str:
 
 def _root(data: str, splits: dict[str, list[ImageRecord]]) -> Path:
     """The folder that contains all images if they are files; else the name of the dataset."""
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     if os.path.isdir(name):
         return Path(os.path.abspath(name))
     paths = [record.path for records in splits.values() for record in records]

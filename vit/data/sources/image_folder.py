@@ -29,7 +29,7 @@ from vit.data.sources.problems import Problem, skip_or_raise
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, plural, printable
 
-SPLIT_ALIASES = {name: name for name in SPLIT_NAMES} | {
+SPLIT_ALIASES = dict(zip(SPLIT_NAMES, SPLIT_NAMES, strict=True)) | {
     "training": "train",
     "dev": "val",
     "testing": "test",

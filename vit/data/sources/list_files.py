@@ -23,8 +23,10 @@ from pathlib import Path
 
 from vit.data.archives import is_inside
 from vit.data.sources.dataset_spec import (
+    LIST_SUFFIXES,
     SPLIT_NAMES,
     DatasetSpec,
+    named_source,
     refuse_mistaken,
     refuse_single_images,
     resolve_folder,
@@ -36,9 +38,7 @@ from vit.errors import DataError
 from vit.paths import did_you_mean
 from vit.text import join_names, plural, printable
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
-"""Of lists of classes."""
-CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json"))
+CAPTION_SUFFIXES = frozenset((*LIST_SUFFIXES, ".txt", ".json"))
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Names of lists that also count in deeper folders; file names in them are relative to theirs."""
 LAYOUT = (
@@ -66,7 +66,7 @@ def is_list(data: str) -> bool:
     """Whether `data` is a list of images and classes, or a folder with one per split."""
     if os.path.isdir(data):
         return bool(_class_lists(data))
-    return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
+    return named_source(data) == "list" and os.path.lexists(data)
 
 
 def has_caption_lists(folder: str) -> bool:
@@ -85,13 +85,11 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
     if not os.path.isdir(spec.data):
         return ListFiles({"": [spec.data]}, [])
     files = _class_lists(spec.data)
-    names = ", ".join(printable(os.path.basename(path)) for path in files.values())
-    notes = [f"read the lists {names} of {printable(spec.data)}"]
-    others = [
-        printable(name)
-        for name in sorted(os.listdir(spec.data))
-        if name.lower().endswith(SUFFIXES) and os.path.join(spec.data, name) not in files.values()
+    notes = [
+        f"read the lists {join_names(map(os.path.basename, files.values()), 9)} of {spec.data}"
     ]
+    lists = [name for name in sorted(os.listdir(spec.data)) if name.lower().endswith(LIST_SUFFIXES)]
+    others = [name for name in lists if os.path.join(spec.data, name) not in files.values()]
     if others:
         names = join_names(others)
         notes.append(f"left out lists without a split in their name, or classes: {names}")
@@ -105,7 +103,7 @@ def _class_lists(folder: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     # a folder may have a million images
-    for name in sorted(name for name in _listed(folder) if name.lower().endswith(SUFFIXES)):
+    for name in sorted(name for name in _listed(folder) if name.lower().endswith(LIST_SUFFIXES)):
         split = SPLIT.fullmatch(os.path.splitext(name.lower())[0])
         path = os.path.join(folder, name)
         if not split or not has_classes(path):

@@ -24,12 +24,13 @@ from vit.data.dataset_types import (
     Sample,
     Splits,
 )
-from vit.data.sources import builtin_datasets, huggingface_datasets, torchvision_datasets
+from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_spec import (
     LAYOUT,
     TEST,
     VAL_NAMES,
     DatasetSpec,
+    named_source,
     no_match_message,
     resolve_folder,
     validation_split,
@@ -42,22 +43,20 @@ from vit.data.sources.dataset_warnings import (
 )
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.held_out_split import HeldOutSplit
+from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import images_in, lines_of, read_lists
 from vit.data.sources.label_review import apply_review
-from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.tar_shards import (
     download_shards,
-    is_remote,
-    is_shards,
     list_shard_images,
     read_remote,
     read_shards,
     shard_files,
+    shards_in_folder,
 )
-from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.data.sources.train_val_split import (
     Fold,
     groups_of_records,
@@ -88,33 +87,35 @@ def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
 
 
 COLUMNS_IN_SHARDS = ("images", "image_column", "label_column")
-READERS: tuple[tuple[Callable[[str], bool], Reader], ...] = (
-    (huggingface_datasets.is_named, _read_named(huggingface_datasets.read_dataset, ["images"])),
-    (torchvision_datasets.is_named, _read_named(read_torchvision, COLUMNS_IN_SHARDS)),
-    (is_remote, _read_named(read_remote, COLUMNS_IN_SHARDS)),
-    (is_shards, _read_named(read_shards, COLUMNS_IN_SHARDS)),
-    (is_list, read_lists),
-    (lambda _: True, read_folder),
-)
-"""(predicate on DATA, reader); the first match reads. The last reads folders and built-in sets."""
+READERS: dict[str, Reader] = {
+    "hub": _read_named(read_dataset, ["images"]),
+    "remote": _read_named(read_remote, COLUMNS_IN_SHARDS),
+    "shards": _read_named(read_shards, COLUMNS_IN_SHARDS),
+    "list": read_lists,
+    "folder": read_folder,
+}
+"""By source; the last also reads built-in sets, and refuses what is not there."""
 
 
-def _find_reader(data: str, *, captions: bool = False) -> Reader:
-    read = next(read for matches, read in READERS if matches(data))
-    folder = os.path.isdir(data)
-    if captions and (read in (read_lists, read_folder) or (folder and has_caption_lists(data))):
-        return read_lists
-    return read
+def source_of(data: str, *, captions: bool = False) -> str:
+    """The source that DATA is of, a key of READERS."""
+    is_folder = os.path.isdir(data)
+    if captions and is_folder and has_caption_lists(data):
+        return "list"
+    source = "shards" if is_folder and shards_in_folder(data) else named_source(data)
+    if source in ("", "list"):
+        source = "list" if captions or is_list(data) else "folder"
+    return source
 
 
 def has_image_column(data: str) -> bool:
     """Whether `data` is read as a list, or as a table of the Hugging Face Hub."""
-    return _find_reader(data) is read_lists or huggingface_datasets.is_named(data)
+    return source_of(data) in ("list", "hub")
 
 
 def is_folder_source(data: str) -> bool:
     """Whether `data` is read as an image folder, or is the name of a built-in dataset."""
-    return _find_reader(data) is read_folder
+    return source_of(data) == "folder"
 
 
 def check_source_exists(data: str) -> None:
@@ -147,10 +148,11 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
 
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     """Index all images of any source; and the specification for `apply_review`."""
-    read = _find_reader(spec.data, captions=spec.captions)
+    source = source_of(spec.data, captions=spec.captions)
+    read = READERS[source]
     if not spec.captions:
         refuse_captions(spec.data)
-    if spec.allow_outside and read is not read_lists:
+    if spec.allow_outside and source != "list":
         raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
     if spec.caption_column is not None and not spec.captions:
         raise ConfigError(
@@ -412,7 +414,7 @@ def _without_classes(
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    if _find_reader(spec.data, captions=spec.captions) is not read_lists:
+    if source_of(spec.data, captions=spec.captions) != "list":
         return {}
     return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
@@ -561,11 +563,12 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     """
     images: list[str] = []
     for name in inputs:
-        is_glob = glob.has_magic(name) and not os.path.lexists(name) and not is_remote(name)
+        is_there, source = os.path.lexists(name), named_source(name)
+        is_glob = glob.has_magic(name) and not is_there and source != "remote"
         paths = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
         if not paths:
             raise DataError(no_match_message(name))
-        if name in builtin_datasets.DATASETS and not os.path.lexists(name):
+        if name in builtin_datasets.DATASETS and not is_there:
             paths = [str(builtin_datasets.DATASETS[name]() / "val")]
         found = [image for path in paths for image in _expand(path, notes)]
         # `**` matches folders and the files in them: keep one of each.
@@ -574,26 +577,22 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
 
 
 def _expand(path: str, notes: list[str] | None) -> list[str]:
-    """The images of a folder, a list or shards; else the path itself."""
+    """The images of a folder, a list, shards or a dataset of the hub; else the path itself."""
     if os.path.isdir(path):
         return _list_folder(path, notes)
-    if path.lower().endswith(LIST_SUFFIXES) and os.path.isfile(path):
+    source = named_source(path)
+    if source == "list" and os.path.isfile(path):
         return images_in(path, notes)
-    return _list_packed(path, notes) or [path]
-
-
-def _list_packed(path: str, notes: list[str] | None) -> list[str]:
-    """The images in shards or a named dataset, without their classes; none of other sources."""
-    if is_remote(path) or is_shards(path):
-        files, downloaded = download_shards(path) if is_remote(path) else (shard_files(path), [])
-        images, more = list_shard_images(files, path)
-        more = downloaded + more
-    elif huggingface_datasets.is_named(path) or torchvision_datasets.is_named(path):
+    if source in ("", "list"):
+        return [path]
+    if source == "hub":
         index = read_source(DatasetSpec(path, labels=False, all_splits=True))
         images = [record.path for records in index.splits.values() for record in records]
         more = index.notes
     else:
-        return []
+        files, more = download_shards(path) if source == "remote" else (shard_files(path), [])
+        images, others = list_shard_images(files, path)
+        more = more + others
     if notes is not None:
         notes += [f"{printable(path)}: {note}" for note in more]
     return images
@@ -603,8 +602,11 @@ def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
     # Images of unsupported formats are listed too, so that each gets its error.
     walker = FolderWalker(folder, suffixes=IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     images = walker.images(folder)
-    if not images and (packed := _list_packed(folder, notes)):
-        return packed
+    if not images and (files := shards_in_folder(folder)):
+        images, more = list_shard_images(files, folder)
+        if notes is not None:
+            notes += [f"{printable(folder)}: {note}" for note in more]
+        return images
     if not images:
         there = walker.other_files(folder)
         raise DataError(f"{printable(folder)}: no images in this folder{there}")

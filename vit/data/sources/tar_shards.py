@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from vit.atomic_files import open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
 from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
     SYSTEM_NAMES,
@@ -53,8 +53,6 @@ from vit.paths import user_cache
 from vit.text import format_megabytes, join_names, plural, printable
 
 MAX_SHARDS = 100_000
-COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
-TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
@@ -68,17 +66,15 @@ CLASS_TABLES = ("classes.json", "classes.txt")
 CAPTIONS_LAYOUT = "expected NAME.txt beside NAME.jpg, or NAME.json with its captions"
 
 
-def is_shards(data: str) -> bool:
-    """Whether `data` names tar shards, by its suffix, or is a folder that has some."""
-    if data.lower().endswith(".tar") or COMPRESSED.search(data):
-        return not os.path.isdir(data)
-    return os.path.isdir(data) and bool(_shards_in_folder(data))
+def is_compressed(name: str) -> bool:
+    """Whether a name is that of a compressed tar."""
+    return name.lower().endswith(TAR_SUFFIXES[1:])
 
 
 def shard_files(data: str) -> list[str]:
     """Expand `data` to sorted paths of shards."""
     if os.path.isdir(data):
-        return _shards_in_folder(data)
+        return shards_in_folder(data)
     if os.path.lexists(data):
         return [data]
     files: list[str] = []
@@ -91,12 +87,12 @@ def shard_files(data: str) -> list[str]:
     if missing:
         names = join_names(missing, 3)
         raise DataError(f"{printable(data)}: no such shard ({names}); give the existing ones")
-    if compressed := [name for name in files if COMPRESSED.search(name)]:
-        return compressed[:1]  # reading it raises, with the command that unpacks it
-    return sorted(set(files))
+    compressed = [name for name in files if is_compressed(name)]
+    # reading it raises, with the command that unpacks it
+    return compressed[:1] or sorted(set(files))
 
 
-def _shards_in_folder(folder: str) -> list[str]:
+def shards_in_folder(folder: str) -> list[str]:
     """The tars of a folder without subfolders, or of its split folders.
 
     A tar beside class folders, or beside more images than tars, is taken for a copy of them, not
@@ -118,7 +114,7 @@ def _shards_in_folder(folder: str) -> list[str]:
 
 def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
     """`paths`, sorted."""
-    compressed = [os.path.basename(path) for path in paths if COMPRESSED.search(path)]
+    compressed = [os.path.basename(path) for path in paths if is_compressed(path)]
     if compressed:
         names = join_names(sorted(compressed), 2)
         raise DataError(
@@ -132,9 +128,7 @@ def _tars(folder: str) -> list[str]:
     names = [
         name
         for name in os.listdir(folder)
-        if name.lower().endswith(TAR_SUFFIXES)  # first: a folder may have a million images
-        and not name.startswith(".")
-        and (name.lower().endswith(".tar") or COMPRESSED.search(name))
+        if name.lower().endswith(TAR_SUFFIXES) and not name.startswith(".")
     ]
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
@@ -577,14 +571,6 @@ VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
 """Keys of fsspec's file info that identify a version; over HTTP there is nothing else."""
 
 
-def is_remote(data: str) -> bool:
-    """Whether `data` is an address such as s3://bucket/train-{0000..0099}.tar."""
-    scheme, colon, _ = data.partition("://")
-    if scheme == "file" and ".tar" not in data:
-        return False  # a path, which its reader names
-    return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
-
-
 def read_remote(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of remote shards, downloading the missing ones."""
     paths, notes = download_shards(spec.data)
@@ -629,7 +615,7 @@ def download_shards(data: str) -> tuple[list[str], list[str]]:
 
 def _list_addresses(data: str) -> tuple[Any, list[str]]:
     """The fsspec file system of `data`, and the sorted paths of its shards there."""
-    if COMPRESSED.search(data):
+    if is_compressed(data):
         raise DataError(f"{printable(data)}: compressed; unpack such shards once, where they are")
     try:
         from fsspec import core
