@@ -1,6 +1,5 @@
 """Lists of images and their classes: CSV, TSV, lines of JSON, alone or one for each split."""
 
-import datetime
 import json
 import math
 import re
@@ -75,9 +74,6 @@ def records(rows, image="image", label="label"):
         ("list.csv", table()),
         ("list.csv", "\ufeff" + table(end="\r\n", header='"File_Name","Class"')),
         ("list.csv", "\n".join(["path;category", *(f'"{n}";{label}' for n, label in ROWS)])),
-        ("list.csv", "sep=;\n" + table(header="image,label").replace(",", ";")),
-        ("list.csv", '\ufeff"sep=~"\r\n' + table(end="\r\n").replace(",", "~")),
-        ("list.csv", "sep=\t\n" + table().replace(",", "\t")),
         (
             "list.csv",
             table(header="image,label,,").replace("png,a", "png,a,,").replace("png,b", "png,b,,"),
@@ -100,11 +96,11 @@ def test_every_form_gives_what_the_folder_gives(images, write, name, content):
     assert splits.root == images
 
 
-@pytest.mark.parametrize("coding", ["utf-16", "utf-8-sig"])
 @pytest.mark.parametrize("mark", ["\t", ";"])
-def test_what_excel_writes_is_read(images, coding, mark):
+def test_what_excel_writes_is_read(images, mark):
     path = images / "list.csv"
-    path.write_bytes(table(end="\r\n").replace(",", mark).replace("a\r", "\xe4\r").encode(coding))
+    content = table(end="\r\n").replace(",", mark).replace("a\r", "\xe4\r")
+    path.write_text(content, encoding="utf-8-sig", newline="")
     assert opened(path).classes == ("b", "\xe4")
     assert len(list_images([str(path)])) == 20
 
@@ -123,14 +119,6 @@ def test_a_workbook_is_read_as_its_csv(images):
     book.save(images / "list.xlsx")
     with pytest.raises(DataError, match=r"list\.xlsx, line 3: 4 cells, but 2 in the header"):
         opened(images / "list.xlsx")
-
-
-def test_damage_in_utf16_has_its_line(images):
-    path = images / "list.csv"
-    for damage, message in ((b"\0\xd8\n\0", "damaged UTF-16"), (b"\0\0\n\0", "a NUL character")):
-        path.write_bytes(b"\xff\xfe" + "image,label\na/1.png,a\n".encode("utf-16-le") + damage)
-        with pytest.raises(DataError, match=message):
-            opened(path)
 
 
 def test_lines_of_old_macs_are_one_line(write):
@@ -249,7 +237,7 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
         ('{"image": "x.png", "label": 0.5}', "line 21: the label is 0.5, a fraction; expected"),
         ('{"image": "x.png", "label": NaN}', "line 21: no label"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
-        ('{"image": "x.png"}', "line 21: no 'label' in this record; write .* it has no label yet"),
+        ('{"image": "x.png"}', "line 21: no 'label' in this record; write .* for no label yet"),
         ("[1]", "line 21: a list; expected an object"),
         ("{", "line 21: not JSON"),
         ('{"image": "x\\u0000.png", "label": "a"}', "line 21: a file name with a NUL"),
@@ -324,22 +312,7 @@ def test_other_labels_in_another_line_are_merged_and_named(write):
     ]
     assert [one.severity for one in found] == ["warning", "warning"]
     (first,) = (one for one in found if one.images[0].endswith(NAMES[0]))
-    assert f"line 22: {NAMES[0]} is labelled b, and a in line 2: all of them are taken" in (
-        first.detail
-    )
-
-
-def test_a_label_that_excel_made_a_date_is_refused(images):
-    book = openpyxl.Workbook()
-    rows = [["image", "label"], [NAMES[0], datetime.date(2026, 2, 1)], *ROWS[1:]]
-    for row in rows:
-        book.active.append(row)
-    book.save(images / "list.xlsx")
-    with pytest.raises(DataError, match=r"line 2: the label is a date, 2026-02-01: Excel makes"):
-        opened(images / "list.xlsx")
-    # a text of the same letters in CSV is a label like any other
-    (images / "list.csv").write_text(table([(NAMES[0], "2026-02-01"), *ROWS[1:]]))
-    assert "2026-02-01" in opened(images / "list.csv").classes
+    assert f"line 22: {NAMES[0]} has two labels, a and b, the first in line 2: all" in first.detail
 
 
 def test_a_column_splits_in_any_case(write):
@@ -544,18 +517,10 @@ def test_groups_that_are_none(write, value, kind):
         opened(path, group="patient")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "first"),
-    [
-        ("split", "train", "the first one does not"),
-        ("Split", "train", "the first one does not"),
-        ("patient", 1, "the first one does not"),
-        ("Patient", 1, "the first one does not"),
-    ],
-)
-def test_a_key_that_the_first_record_lacks_is_refused(write, key, value, first):
-    path = write(keyed(**{key: lambda number: value if number else ...}), "list.jsonl")
-    with pytest.raises(DataError, match=f"line 2, 3.*: this record has '{key}', {first}; give"):
+@pytest.mark.parametrize("key", ["split", "Split", "patient", "Patient"])
+def test_a_key_that_the_first_record_lacks_is_refused(write, key):
+    path = write(keyed(**{key: lambda number: "train" if number else ...}), "list.jsonl")
+    with pytest.raises(DataError, match=f"line 2, 3.*: this record has '{key}', the first one do"):
         opened(path, group="patient")
 
 
@@ -563,7 +528,7 @@ def test_other_keys_of_later_records_are_let_be(write):
     note = keyed(note=lambda number: "x" if number % 2 else ...)
     assert len(opened(write(note, "list.jsonl")).classes) == 2
     late = records(ROWS[:1]) + records(ROWS[1:], label="tags")
-    with pytest.raises(DataError, match="has 'tags', the first one has 'label'; give every"):
+    with pytest.raises(DataError, match="no 'label' in this record"):
         opened(write(late, "list.jsonl"), multilabel=True)
 
 
@@ -606,10 +571,10 @@ def test_an_apostrophe_of_the_own_csv_files_is_no_part_of_a_label(write, name):
 def test_a_record_without_the_label_of_others_has_not_none_of_the_classes(write):
     lines = [json.dumps({"image": name, "labels": [name[0]]}) for name in NAMES]
     path = write("\n".join([*lines, '{"image": "x.png", "lables": ["a"]}']), "list.jsonl")
-    with pytest.raises(DataError, match="line 21: no 'labels' in this record; write \\[] where"):
+    with pytest.raises(DataError, match="line 21: no 'labels' in this record; write \\[] for"):
         opened(path, multilabel=True)
     lines[1] = lines[1].replace('["a"]', '["a", "b"]')
-    with pytest.raises(DataError, match="line 20: no 'labels' in this record; write \\[] where"):
+    with pytest.raises(DataError, match="line 20: no 'labels' in this record; write \\[] for"):
         opened(write("\n".join([*lines[1:], '{"image": "x.png"}']), "list.jsonl"))
     lines[0] = '{"image": "a/0.png", "labels": null}'
     splits = opened(write("\n".join(lines), "list.jsonl"), multilabel=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_names import folder_names, suffix_notes
 from vit.data.sources.list_columns import (
     INSIDE,
@@ -57,7 +57,7 @@ from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.problems import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import join_names, plural, printable, without_formula_guards
+from vit.text import plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
@@ -157,6 +157,7 @@ class ImageList:
         return False
 
     def _report_repeated(self, image: str, earlier: Entry, row: Entry) -> None:
+        """`vit check` lists each line that repeats another; a training has a note."""
         if self.problems is not None:
             again = wrong(self.path, f"{row.name} again, as in line {earlier.line}", row.line)
             self.report("repeated_line", again, image)
@@ -195,32 +196,28 @@ class ImageList:
         contradictions. Of a list with a line for each label there is a note.
         """
         merged = {image: (one, other) for image, one, other in reversed(self.relabelled)}
-        if not merged:
-            return
         if self.problems is not None and self.multilabel:
             for image, (one, other) in reversed(merged.items()):
-                own, others = (printable("|".join(x.labels)) or "none" for x in (one, other))
-                text = (
-                    f"{other.name} is labelled {others}, and {own} in line {one.line}: all of "
-                    "them are taken; correct one, or keep both lines"
-                )
+                text = f"{self._both_labels(one, other)}: all of them are taken; correct one"
                 self.report("merged_labels", wrong(self.path, text, other.line), image)
-            return
-        one, other = [*merged.values()][-1]
-        notes.append(
-            f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in another "
-            f"line, such as {other.name} in lines {one.line} and {other.line}: all of them are "
-            "taken"
-        )
+        elif merged:
+            one, other = [*merged.values()][-1]
+            notes.append(
+                f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in "
+                f"another line, such as {other.name} in lines {one.line} and {other.line}: all of "
+                "them are taken"
+            )
+
+    @staticmethod
+    def _both_labels(earlier: Entry, row: Entry) -> str:
+        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, row))
+        return f"{row.name} has two labels, {both}, the first in line {earlier.line}"
 
     def two_labels(self, earlier: Entry, row: Entry) -> DataError:
         """The error for an image that has another class in another line."""
-        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, row))
+        both = self._both_labels(earlier, row)
         return wrong(
-            self.path,
-            f"{row.name} has two labels, {both}, the first in line {earlier.line}; correct one, or "
-            "learn several with --task multilabel",
-            row.line,
+            self.path, f"{both}; correct one, or learn several with --task multilabel", row.line
         )
 
 
@@ -384,13 +381,14 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     records = {split: [*images.values()] for split, images in splits.items()}
     if spec.captions:
         records = drop_uncaptioned(records, notes)
-        records, locations, folders_of = _split_by_folders(
-            placed, found, records, locations, spec, notes
-        )
         if spec.labels:
+            folders = {one.split: one.base for one in placed}
+            names = {os.path.basename(contents.path) for contents in lists}
+            if names <= {*METADATA} and spec.images is None:
+                folders = {split: str(root / split) for split in folders}
             records = {
                 split: _with_folder_labels(
-                    images, folders_of.get(split, folders_of.get("", "")), placed, spec
+                    images, folders.get(split, folders.get("", "")), placed, spec
                 )
                 for split, images in records.items()
             }
@@ -401,65 +399,30 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     )
 
 
-def _split_by_folders(
-    placed: Sequence[PlacedList],
-    found: ListFiles,
-    splits: dict[str, list[ImageRecord]],
-    locations: dict[str, str],
-    spec: DatasetSpec,
-    notes: list[str],
-) -> tuple[dict[str, list[ImageRecord]], dict[str, str], dict[str, str]]:
-    """The captioned images by the split folders that they lie in, if one list names them all.
-
-    Returns:
-        Images, location and folder of each split.
-    """
-    metadata = all(os.path.basename(one.contents.path) in METADATA for one in placed)
-    bases = {one.split: one.base for one in placed}
-    if metadata and spec.images is None:
-        bases = {split: os.path.join(str(found.root), split).rstrip("/") for split in bases}
-    if [*splits] != [""]:
-        return splits, locations, bases
-    base = bases[""]
-    folders = {_first_folder(record.path, base) for record in splits[""]}
-    if not {"train"} < folders <= {*SPLIT_NAMES}:
-        return splits, locations, bases
-    notes.append(f"the split is that of the folders: {join_names(sorted(folders))}")
-    divided: dict[str, list[ImageRecord]] = {name: [] for name in folders}
-    for record in splits[""]:
-        divided[_first_folder(record.path, base)].append(record)
-    bases = {name: os.path.join(base, name) for name in folders}
-    return divided, {name: printable(folder) for name, folder in bases.items()}, bases
-
-
 def _with_folder_labels(
     records: Sequence[ImageRecord], base: str, placed: Sequence[PlacedList], spec: DatasetSpec
 ) -> list[ImageRecord]:
     """The images of a split with classes: those of the list, or the folders in `base`."""
     labelled = any(record.labels for record in records)
+    above = os.path.join(os.path.normpath(base), "")
     found = []
     for record in records:
-        folder = _first_folder(record.path, base)
-        labels = record.labels if labelled else (folder,) if folder else ()
-        if labels:
-            found.append(record._replace(labels=labels))
-            continue
-        lack = "no label, but others have one" if labelled else "no label and no class folder"
-        where = printable(record.path)
-        if labelled:
-            found_in = next(x.contents for x in placed if record.path in x.contents.entries)
-            line = found_in.entries[record.path].line
-            where += f" ({printable(found_in.path)}, line {line})"
-        error = DataError(f"{where}: {lack}; expected a column label, or folders")
-        skip_or_raise(spec.problems, "no_label", error, record.path)
+        folder, slash, _ = record.path.removeprefix(above).partition("/")
+        if labelled and record.labels:
+            found.append(record)
+        elif slash and not labelled:
+            found.append(record._replace(labels=(folder,)))
+        else:
+            lines = [
+                f"{printable(one.contents.path)}, line {one.contents.entries[record.path].line}: "
+                for one in placed
+                if record.path in one.contents.entries
+            ]
+            lack = "no label, but others have one" if labelled else "no label and no class folder"
+            where = f"{lines[0]}{printable(record.path)}"
+            error = DataError(f"{where}: {lack}; expected a column label, or folders")
+            skip_or_raise(spec.problems, "no_label", error, record.path)
     return found
-
-
-def _first_folder(path: str, base: str) -> str:
-    """The folder directly in `base` that `path` lies in, empty if there is none."""
-    above = os.path.join(os.path.normpath(base), "")
-    folder, slash, _ = path.removeprefix(above).partition("/")
-    return folder if slash else ""
 
 
 def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import DatasetSpec, refuse_mistaken
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, ImageList, read_list
 from vit.data.sources.image_names import Find, index_finder, suffix_notes
 from vit.data.sources.list_columns import SEPARATORS
@@ -60,7 +60,6 @@ def _placed_list(
 
     Notes about it are added to those of `index`.
     """
-    refuse_mistaken(columns.data)
     contents = read_list(columns.data, columns, index.notes)
     found: list[tuple[str, str]] = []
 

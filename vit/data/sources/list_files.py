@@ -27,8 +27,7 @@ from vit.data.sources.dataset_spec import (
     SPLIT_NAMES,
     DatasetSpec,
     named_source,
-    refuse_mistaken,
-    refuse_single_images,
+    refuse_run_folder,
     resolve_folder,
 )
 from vit.data.sources.file_walk import FolderWalker
@@ -128,8 +127,7 @@ def _listed(folder: str) -> list[str]:
 
 def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     data, images = spec.data, None if spec.images is None else Path(spec.images)
-    refuse_mistaken(data)
-    refuse_single_images(data)
+    refuse_run_folder(data)
     if os.path.isfile(data):
         return ListFiles({"": [str(Path(data))]}, [], images or Path(data).parent)
     root, notes = resolve_folder(data)

@@ -31,7 +31,6 @@ from vit.data.sources.dataset_spec import (
     VAL_NAMES,
     DatasetSpec,
     named_source,
-    no_match_message,
     resolve_folder,
     validation_split,
 )
@@ -567,7 +566,7 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
         is_glob = glob.has_magic(name) and not is_there and source != "remote"
         paths = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
         if not paths:
-            raise DataError(no_match_message(name))
+            raise DataError(f"{printable(name)}: matches no file; correct the pattern")
         if name in builtin_datasets.DATASETS and not is_there:
             paths = [str(builtin_datasets.DATASETS[name]() / "val")]
         found = [image for path in paths for image in _expand(path, notes)]
