@@ -249,22 +249,6 @@ def test_an_image_folder_with_its_own_splits(tmp_path):
     assert names(opened(root).test, root)[0] == "test/cat/test1.png"
 
 
-def test_an_image_folder_with_csv_in_deeper_folders(tmp_path):
-    for name in ("train/a", "train/b", "valid/a"):
-        draw(tmp_path / name, "1.png", "2.png")
-        rows = [(f"{n}.png", name, f"{name} again") for n in (1, 2)]
-        table(tmp_path / name / "metadata.csv", rows, ("file_name", "caption_0", "caption_1"))
-    splits = opened(tmp_path)
-    assert names(splits.train, tmp_path) == [f"train/{n}.png" for n in ("a/1", "a/2", "b/1", "b/2")]
-    assert names(splits.val, tmp_path) == ["valid/a/1.png", "valid/a/2.png"]
-    assert splits.train[3].captions == ("train/b", "train/b again")
-    assert splits.notes == ()
-    assert opened(tmp_path, with_classes=True).classes == ("a", "b")
-    splits = opened(tmp_path / "train")
-    assert splits.made
-    assert len(splits.train) + len(splits.val) == 4
-
-
 @pytest.mark.parametrize("place", ["", "images"])
 def test_coco(tmp_path, place):
     for split in ("train2017", "val2017"):

@@ -532,7 +532,7 @@ def test_an_interrupted_download_leaves_no_file(pair, memory, tmp_path, monkeypa
 @pytest.mark.auto_precision
 def test_missing_remote_shards_are_refused_in_one_line(memory, capsys):
     assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
-    assert "cannot be reached" in one_line(capsys, "train", "nothing://bucket/x.tar")
+    assert "cannot be copied" in one_line(capsys, "train", "nothing://bucket/x.tar")
     assert "compressed" in one_line(capsys, "train", "memory://bucket/x.tar.gz")
 
 
@@ -550,7 +550,7 @@ def test_a_compressed_shard_among_others_is_not_left_out(pair, tmp_path):
     shards.mkdir()
     pack(shards / "train-0000.tar", files_of(pair[0] / "train"))
     (shards / "train-0001.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=r"compressed shards \(train-0001\.tar\.gz\)"):
+    with pytest.raises(DataError, match=r"train-0001\.tar\.gz: compressed with gzip"):
         open_data(shards)
 
 
@@ -561,7 +561,7 @@ def test_classes_that_are_called_by_numbers_keep_their_images(tmp_path):
     files = {f"{n}.json": json.dumps({"label": value}).encode() for n, value in enumerate(values)}
     names, _ = labelled(tmp_path, members | files, **table)
     assert names == [("2",), ("2",), ("10",)]
-    with pytest.raises(DataError, match=r"its \.cls is '1', the name of a class and the number of"):
-        labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, **table)
+    names, _ = labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, **table)
+    assert names == [("10",)] * 3
     names, _ = labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, txt="0\n1\n2\n")
     assert names == [("1",)] * 3

@@ -362,40 +362,30 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     grouped = [bool(contents.columns and contents.columns.group) for contents in lists]
     if any(grouped) and not all(grouped):
         raise DataError(f"group={printable(spec.group)}: a column of some lists, not of all")
-    splits: dict[str, dict[str, ImageRecord]] = {}
+    splits: dict[str, list[ImageRecord]] = {}
     locations: dict[str, str] = {}
     for one in placed:
         for path, entry in one.contents.entries.items():
             split = one.split or entry.split
             record = ImageRecord(path, entry.labels, entry.group, entry.captions, entry.cells)
-            if earlier := splits.setdefault(split, {}).get(path):  # in another list of captions
-                captions = earlier.captions + record.captions
-                record = record._replace(labels=earlier.labels or record.labels, captions=captions)
-            splits[split][path] = record
+            splits.setdefault(split, []).append(record)
             column = f" (split {split})" if entry.split and not one.split else ""
             locations.setdefault(split, printable(one.contents.path) + column)
-    for split, files in found.files.items():
-        if split:
-            path = files[0] if len(files) == 1 else os.path.join(str(found.root), split)
-            locations[split] = printable(path)
-    records = {split: [*images.values()] for split, images in splits.items()}
+    locations |= {split: printable(path) for split, path in found.files.items() if split}
     if spec.captions:
-        records = drop_uncaptioned(records, notes)
+        splits = drop_uncaptioned(splits, notes)
         if spec.labels:
-            folders = {one.split: one.base for one in placed}
+            base_of = {one.split: one.base for one in placed}
             names = {os.path.basename(contents.path) for contents in lists}
             if names <= {*METADATA} and spec.images is None:
-                folders = {split: str(root / split) for split in folders}
-            records = {
-                split: _with_folder_labels(
-                    images, folders.get(split, folders.get("", "")), placed, spec
-                )
-                for split, images in records.items()
-            }
+                base_of = {split: str(root / split) for split in base_of}
+            for split, records in splits.items():
+                base = base_of.get(split, base_of.get("", ""))
+                splits[split] = _with_folder_labels(records, base, placed, spec)
     kind = "list" if len(placed) > 1 or spec.captions else "split"
     columns = dict.fromkeys(name for one in lists if one.columns for name in one.columns.unused)
     return DatasetIndex(
-        root, records, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
+        root, splits, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
     )
 
 
@@ -460,9 +450,7 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
     if spec.split is not None and "" not in found.files:
         splits = spec.select_splits(splits)
     return [
-        _placed(split, read_list(path, spec, notes), spec, notes)
-        for split in splits
-        for path in found.files[split]
+        _placed(split, read_list(found.files[split], spec, notes), spec, notes) for split in splits
     ]
 
 
