@@ -348,7 +348,7 @@ def test_all_notes_about_the_source_are_shown(make_tree):
     lines = ["image,caption,id\n", *(f"{n}.png,a dog,{n}\n" for n in range(6)), "6.png,,6\n"]
     (root / "captions.txt").write_text("".join(lines))
     text = "\n".join(checked(root, captions=True, labels=False).lines(5))
-    for note in ("not used: id", "1 image that no line of a list names", "1 empty caption"):
+    for note in ("not used: id", "1 image that no line of a list names", "1 caption, empty or repeated"):
         assert note in text
 
 

@@ -557,10 +557,8 @@ def test_an_apostrophe_of_the_own_csv_files_is_no_part_of_a_label(write, name):
     rows = [(image, f'"{cell if label == "a" else label}"') for image, label in ROWS]
     splits = opened(write(table(rows)))
     assert splits.classes == (*sorted([name, "b"]),)
-    assert noted(splits, "10 lines with an apostrophe before =, +, - or @ in the label")
     plain = opened(write(table([(image, f"'{label}'") for image, label in ROWS]), "plain.csv"))
     assert plain.classes == ("'a'", "'b'")
-    assert not noted(plain, "apostrophe")
     lines = [
         json.dumps({"image": image, "label": cell if label == "a" else label})
         for image, label in ROWS
@@ -598,7 +596,6 @@ def test_names_without_a_suffix_are_those_of_images(write, images):
     path = write(table(rows, header="id,breed"))
     found, splits = classes(path, **columns)
     assert found == dict(ROWS)
-    assert noted(splits, "20 names without a suffix: a/0 is read as a/0.png")
     below = write(table([(str(n), "xy"[n % 2]) for n in range(10)]), "below.csv")
     assert len(classes(below, images=str(images / "a"))[0]) == 10
     both = write(table([*rows, ("a/3.png", "b")], header="id,breed"))

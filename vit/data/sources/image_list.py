@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.image_names import folder_names, suffix_notes
+from vit.data.sources.image_names import folder_names
 from vit.data.sources.list_columns import (
     INSIDE,
     Columns,
@@ -97,8 +97,6 @@ class ImageList:
     """The first line with several classes, 0 if there is none."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
-    guarded_labels: int = 0
-    """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
     bad: BadLines = field(default_factory=BadLines)
 
     def report(self, kind: str, error: DataError, *images: str) -> None:
@@ -245,12 +243,6 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
         raise wrong(path, f"{what} in it; expected a line for each")
     if contents.is_table:
         notes += comma_notes(path, (entry.labels for entry in contents.rows))
-    if contents.guarded_labels:
-        lines = plural(contents.guarded_labels, "line")
-        notes.append(
-            f"{printable(path)}: {lines} with an apostrophe before =, +, - or @ in the label, as "
-            "CSV files of vit have it against formulas: read without it"
-        )
     return contents
 
 
@@ -296,9 +288,7 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         if spec.labels:
             value = values.get(columns.label)
             if row.is_table and isinstance(value, str):
-                plain = without_formula_guards(value)
-                contents.guarded_labels += plain != value
-                value = plain
+                value = without_formula_guards(value)
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
         split = ""
         if columns.split and spec.reads_splits:
@@ -463,7 +453,7 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
     outside = spec.allow_outside or (spec.captions and spec.images is None)
     above = os.path.join(os.path.abspath(base), "")
     folder = folder_names(base)
-    renamed: list[tuple[str, str]] = []
+    names: list[str] = []
 
     def path_of(name: str) -> str:
         return name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name))
@@ -473,8 +463,8 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
         check_inside(name, path, row.line, outside=spec.allow_outside)
         if os.path.isabs(name) and not name.startswith(above) and not outside:
             raise wrong(path, f"{name} lies outside of {above[:-1]}; {INSIDE}", row.line)
-        renamed.append((row.name, name.removeprefix(above)))
-        return path_of(name.removeprefix(above))
+        names.append(name.removeprefix(above))
+        return path_of(names[-1])
 
     earlier = len(contents.problems or ())
     contents.place(find, notes)
@@ -483,5 +473,4 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
             if at < earlier or error.kind == "bad_path":
                 images = tuple(map(path_of, error.images))
                 contents.problems[at] = dataclasses.replace(error, images=images)
-    notes += suffix_notes(path, renamed)
-    return PlacedList(split, contents, base, [name for _, name in renamed])
+    return PlacedList(split, contents, base, names)

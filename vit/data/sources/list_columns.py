@@ -288,10 +288,8 @@ def drop_uncaptioned(
             else:
                 uncaptioned.append(record.path)
     names = join_names(sorted(uncaptioned))
-    if empty:
-        notes.append(f"left out {plural(empty, 'empty caption')}")
-    if repeats:
-        notes.append(f"left out {plural(repeats, 'caption')} that the same image has already")
+    if empty or repeats:
+        notes.append(f"left out {plural(empty + repeats, 'caption')}, empty or repeated")
     if uncaptioned:
         notes.append(f"left out {plural(len(uncaptioned), 'image')} without a caption: {names}")
     if not all(kept.values()):
