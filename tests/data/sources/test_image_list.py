@@ -594,7 +594,7 @@ def test_names_without_a_suffix_are_those_of_images(write, images):
     rows = [(name.removesuffix(".png"), label) for name, label in ROWS]
     columns = {"image_column": "id", "label_column": "breed"}
     path = write(table(rows, header="id,breed"))
-    found, splits = classes(path, **columns)
+    found, _ = classes(path, **columns)
     assert found == dict(ROWS)
     below = write(table([(str(n), "xy"[n % 2]) for n in range(10)]), "below.csv")
     assert len(classes(below, images=str(images / "a"))[0]) == 10

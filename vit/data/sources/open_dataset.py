@@ -6,7 +6,6 @@ the source has none, and notes list what was left out or looks wrong.
 """
 
 import dataclasses
-import difflib
 import glob
 import itertools
 import os
@@ -63,7 +62,7 @@ from vit.data.sources.train_val_split import (
     split_train_val,
 )
 from vit.errors import ConfigError, DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, nearest, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
 
@@ -425,38 +424,6 @@ def align_classes(names: Iterable[str], classes: Sequence[str]) -> dict[str, str
     return {name: target for name, target in found.items() if target is not None}
 
 
-def match_class_names(
-    names: Iterable[str],
-    classes: Sequence[str],
-    *,
-    location: str,
-    owner: str,
-    remedy: str = "rename or remove the folders",
-) -> tuple[dict[str, str], list[str]]:
-    """Map class names of a split to those of the model or the training split.
-
-    Names that are equal after Unicode normalisation (NFC) match.
-
-    Returns:
-        `names` -> `classes`, and notes for the user.
-    """
-    targets = align_classes(names := [*names], classes)
-    notes = [
-        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
-        for name, target in targets.items()
-        if target != name
-    ]
-    unknown = [name for name in names if name not in targets]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], classes, n=1)
-        hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
-        listed = join_names(unknown)
-        raise DataError(
-            f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
-        )
-    return targets, notes
-
-
 def _normalised(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
@@ -471,10 +438,18 @@ def _relabel(
 ) -> tuple[list[ImageRecord], list[str]]:
     """`records` with the class names in `classes`, and notes for the user."""
     names = dict.fromkeys(label for record in records for label in record.labels)
-    remedy = f"rename or remove {'the folders' if index.split_kind == 'folder' else 'them'}"
-    targets, notes = match_class_names(
-        names, classes, location=location, owner=owner, remedy=remedy
-    )
+    targets = align_classes(names, classes)
+    notes = [
+        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
+        for name, target in targets.items()
+        if target != name
+    ]
+    if unknown := [name for name in names if name not in targets]:
+        remedy = f"rename or remove {'the folders' if index.split_kind == 'folder' else 'them'}"
+        raise DataError(
+            f"{location} has classes that {owner} does not have: {join_names(unknown)}"
+            f"{nearest(unknown[0], classes)}; {remedy}"
+        )
     if any(name != target for name, target in targets.items()):
         records = [r._replace(labels=tuple(targets[name] for name in r.labels)) for r in records]
     images = _by_class(records, classes)
