@@ -26,12 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vit.atomic_files import atomic_folder
+from vit.atomic_files import atomic_folder, locked
 from vit.data.random_seed import random_seed
 from vit.errors import DataError
-from vit.file_lock import locked
 from vit.paths import user_cache
-from vit.text import printable
 
 SHAPES_SIDE = 64
 """Side of an image, in pixels."""
@@ -247,7 +245,7 @@ def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Pat
                         write(new)
     except OSError as error:
         raise DataError(
-            f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
+            f"{folder}: the built-in {name} cannot be written ({error.strerror}); "
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder

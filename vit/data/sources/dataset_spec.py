@@ -2,19 +2,18 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
-from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, path_argument
-from vit.text import printable
+from vit.text import nearest
 
 HUB = "hf:"
 REMOTE = re.compile(r"file://.*\.tar|(?!file://)[\w+:]+://")
@@ -44,22 +43,8 @@ def refuse_run_folder(data: str) -> None:
     """Refuse a run folder, which is no data."""
     if is_run_folder(data):
         raise DataError(
-            f"{printable(data)} is a run folder, a trained network: give a folder or list of images"
+            f"{data} is a run folder, a trained network: give a folder or list of images"
         )
-
-
-def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
-    """The error for arguments after DATA: an expanded glob, or a name with spaces.
-
-    `before` is the word before the first extra one.
-    """
-    for end in range(len(extra), 0, -1):
-        if os.path.lexists(name := " ".join([before, *extra[:end]])):
-            return f'a name with spaces needs quotes: "{printable(name)}"'
-    return (
-        f"{printable(extra[0])} is one argument too many: DATA is {printable(data)} already; a "
-        "pattern needs quotes"
-    )
 
 
 def is_image(name: str) -> bool:
@@ -215,12 +200,10 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
         return builtin_datasets.DATASETS[data](), []
     if root.exists():
         raise DataError(
-            f"{printable(data)} is a file, not a folder of images ({LAYOUT}), a list (.csv, "
+            f"{data} is a file, not a folder of images ({LAYOUT}), a list (.csv, "
             ".jsonl, .xlsx) or tar shards; unpack an archive, save a table as CSV, give Parquet "
             "with images as hf:PATH, and learn a list of captions with --task caption"
         )
     names = ", ".join(builtin_datasets.DATASETS)
     hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
-    raise DataError(
-        f"{printable(data)}: no such folder or file, and no built-in dataset ({names}){hint}"
-    )
+    raise DataError(f"{data}: no such folder or file, and no built-in dataset ({names}){hint}")

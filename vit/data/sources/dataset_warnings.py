@@ -1,7 +1,6 @@
 """Warnings about a dataset before training: class names, class counts, identical files."""
 
 import contextlib
-import difflib
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, 
 from vit.data.dataset_types import ImagesByClass
 from vit.data.sources.held_out_split import file_digests
 from vit.errors import BadImage
-from vit.text import is_unicode, join_names, plural, printable
+from vit.text import is_unicode, join_names, nearest_names, plural, printable
 
 IMBALANCE = 10
 """Ratio of the largest class to the smallest one from which on there is a note."""
@@ -27,7 +26,7 @@ MAX_RARE = 100
 """Rare classes whose names are compared with those of frequent ones."""
 TAIL_BYTES = 4096
 SIMILARITY = 0.8
-"""Ratio of difflib from which on the name of a rare class may be a typo of another."""
+"""Ratio of `nearest_names` from which on the name of a rare class may be a typo of another."""
 
 
 def class_problems(
@@ -107,8 +106,7 @@ def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
             and abs(len(other) - len(name)) <= 1
             and other.casefold() != name.casefold()
         ]
-        near = difflib.get_close_matches(name, others, n=1, cutoff=SIMILARITY)
-        found += [(name, other) for other in near]
+        found += [(name, other) for other in nearest_names(name, others, cutoff=SIMILARITY)[:1]]
     return found
 
 

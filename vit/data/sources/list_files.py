@@ -77,7 +77,7 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
     """Find the lists of classes or captions in DATA, a list, a folder or a built-in dataset."""
     if spec.images is not None and not os.path.isdir(spec.images):
         hint = did_you_mean(spec.images)
-        raise DataError(f"{printable(spec.images)}: no such folder of images{hint}")
+        raise DataError(f"{spec.images}: no such folder of images{hint}")
     if spec.captions:
         return _find_caption_lists(spec)
     if not os.path.isdir(spec.data):
@@ -151,9 +151,9 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     if not files:
         tables = [x for x in _visible(root) if os.path.splitext(x)[1] in CAPTION_SUFFIXES]
         hint = f" ({join_names(tables)}: give one to see what is wrong with it)" if tables else ""
-        raise DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
+        raise DataError(f"{root}: no list of captions in it{hint}; {LAYOUT}")
     if not files.keys() & {"", "train"}:
-        raise DataError(f"{printable(root)} has captions for {join_names(files)}, not for train")
+        raise DataError(f"{root} has captions for {join_names(files)}, not for train")
     return ListFiles(files, notes, images or root)
 
 
@@ -185,7 +185,7 @@ def _visible(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from None
 
 
 def images_folder(
@@ -216,7 +216,7 @@ def images_folder(
         if len(found) > 1:
             folders = join_names(found)
             raise DataError(
-                f"{printable(path)}: its images are in several folders: {folders}; write the "
+                f"{path}: its images are in several folders: {folders}; write the "
                 "folder before each name, or say which with --images"
             )
         if not found and _has_any(os.curdir, sample, is_table):  # as rows of vit predict

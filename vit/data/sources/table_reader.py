@@ -86,8 +86,7 @@ class BadLines:
         more = self.count - len(self.first)
         rest = f"; and {more:,} more" if more else ""
         raise DataError(
-            f"{printable(self.first[0].path)}: {self.count:,} lines cannot be read: "
-            f"{printable('; '.join(groups))}{rest}"
+            f"{self.first[0].path}: {self.count:,} lines cannot be read: {'; '.join(groups)}{rest}"
         )
 
 

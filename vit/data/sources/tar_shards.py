@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.atomic_files import open_atomic
+from vit.atomic_files import locked, open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
@@ -48,7 +48,6 @@ from vit.data.sources.list_columns import (
 from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
 from vit.errors import DataError, error_text
-from vit.file_lock import locked
 from vit.paths import user_cache
 from vit.text import format_megabytes, join_names, plural, printable
 
@@ -81,7 +80,7 @@ def shard_files(data: str) -> list[str]:
         files += matches
     if missing:
         names = join_names(missing, 3)
-        raise DataError(f"{printable(data)}: no such shard ({names}); give the existing ones")
+        raise DataError(f"{data}: no such shard ({names}); give the existing ones")
     return _compressed_first(files)
 
 
@@ -126,9 +125,7 @@ def expand_braces(pattern: str) -> list[str]:
             for choice in _expand_innermost(name, pattern):
                 expanded[choice] = None
                 if len(expanded) > MAX_SHARDS:
-                    raise DataError(
-                        f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer"
-                    )
+                    raise DataError(f"{pattern}: more than {MAX_SHARDS:,} shards; use fewer")
         names = [*expanded]
     return names
 
@@ -138,7 +135,7 @@ def _expand_innermost(name: str, pattern: str) -> Iterator[str]:
     if found is None:
         if "{" in name:
             text = "a brace is not closed; expected such as {000..099}"
-            raise DataError(f"{printable(pattern)}: {text}")
+            raise DataError(f"{pattern}: {text}")
         yield name
         return
     choices: Iterable[str] = found[1].split(",")
@@ -224,7 +221,7 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
         if not any(record.captions for records in splits.values() for record in records):
             key = f" (--caption-column {spec.caption_column})" if spec.caption_column else ""
             shards = plural(len(files), "shard")
-            raise DataError(f"{data}: no captions in {shards}; {CAPTIONS_LAYOUT}{printable(key)}")
+            raise DataError(f"{data}: no captions in {shards}; {CAPTIONS_LAYOUT}{key}")
         splits = drop_uncaptioned(splits, notes)
     # By name in the shards, as folders are walked; shards are only the last key.
     keys = {image.path: (image.name_in_split.split("/"), image.file) for image in images}
@@ -248,7 +245,7 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
     """
     images, _, _, notes = _list_members(files, IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     if not images:
-        raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
+        raise DataError(f"{data}: no images in {plural(len(files), 'shard')}")
     order = {file: number for number, file in enumerate(files)}
     images.sort(key=lambda image: (order[image.file], image.name.split("/")))
     return [image.path for image in images], notes
@@ -381,7 +378,7 @@ class _Annotations:
                 note = f"left out {plural(len(lone), 'file')} {suffix} beside no image"
                 members.notes.append(note)
             for path in lone if spec.problems is not None else ():
-                error = DataError(f"{printable(path)}: no image beside, so it is left out")
+                error = DataError(f"{path}: no image beside, so it is left out")
                 skip_or_raise(spec.problems, "lone_label", error, path)
         self.class_names = _read_class_tables(members.class_tables) if spec.labels else {}
         suffixes = [s for s in LABEL_SUFFIXES if spec.labels and any(self.files[s].values())]
@@ -491,7 +488,7 @@ def _sidecar(image: ShardImage, stems: Collection[tuple[str, str]], suffix: str)
 
 
 def _error(image: ShardImage, problem: str) -> DataError:
-    return DataError(f"{printable(image.path)}: {printable(problem)}")
+    return DataError(f"{image.path}: {problem}")
 
 
 def _read_text(file: str, name: str) -> str:
@@ -501,9 +498,7 @@ def _read_text(file: str, name: str) -> str:
             raise ValueError("too long")
         return content.decode("utf-8-sig")
     except ValueError as error:
-        raise DataError(
-            f"{printable(file)}/{printable(name)}: not UTF-8 text ({printable(error)})"
-        ) from None
+        raise DataError(f"{file}/{name}: not UTF-8 text ({error})") from None
 
 
 def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
@@ -538,7 +533,7 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
     )
     if not valid or len(set(table.values())) != len(table):
         shape = "expected a list of different names, or an object of them by number"
-        raise DataError(f"{printable(location)}: not the names of classes; {shape}")
+        raise DataError(f"{location}: not the names of classes; {shape}")
     return dict(table)
 
 
@@ -586,13 +581,11 @@ def download_shards(data: str) -> tuple[list[str], list[str]]:
 def _list_addresses(data: str) -> tuple[Any, list[str]]:
     """The fsspec file system of `data`, and the sorted paths of its shards there."""
     if data.lower().endswith(TAR_SUFFIXES[1:]):
-        raise DataError(f"{printable(data)}: compressed; unpack such shards once, where they are")
+        raise DataError(f"{data}: compressed; unpack such shards once, where they are")
     try:
         from fsspec import core
     except ImportError:
-        raise DataError(
-            f'{printable(data)} needs fsspec: pip install "vit-toolkit[shards]"'
-        ) from None
+        raise DataError(f'{data} needs fsspec: pip install "vit-toolkit[shards]"') from None
     addresses: list[str] = []
     filesystem = None
     for name in expand_braces(data):
@@ -604,7 +597,7 @@ def _list_addresses(data: str) -> tuple[Any, list[str]]:
             else:
                 matches = filesystem.glob(path) if glob.has_magic(path) else [path]
         if not matches:
-            raise DataError(f"{printable(name)}: there are no shards (*.tar)")
+            raise DataError(f"{name}: there are no shards (*.tar)")
         addresses += map(str, matches)
     return filesystem, sorted(set(addresses))
 
@@ -615,7 +608,7 @@ def _local_path(filesystem: Any, address: str) -> tuple[Path, int]:
         info = filesystem.info(address)
     size = info.get("size")
     if not isinstance(size, int) or info.get("type") != "file":
-        raise DataError(f"{printable(address)}: no file of a known size")
+        raise DataError(f"{address}: no file of a known size")
     key = _key(f"{filesystem.protocol} {address} {sorted(info.items(), key=str)}", 12)
     # The last folder is kept, because its name may be that of the split.
     folder, name = ["", *address.rstrip("/").split("/")][-2:]
@@ -638,7 +631,7 @@ def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
                 shutil.copyfileobj(source, target, COPY_BYTES)
                 if (copied := target.tell()) != size:
                     text = f"{copied:,} of {size:,} bytes were received; try again"
-                    raise DataError(f"{printable(address)}: {text}")
+                    raise DataError(f"{address}: {text}")
 
 
 @contextlib.contextmanager
@@ -649,7 +642,7 @@ def _readable_errors(address: str) -> Iterator[None]:
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError(f"{printable(address)}: no such shard") from None
+        raise DataError(f"{address}: no such shard") from None
     except Exception as error:  # each kind of storage has exceptions of its own
         reason = f"{type(error).__name__}: {error_text(error)}"
-        raise DataError(f"{printable(address)}: cannot be copied ({reason})") from None
+        raise DataError(f"{address}: cannot be copied ({reason})") from None
