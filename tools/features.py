@@ -181,7 +181,7 @@ CAPABILITIES: Sequence[Capability] = (
         *("", TASKS, "list"),
     ),
     Capability(
-        "Tar shards, local and remote",
+        "Tar shards",
         "data/sources/tar_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",

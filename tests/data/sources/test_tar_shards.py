@@ -272,17 +272,13 @@ def test_predict_reads_all_images_of_a_shard(pair):
     assert names[:2] == [f"{pair[1]}/train-0000.tar/{name}" for name in ("a/0.png", "a/3.png")]
 
 
-def test_predict_needs_no_classes_in_shards(tmp_path, memory):
+def test_predict_needs_no_classes_in_shards(tmp_path):
     path = pack(tmp_path / "x.tar", {"2.jpg": b"x", "1.heic": b"x", "._1.jpg": b"x", "1.txt": b""})
     notes: list[str] = []
     expected = [f"{path}/1.heic", f"{path}/2.jpg"]
     assert list_images([str(path)], notes=notes) == expected
     assert notes == [f"{path}: left out hidden and system names: ._1.jpg"]
     assert list_images([str(tmp_path)]) == expected
-    memory.pipe("/bucket/x.tar", path.read_bytes())
-    (pil_image,) = list_images(["memory://bucket/*.tar"])[1:]
-    with open_binary(pil_image) as file:
-        assert file.read() == b"x"
     (tmp_path / "beside.jpg").write_bytes(b"x")  # loose images are what a folder holds
     assert list_images([str(tmp_path)], notes=notes) == [f"{tmp_path}/beside.jpg"]
     assert "left out" in notes[1]
@@ -466,74 +462,8 @@ def test_the_command_names_shards_that_are_missing(tmp_path, capsys):
     assert "no such shard" in stderr
     assert "0001.tar, " in stderr
     assert "a brace is not closed" in one_line(capsys, "train", f"{tmp_path}/{{0.tar")
-    assert "none.tar" in one_line(capsys, "train", f"{tmp_path}/none.tar")
-
-
-@pytest.fixture
-def memory(monkeypatch, tmp_path):
-    """fsspec's file system in memory, and an empty cache."""
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    system = fsspec.filesystem("memory")
-    yield system
-    for name in system.find("/"):
-        system.rm(name)
-
-
-def test_remote_shards_are_downloaded_once(pair, memory, tmp_path, capsys):
-    for path in pair[1].iterdir():
-        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
-    expected = read_samples(open_data(pair[1]).train)
-    for data in ("memory://bucket/{train-{0000..0002},val-0000}.tar", "memory://bucket"):
-        splits = open_data(data)
-        assert read_samples(splits.train) == expected
-        assert relative(splits.train[0].path, splits.root) == "a/0.png"
-    stderr = capsys.readouterr().err
-    assert stderr.count("copying shard") == 4
-    places = sorted((tmp_path / "cache/vit-toolkit/shards").rglob("*.tar"))
-    assert {place.name for place in places} == {path.name for path in pair[1].iterdir()}
-    assert len(places) == 4
-    memory.pipe("/bucket/val-0000.tar", (pair[1] / "val-0000.tar").read_bytes() + bytes(512))
-    open_data("memory://bucket")
-    assert capsys.readouterr().err.count("copying shard") == 1
-
-
-@pytest.mark.parametrize("key", ["ETag", "etag", "Content-MD5", "Digest", "Last-Modified"])
-def test_a_changed_remote_shard_is_downloaded_again(pair, memory, monkeypatch, capsys, key):
-    """As over HTTP, where a file system tells versions apart by what the server says alone."""
-    memory.pipe("/b/train-0000.tar", (pair[1] / "train-0000.tar").read_bytes())
-    real, said = type(memory).info, {key: "one"}
-
-    def info(system, path, **options):
-        about = real(system, path, **options)
-        return {name: about[name] for name in ("name", "size", "type")} | said
-
-    monkeypatch.setattr(type(memory), "info", info)
-    monkeypatch.setattr(type(memory), "ukey", lambda _, path: path)
-    for version, copies in (("one", 1), ("one", 0), ("two", 1), ("two", 0)):
-        said[key] = version
-        open_data("memory://b/train-0000.tar")
-        assert capsys.readouterr().err.count("copying shard") == copies
-
-
-def test_an_interrupted_download_leaves_no_file(pair, memory, tmp_path, monkeypatch):
-    content = (pair[1] / "train-0000.tar").read_bytes()
-    memory.pipe("/b/train-0000.tar", content)
-    real = type(memory).info
-    monkeypatch.setattr(
-        type(memory), "info", lambda *a, **k: real(*a, **k) | {"size": len(content) + 1}
-    )
-    with pytest.raises(DataError, match="bytes were received"):
-        open_data("memory://b/train-0000.tar")
-    left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".lock"]
-    assert left == []
-
-
-@pytest.mark.auto_precision
-def test_missing_remote_shards_are_refused_in_one_line(memory, capsys):
-    assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
-    assert "cannot be copied" in one_line(capsys, "train", "nothing://bucket/x.tar")
-    assert "compressed" in one_line(capsys, "train", "memory://bucket/x.tar.gz")
+    for name in (f"{tmp_path}/none.tar", "s3://bucket/none.tar"):
+        assert f"no such shard ({name}) on this disk" in one_line(capsys, "train", name)
 
 
 def test_a_shard_index_is_small_in_memory(tmp_path):

@@ -1,7 +1,6 @@
 """Dataset specification: what to read and how, the path that DATA resolves to, and row errors."""
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ from vit.paths import did_you_mean, is_run_folder, path_argument
 from vit.text import nearest
 
 HUB = "hf:"
-REMOTE = re.compile(r"file://.*\.tar|(?!file://)[\w+:]+://")
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
 TAR_SUFFIXES = (
     *(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz"),
@@ -26,13 +24,12 @@ TAR_SUFFIXES = (
 
 
 def named_source(data: str) -> str:
-    """What DATA names: hub, remote, shards or list; empty for folders and other names."""
+    """What DATA names: hub, shards or list; empty for folders and other names."""
     if os.path.isdir(data):
         return ""
     lower = data.lower()
     named = {
         "hub": data.startswith(HUB),
-        "remote": bool(REMOTE.match(data)),
         "shards": lower.endswith(TAR_SUFFIXES),
         "list": lower.endswith(LIST_SUFFIXES),
     }

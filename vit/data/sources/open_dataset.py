@@ -48,9 +48,7 @@ from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.tar_shards import (
-    download_shards,
     list_shard_images,
-    read_remote,
     read_shards,
     shard_files,
     shards_in_folder,
@@ -87,7 +85,6 @@ def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
 COLUMNS_IN_SHARDS = ("images", "image_column", "label_column")
 READERS: dict[str, Reader] = {
     "hub": _read_named(read_dataset, ["images"]),
-    "remote": _read_named(read_remote, COLUMNS_IN_SHARDS),
     "shards": _read_named(read_shards, COLUMNS_IN_SHARDS),
     "list": read_lists,
     "folder": read_folder,
@@ -536,8 +533,8 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     """
     images: list[str] = []
     for name in inputs:
-        is_there, source = os.path.lexists(name), named_source(name)
-        is_glob = glob.has_magic(name) and not is_there and source != "remote"
+        is_there = os.path.lexists(name)
+        is_glob = glob.has_magic(name) and not is_there
         paths = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
         if not paths:
             raise DataError(f"{name}: matches no file; correct the pattern")
@@ -563,9 +560,7 @@ def _expand(path: str, notes: list[str] | None) -> list[str]:
         images = [record.path for records in index.splits.values() for record in records]
         more = index.notes
     else:
-        files, more = download_shards(path) if source == "remote" else (shard_files(path), [])
-        images, others = list_shard_images(files, path)
-        more = more + others
+        images, more = list_shard_images(shard_files(path), path)
     if notes is not None:
         notes += [f"{printable(path)}: {note}" for note in more]
     return images

@@ -15,18 +15,13 @@ Source: https://github.com/webdataset/webdataset
 
 import contextlib
 import glob
-import hashlib
 import os
 import re
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.atomic_files import locked, open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
@@ -47,9 +42,8 @@ from vit.data.sources.list_columns import (
 )
 from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
-from vit.errors import DataError, error_text
-from vit.paths import user_cache
-from vit.text import format_megabytes, join_names, plural, printable
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 MAX_SHARDS = 100_000
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -80,7 +74,7 @@ def shard_files(data: str) -> list[str]:
         files += matches
     if missing:
         names = join_names(missing, 3)
-        raise DataError(f"{data}: no such shard ({names}); give the existing ones")
+        raise DataError(f"{data}: no such shard ({names}) on this disk; give the existing ones")
     return _compressed_first(files)
 
 
@@ -535,114 +529,3 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
         shape = "expected a list of different names, or an object of them by number"
         raise DataError(f"{location}: not the names of classes; {shape}")
     return dict(table)
-
-
-COPY_BYTES = 2**22
-
-
-def read_remote(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of remote shards, downloading the missing ones."""
-    paths, notes = download_shards(spec.data)
-    index = read_shards(spec, paths)
-    root = index.root
-    if str(root).endswith(".tar") or ".tar/" in f"{root}/":  # names are unique in all shards
-        root = _cache() / f"{_key(spec.data, 8)}.tar" / f"{root}/".partition(".tar/")[2]
-    return replace(index, root=root, notes=notes + index.notes)
-
-
-def _cache() -> Path:
-    return user_cache() / "shards"
-
-
-def _key(text: str, size: int) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).hexdigest()
-
-
-def download_shards(data: str) -> tuple[list[str], list[str]]:
-    """Download the shards at the address `data` that are not in the cache.
-
-    Returns:
-        Paths of the local copies, and a note about those that were downloaded now.
-    """
-    filesystem, addresses = _list_addresses(data)
-    shards = [(address, *_local_path(filesystem, address)) for address in addresses]
-    missing = [shard for shard in shards if not shard[1].exists()]
-    for number, (address, path, size) in enumerate(missing, 1):
-        progress = f"{number} of {len(missing)}, {format_megabytes(size)}"
-        print(printable(f"vit: copying shard {progress}: {address}"), file=sys.stderr, flush=True)
-        _copy(filesystem, address, path, size)
-    notes = []
-    if missing:
-        total = format_megabytes(sum(size for *_, size in missing))
-        notes.append(f"copied {plural(len(missing), 'shard')}, {total}, to {_cache()}")
-    return [str(path) for _, path, _ in shards], notes
-
-
-def _list_addresses(data: str) -> tuple[Any, list[str]]:
-    """The fsspec file system of `data`, and the sorted paths of its shards there."""
-    if data.lower().endswith(TAR_SUFFIXES[1:]):
-        raise DataError(f"{data}: compressed; unpack such shards once, where they are")
-    try:
-        from fsspec import core
-    except ImportError:
-        raise DataError(f'{data} needs fsspec: pip install "vit-toolkit[shards]"') from None
-    addresses: list[str] = []
-    filesystem = None
-    for name in expand_braces(data):
-        with _readable_errors(data):
-            filesystem, path = core.url_to_fs(name)
-            if not path.lower().endswith(".tar"):
-                patterns = [f"{path.rstrip('/')}/*.tar", f"{path.rstrip('/')}/*/*.tar"]
-                matches = [match for pattern in patterns for match in filesystem.glob(pattern)]
-            else:
-                matches = filesystem.glob(path) if glob.has_magic(path) else [path]
-        if not matches:
-            raise DataError(f"{name}: there are no shards (*.tar)")
-        addresses += map(str, matches)
-    return filesystem, sorted(set(addresses))
-
-
-def _local_path(filesystem: Any, address: str) -> tuple[Path, int]:
-    """Path of the local copy of this version of a shard, and its size in bytes."""
-    with _readable_errors(address):
-        info = filesystem.info(address)
-    size = info.get("size")
-    if not isinstance(size, int) or info.get("type") != "file":
-        raise DataError(f"{address}: no file of a known size")
-    key = _key(f"{filesystem.protocol} {address} {sorted(info.items(), key=str)}", 12)
-    # The last folder is kept, because its name may be that of the split.
-    folder, name = ["", *address.rstrip("/").split("/")][-2:]
-    return _cache() / key / _safe_name(folder) / _safe_name(name), size
-
-
-def _safe_name(name: str) -> str:
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return safe[-120:].lstrip(".") or "_"
-
-
-def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
-    """Download to a temporary file, check its size, and rename it to `path`."""
-    with _readable_errors(address):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / ".lock"):
-            if path.exists():  # another process was faster
-                return
-            with open_atomic(path) as target, filesystem.open(address, "rb") as source:
-                shutil.copyfileobj(source, target, COPY_BYTES)
-                if (copied := target.tell()) != size:
-                    text = f"{copied:,} of {size:,} bytes were received; try again"
-                    raise DataError(f"{address}: {text}")
-
-
-@contextlib.contextmanager
-def _readable_errors(address: str) -> Iterator[None]:
-    """Turn any error of a file system into a DataError of one line."""
-    try:
-        yield
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{address}: no such shard") from None
-    except Exception as error:  # each kind of storage has exceptions of its own
-        reason = f"{type(error).__name__}: {error_text(error)}"
-        raise DataError(f"{address}: cannot be copied ({reason})") from None
