@@ -215,20 +215,6 @@ def test_broken_shards_are_reported_and_the_others_are_checked(shards):
         open_splits(str(shards), val_share=0.2, seed=0)
 
 
-def test_a_broken_shard_is_reported_with_its_last_good_member(tmp_path):
-    (tmp_path / "x").mkdir()
-    for name in "01":
-        members = {f"{label}/{name}.jpg": b"x" * 700 for label in "abc"}
-        pack(tmp_path / "x" / f"{name}.tar", members)
-    cut = tmp_path / "x" / "1.tar"
-    cut.write_bytes(cut.read_bytes()[:2500])
-    words = next(one.detail for one in checked(tmp_path / "x").problems if one.kind == "bad_shard")
-    assert "member b/1.jpg: cut short" in words
-    assert words.endswith("the last good member is a/1.jpg")
-    with pytest.raises(DataError, match=r"copy it again$"):
-        open_splits(str(tmp_path / "x"), val_share=0.2, seed=0)
-
-
 def test_a_dataset_of_broken_shards_only_is_a_one_line_error(shards, capsys):
     for path in shards.iterdir():
         path.write_bytes(path.read_bytes()[:700])

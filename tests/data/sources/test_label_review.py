@@ -104,6 +104,13 @@ def test_a_review_written_for_spreadsheets_has_the_names_of_the_data(data, tmp_p
         ("exclude", "train/x.png,cat", r"none of its 1 image, such as train/x\.png, is in the"),
         ("corrections", "train/cat/1.png,dgo", "line 2: no image .* dgo; did you mean dog"),
         ("corrections", "train/cat/1.png,cat|dog", "line 2: 2 classes; an image has one here"),
+        ("label_list", "train/cat/0.png,", "none of its 1 row has a label yet; fill in the column"),
+        (
+            "label_list",
+            "x.png,cat",
+            r"none of its 1 labelled image, such as x\.png, is in the data",
+        ),
+        ("label_list", "train/cat/0.png,a\ntrain/cat/0.png,b", "has two labels, a and b"),
     ],
 )
 def test_a_review_that_does_not_fit_is_refused(data, tmp_path, setting, rows, message):
@@ -296,19 +303,6 @@ def test_names_without_a_suffix_are_those_of_images_where_there_is_one(data, tmp
     found, notes = labels(DatasetSpec(str(data), label_list=path))
     assert ("train", "cat/1.png") not in found
     assert any("3 labelled images (1 other not in the data)" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "message"),
-    [
-        (["train/cat/0.png,"], {}, "none of its 1 row has a label yet; fill in the column label"),
-        (["x.png,cat"], {}, r"none of its 1 labelled image, such as x\.png, is in the data"),
-        (["train/cat/0.png,a", "train/cat/0.png,b"], {}, "has two labels, a and b"),
-    ],
-)
-def test_a_label_list_that_does_not_fit_is_refused(data, tmp_path, rows, settings, message):
-    with pytest.raises(DataError, match=message):
-        read_source(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows), **settings))
 
 
 def test_rows_of_a_list_that_were_left_empty_do_not_contradict_those_with_a_label(data, tmp_path):

@@ -191,26 +191,6 @@ def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("../x.png", r"line 3: \.\./x.png leads out of the folder; say which folder holds"),
-        ("a/../../x.png", "line 3: .* leads out of the folder"),
-        ("..\\x.png", "line 3: .* leads out of the folder"),
-        ("..", "line 3: .* leads out of the folder"),
-        ("C:\\pics\\x.png", "line 3: .* is a place on another computer"),
-        ("\\\\server\\x.png", "line 3: .* is a place on another computer"),
-        ("https://example.org/x.png", "line 3: .* is a web address; download"),
-        (" ", "line 3: no file name"),
-        (".", "line 3: . is a folder; expected an image"),
-    ],
-)
-def test_path_tricks_are_refused(tmp_path, name, message):
-    path = table(tmp_path / "list.csv", [("a.png", "x"), (name, "x"), ("b.png", "x")])
-    with pytest.raises(DataError, match=message):
-        opened(path)
-
-
-@pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"file_name": "a\0b", "text": "x"}, "line 1: a file name with a NUL"),

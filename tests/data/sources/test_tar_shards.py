@@ -265,13 +265,6 @@ def test_an_archive_beside_the_images_unpacked_from_it_is_ignored(tmp_path, name
     assert sum(map(len, index.splits.values())) == 3
 
 
-def test_predict_reads_all_images_of_a_shard(pair):
-    assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
-    names = list_images([str(pair[1])])
-    assert len(names) == 21
-    assert names[:2] == [f"{pair[1]}/train-0000.tar/{name}" for name in ("a/0.png", "a/3.png")]
-
-
 def test_predict_needs_no_classes_in_shards(tmp_path):
     path = pack(tmp_path / "x.tar", {"2.jpg": b"x", "1.heic": b"x", "._1.jpg": b"x", "1.txt": b""})
     notes: list[str] = []

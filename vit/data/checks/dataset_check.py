@@ -111,24 +111,25 @@ class CheckReport:
         hidden = False
         for kind, number in self.kinds().items():
             # those of a source differ: what was left out, which columns are not used
-            several = MAX_SOURCE_NOTES if kind == "source" else 1
-            same = [problem for problem in self.problems if problem.kind == kind][:several]
-            first, *others = [problem.terminal_line(listing.root) for problem in same]
+            limit_of_kind = MAX_SOURCE_NOTES if kind == "source" else 1
+            same = [one for one in self.problems if one.kind == kind][:limit_of_kind]
             hidden |= number > len(same) and KINDS[kind] != "error"
-            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first}")
-            lines += [f"{'':<34}{other}" for other in others]
+            start = f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  "
+            for problem in same:
+                lines.append(start + problem.terminal_line(listing.root))
+                start = " " * len(start)
         if hidden and hint:
             lines += ["", "the first of each kind; all: --html FILE (with thumbnails), --json FILE"]
-        shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
-        rest = found["error"] - len(shown)
-        skippable = any(problem.kind in SKIPPABLE for problem in shown)
-        advice = "; --on-bad-image skip leaves out unreadable images and empty classes"
-        if not all(problem.kind in SKIPPABLE for problem in shown):
-            advice += ", not the others"
-        head = f"vit train stops at these errors{advice if skippable else ''}:"
-        lines += ["", head] if shown else []
-        lines += [f"  {problem.terminal_line(listing.root)}" for problem in shown]
-        return lines + ([f"  and {rest:,} more (--json FILE has all)"] if rest else [])
+        errors = [one for one in self.problems if one.severity == "error"]
+        if errors:
+            skippable = any(one.kind in SKIPPABLE for one in errors[:limit])
+            advice = (
+                "; --on-bad-image skip leaves out unreadable images and empty classes, not others"
+            )
+            lines += ["", f"vit train stops at these errors{advice if skippable else ''}:"]
+        lines += [f"  {one.terminal_line(listing.root)}" for one in errors[:limit]]
+        more = len(errors) - limit
+        return lines + ([f"  and {more:,} more (--json FILE has all)"] if more > 0 else [])
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit check`."""

@@ -62,34 +62,31 @@ from vit.data.sources.train_val_split import (
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, nearest, plural, printable
 
-Reader = Callable[[DatasetSpec], DatasetIndex]
-
-
-def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
-    """A reader that refuses settings of lists, and selects the splits that are needed."""
-
-    def reader(spec: DatasetSpec) -> DatasetIndex:
-        for name in refused:
-            if (value := getattr(spec, name)) is not None:
-                raise ConfigError(
-                    f"{name}={value!r}: {spec.data} is not a list; leave it out, or "
-                    "give a list (.csv, .jsonl, .xlsx)"
-                )
-        index = read(spec)
-        splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
-        return dataclasses.replace(index, splits=splits, split_kind="split")
-
-    return reader
-
-
-COLUMNS_IN_SHARDS = ("images", "image_column", "label_column")
-READERS: dict[str, Reader] = {
-    "hub": _read_named(read_dataset, ["images"]),
-    "shards": _read_named(read_shards, COLUMNS_IN_SHARDS),
+READERS: dict[str, Callable[[DatasetSpec], DatasetIndex]] = {
+    "hub": read_dataset,
+    "shards": read_shards,
     "list": read_lists,
     "folder": read_folder,
 }
 """By source; the last also reads built-in sets, and refuses what is not there."""
+OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
+"""Settings of lists only; a table of the hub has columns too."""
+
+
+def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of a source of this kind, of the splits that are needed."""
+    refused = {"list": (), "hub": OF_LISTS[:2]}.get(source, OF_LISTS)
+    for name in refused:
+        if (value := getattr(spec, name)) not in (None, False):
+            raise ConfigError(
+                f"{name}={value!r}: {spec.data} is not a list; leave it out, or give a list "
+                "(.csv, .jsonl, .xlsx)"
+            )
+    index = READERS[source](spec)
+    if source not in ("hub", "shards"):
+        return index
+    splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
+    return dataclasses.replace(index, splits=splits, split_kind="split")
 
 
 def source_of(data: str, *, captions: bool = False) -> str:
@@ -144,11 +141,8 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     """Index all images of any source; and the specification for `apply_review`."""
     source = source_of(spec.data, captions=spec.captions)
-    read = READERS[source]
     if not spec.captions:
         refuse_captions(spec.data)
-    if spec.allow_outside and source != "list":
-        raise ConfigError(f"allow_outside: {spec.data} is not a list; leave it out")
     if spec.caption_column is not None and not spec.captions:
         raise ConfigError(
             f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
@@ -160,9 +154,10 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
                 f"labels={spec.label_list}: a list of classes, and captions are learned "
                 "here; leave it out"
             )
-        index = read(_unlabelled_source(spec))
+        index = _read(source, _unlabelled_source(spec))
     else:
-        index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
+        read = _with_or_without_labels if spec.optional_labels else _read
+        index = read(source, spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
             f"{spec.data}: images with several classes, or none; --task multilabel learns them"
@@ -191,20 +186,20 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
     )
 
 
-def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
+def _with_or_without_labels(source: str, spec: DatasetSpec) -> DatasetIndex:
     """The index with classes if every image has exactly one of several; else without any."""
     plain = dataclasses.replace(spec, labels=False, optional_labels=False)
     try:
-        index = read(spec)
+        index = _read(source, spec)
     except DataError:
-        return read(plain)
+        return _read(source, plain)
     classes = {
         name: {label for record in records for label in record.labels}
         for name, records in index.splits.items()
     }
     trained = classes.get("train", classes.get("", set()))
     suits = not index.multilabel and all(labels <= trained for labels in classes.values())
-    return index if suits and len(trained) > 1 else read(plain)
+    return index if suits and len(trained) > 1 else _read(source, plain)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
+from vit.data.archives import TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
 from vit.data.sources.file_walk import (
@@ -288,9 +288,6 @@ def _read_index(file: str, errors: Problems) -> TarIndex | None:
     try:
         return index_of(file)
     except DataError as error:
-        last = printable(error.last) if isinstance(error, BadShard) else ""
-        if errors is not None and last not in str(error):
-            error = DataError(f"{error}; the last good member is {last}")
         skip_or_raise(errors, "bad_shard", error, file)
         return None
 
