@@ -181,14 +181,14 @@ CAPABILITIES: Sequence[Capability] = (
         *("", TASKS, "list"),
     ),
     Capability(
-        "Tar shards, local and remote",
+        "Tar shards",
         "data/sources/tar_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
     Capability(
-        "Datasets of Hugging Face and torchvision",
-        "data/sources/huggingface_datasets data/sources/torchvision_datasets",
+        "Datasets of Hugging Face",
+        "data/sources/huggingface_datasets",
         *("", TASKS, "hub"),
     ),
     Capability(
