@@ -17,6 +17,7 @@ LEVEL_0 = {
     f"vit.{name}"
     for name in (
         *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log"),
+        "json_values",
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
@@ -45,6 +46,7 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
+    "vit.json_values": {"vit.errors"},
     "vit.score_calibration": {"vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
@@ -58,7 +60,7 @@ ALLOWED = {
         "pyarrow", *LEVEL_0, "vit.data.captions",
     },
     "vit.data.sources": {
-        *NUMERIC, "torchvision", "PIL", "datasets", "fsspec", "pyarrow", *LEVEL_0,
+        *NUMERIC, "PIL", "datasets", "pyarrow", *LEVEL_0,
         "vit.data", "vit.data.captions",
     },
     "vit.data.checks": {
@@ -124,7 +126,7 @@ ONLY = {
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
     "difflib": {"vit/text.py"},
-    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
+    "fsspec": {"vit/inference/ray_inference.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},

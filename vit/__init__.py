@@ -45,7 +45,6 @@ if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by p
 
 from vit.quick_imports import require_supported_versions
 from vit.version import __version__ as __version__
-from vit.weights.library_registration import register
 
 if TYPE_CHECKING:
     from vit.commands.serve_command import serve as serve
@@ -79,8 +78,6 @@ if TYPE_CHECKING:
     from vit.weights.convert import convert_model as convert_model
     from vit.weights.load_model import from_pretrained as from_pretrained
     from vit.weights.load_model import list_models as list_models
-
-register()
 
 # public name -> the module that has it, which is imported on first use: `import vit` costs nothing
 _HOMES = {

@@ -4,16 +4,17 @@ A layer takes plain numbers and never sees the config. To add an option: write t
 line below, and add its name to the Literal in vit/config/ (a test compares the two).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vit.config import DecoderConfig, ModelConfig, PretrainingConfig
 from vit.config.parser import model_settings
 from vit.config.presets import preset
-from vit.errors import ConfigError
+from vit.errors import ConfigError, WeightsError
 from vit.model.attention import CrossAttention, SelfAttention
 from vit.model.blocks import (
     Block,
@@ -81,6 +82,7 @@ from vit.model.rotary_embedding import (
 )
 from vit.model.token_merging import MergingBlock
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import join_names
 
 Builder = Callable[[ModelConfig], nn.Module]
 
@@ -215,7 +217,7 @@ def model_parts(config: ModelConfig) -> dict[str, Any]:
         "patch_embed": STEMS[config.stem](config),
         "positions": POSITIONS[config.position](config),
         "rotary": _build_rotary(config),
-        "patch_drop": PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens),
+        "patch_drop": _build_patch_dropout(config),
         "norm_pre": build_norm(config) if config.norm_pre else nn.Identity(),
         "blocks": [_build_block(config, index, kind) for index in range(config.depth)],
         "norm": build_norm(config) if last == "tokens" else nn.Identity(),
@@ -333,6 +335,12 @@ def _build_patch_embed(config: ModelConfig) -> PatchEmbedding:
     if config.patch_sizes:
         kind = partial(FlexiblePatchEmbedding, patch_sizes=config.training_patch_sizes)
     return kind(config.channels, config.patch_size, config.dim, bias=config.patch_bias)
+
+
+def _build_patch_dropout(config: ModelConfig) -> PatchDropout | None:
+    if not config.patch_dropout:
+        return None
+    return PatchDropout(config.patch_dropout, prefix=config.num_prefix_tokens)
 
 
 def _build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
@@ -471,3 +479,30 @@ def build_joint_embedding(
         prototypes=prototypes,
     )
     return init_weights(JointEmbedding(projector=projector, **model_parts(config)))
+
+
+def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Check that `state` has exactly the tensors of `model`, of their shapes, and finite values."""
+    expected = model.state_dict()
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    faults = {
+        "missing": [name for name in expected if name not in state],
+        "unknown": [name for name in state if name not in expected],
+        "of another shape": shapes,
+        "not finite": [
+            name for name, t in state.items() if not (t.is_meta or torch.isfinite(t).all())
+        ],
+    }
+    found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
+    if found:
+        raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
+
+
+def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
+    """The network of `config` on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)

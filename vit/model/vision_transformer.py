@@ -61,7 +61,7 @@ class VisionTransformer(nn.Module):
         patch_embed: ImageEmbedding,
         positions: LearnedPositions | None,
         rotary: RotaryEmbedding | None,
-        patch_drop: PatchDropout,
+        patch_drop: PatchDropout | None,
         norm_pre: nn.Module,
         blocks: Sequence[Block],
         norm: nn.Module,
@@ -125,7 +125,9 @@ class VisionTransformer(nn.Module):
         rope = None if self.rotary is None else self.rotary(grid, tokens)
         if self.positions is not None:
             tokens = self.positions(tokens, self.pos_embed, grid)
-        tokens, context = self.patch_drop(self.pos_drop(tokens), AttentionContext(grid, rope))
+        tokens, context = self.pos_drop(tokens), AttentionContext(grid, rope)
+        if self.patch_drop is not None:
+            tokens, context = self.patch_drop(tokens, context)
         return self.norm_pre(tokens), context
 
     def encode(
