@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from vit.config import DecoderConfig, ModelConfig
-from vit.model import build
+from vit.model import layers, normalization
 from vit.model.build import assemble_decoder, build_classifier
 from vit.model.build import build_captioner as build_both
 from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
@@ -35,18 +35,18 @@ EXPERTS = {"feedforward": "moe", "num_experts": 3, "top_k": 2}
 SHORT = {"decoder_depth": 2, "vocab_size": VOCAB, "caption_tokens": MOST, "decoder_dropout": 0.0}
 
 TABLES = {
-    "decoder_position": build.TEXT_POSITIONS,
-    "decoder_norm_order": build.DECODER_BLOCKS,
-    "decoder_norm": build.NORMS,
-    "decoder_feedforward": build.FEEDFORWARDS,
-    "decoder_activation": build.ACTIVATIONS,
+    "decoder_position": layers.TEXT_POSITIONS,
+    "decoder_norm_order": layers.DECODER_BLOCKS,
+    "decoder_norm": normalization.NORMS,
+    "decoder_feedforward": layers.FEEDFORWARDS,
+    "decoder_activation": layers.ACTIVATIONS,
 }
 # the values of each option that are tried with those of each other one
 CROSSED = {
-    "decoder_position": [*build.TEXT_POSITIONS],
-    "decoder_norm_order": [*build.DECODER_BLOCKS],
-    "decoder_norm": [*build.NORMS],
-    "decoder_feedforward": [*build.FEEDFORWARDS],
+    "decoder_position": [*layers.TEXT_POSITIONS],
+    "decoder_norm_order": [*layers.DECODER_BLOCKS],
+    "decoder_norm": [*normalization.NORMS],
+    "decoder_feedforward": [*layers.FEEDFORWARDS],
     "decoder_kv_heads": [None, 2],
     "decoder_qk_norm": [False, True],
     "decoder_layer_scale": [0.0, 0.5],
@@ -153,7 +153,7 @@ def test_padding_after_the_text_does_not_change_its_logits(options):
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", layers.TEXT_POSITIONS)
 def test_word_order_matters(position):
     model, memory = decoder(decoder_position=position, decoder_depth=1), some_memory()
     ids = torch.tensor([[3, 4, 5], [4, 3, 5]])
@@ -161,7 +161,7 @@ def test_word_order_matters(position):
     assert not torch.isclose(one, other, atol=1e-3).all()
 
 
-@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", layers.TEXT_POSITIONS)
 @torch.inference_mode()
 def test_rows_of_the_cache_can_be_selected_repeated_and_reordered(position):
     model, memory = decoder(decoder_position=position, decoder_kv_heads=2), some_memory(3)
@@ -205,7 +205,7 @@ def test_experts_of_a_narrow_decoder_have_no_settings_of_the_encoder_s_stem():
     assert build_both(encoder, config).decoder.blocks[1].mlp.top_k == 3
 
 
-@pytest.mark.parametrize("position", build.TEXT_POSITIONS)
+@pytest.mark.parametrize("position", layers.TEXT_POSITIONS)
 def test_more_tokens_than_positions_are_refused(position):
     model, memory = decoder(decoder_position=position), some_memory()
     assert model(some_ids(words=MOST), memory).shape == (2, MOST, VOCAB)
@@ -221,7 +221,7 @@ def test_more_tokens_than_positions_are_refused(position):
     ("encoder", "options"),
     [
         *(({}, mixture) for mixture in MIXTURES[::4]),
-        *(({}, {"decoder_activation": name}) for name in build.ACTIVATIONS),
+        *(({}, {"decoder_activation": name}) for name in layers.ACTIVATIONS),
         *((encoder, {}) for encoder in ENCODERS),
         ({"pooling": "mean"}, {"decoder_dim": 24, "decoder_norm_order": "post"}),
         ({"dropout": 0.1}, {"decoder_dropout": 0.1, "decoder_drop_path": 0.1}),
@@ -301,7 +301,7 @@ def test_a_language_model_learns_next_tokens_from_text_only():
         [[(start + step) % VOCAB for step in range(MOST)] for start in range(VOCAB)]
     )
     entropy = math.log(VOCAB)  # every word is as frequent as any other
-    for position in build.TEXT_POSITIONS:
+    for position in layers.TEXT_POSITIONS:
         model = decoder(language_model=True, decoder_position=position).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(60):

@@ -18,6 +18,7 @@ from vit.model import grouped_linear
 from vit.model.build import build_classifier, build_joint_embedding
 from vit.model.mlp import MLP
 from vit.model.moe import (
+    Experts,
     MixtureOfExperts,
     Routing,
     balance_loss,
@@ -57,13 +58,14 @@ def capacity(num_experts: int, factor: float, order):
     return partial(drop_over_capacity, num_experts=num_experts, factor=factor, order=order)
 
 
-def layer(*, order: str | None = None, factor: float = 0.0, shared: bool = False, **options):
+def layer(
+    *, order=None, factor=0.0, shared=False, activation=None, bias=True, dropout=0.0, **options
+):
     """A layer in float64 whose router has clear opinions."""
     weight_fn = renormalised_weights if options["top_k"] > 1 else softmax_weights
+    experts = Experts(DIM, HIDDEN, EXPERTS, activation=activation, bias=bias, dropout=dropout)
     moe = MixtureOfExperts(
-        DIM,
-        HIDDEN,
-        num_experts=EXPERTS,
+        experts,
         capacity_fn=capacity(EXPERTS, factor, ORDERS[order]) if order else None,
         shared=MLP(DIM, HIDDEN) if shared else None,
         **{"weight_fn": weight_fn, **options},

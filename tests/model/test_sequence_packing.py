@@ -230,7 +230,7 @@ def test_packed_images_equal_each_image_by_itself_on_cuda(settings):
 
 
 def test_packed_attention_equals_self_attention_of_each_sequence():
-    layer = SelfAttention(32, 4, num_kv_heads=2).double()
+    layer = SelfAttention(ModelConfig(dim=32, num_heads=4, num_kv_heads=2)).double()
     tokens = torch.randn(1, 9, 32, dtype=torch.float64)
     together = layer(
         tokens,

@@ -8,11 +8,12 @@ arXiv:1411.4555, with Transformers as encoder and decoder.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vit.config import ModelConfig
 from vit.model.attention import AttentionContext
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache
@@ -36,11 +37,10 @@ class Captioner(VisionTransformer):
 
     Args:
         decoder: The text decoder.
-        parts: Arguments of VisionTransformer.
     """
 
-    def __init__(self, *, decoder: TextDecoder, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, config: ModelConfig, decoder: TextDecoder) -> None:
+        super().__init__(config)
         self.decoder = decoder
 
     def encode_images(self, images: Tensor) -> tuple[Tensor, Tensor]:

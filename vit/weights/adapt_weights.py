@@ -23,7 +23,7 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, convert
 from vit.errors import ConfigError, WeightsError
-from vit.model.build import POSITIONS
+from vit.model.layers import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
