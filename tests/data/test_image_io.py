@@ -190,7 +190,9 @@ def pgm(values: np.ndarray) -> bytes:
     return f"P5\n{values.shape[1]} {values.shape[0]}\n65535\n".encode() + values.tobytes()
 
 
-def tiff(values: np.ndarray, order: str = "<", compression: int = 1) -> bytes:
+def tiff(
+    values: np.ndarray, order: str = "<", compression: int = 1, *, cmyk: bool = False
+) -> bytes:
     """A TIFF of 16-bit samples, (height, width) or (height, width, channels), in one strip."""
     height, width, *channels = values.shape
     samples = channels[0] if channels else 1
@@ -202,9 +204,13 @@ def tiff(values: np.ndarray, order: str = "<", compression: int = 1) -> bytes:
         (258, 3, samples, int.from_bytes(bits, "little" if order == "<" else "big"))
         if samples == 1
         else (258, 3, samples, 8 + len(data)),
-        *((259, 3, 1, compression), (262, 3, 1, 2 if channels else 1), (273, 4, 1, 8)),
+        *(
+            (259, 3, 1, compression),
+            (262, 3, 1, 5 if cmyk else 2 if channels else 1),
+            (273, 4, 1, 8),
+        ),
         *((277, 3, 1, samples), (278, 4, 1, height), (279, 4, 1, len(data))),
-        *([(338, 3, 1, 2)] if samples == 4 else []),
+        *([(338, 3, 1, 2)] if samples == 4 and not cmyk else []),
     ]
 
     def value(kind: int, count: int, number: int) -> bytes:
@@ -296,27 +302,7 @@ def test_16_bit_grey_with_transparency_is_read_by_the_upper_byte_and_never_by_a_
 def test_16_bit_cmyk_has_the_colours_of_8_bits(write):
     ink = np.random.default_rng(0).integers(0, 256, (6, 9, 4), dtype=np.uint8)
     expected = read_image(write(encoded(Image.fromarray(ink, "CMYK"), "TIFF"), "a.tif"))
-    tags = (
-        (256, 9),
-        (257, 6),
-        (258, 16),
-        (259, 1),
-        (262, 5),
-        (273, 8),
-        (277, 4),
-        (279, ink.size * 2),
-    )
-    rows = ink.astype("<u2") * 257
-    entries = b"".join(
-        # four equal shorts do not fit into the entry: they stand after the pixels
-        struct.pack("<HHII", tag, 3, 4, 8 + rows.nbytes)
-        if tag == 258
-        else struct.pack("<HHII", tag, 4, 1, value)
-        for tag, value in tags
-    )
-    body = b"II*\0" + struct.pack("<I", 8 + rows.nbytes + 8) + rows.tobytes()
-    body += struct.pack("<4H", 16, 16, 16, 16)
-    path = write(body + struct.pack("<H", len(tags)) + entries + bytes(4), "b.tif")
+    path = write(tiff(ink.astype(np.uint16) * 257, cmyk=True), "b.tif")
     assert not check_header(path)
     assert np.array_equal(read_image(path), expected)
 
