@@ -175,12 +175,6 @@ def test_floating_point_without_a_known_scale_is_refused(write, value):
     assert "grey values" in refusal(write(encoded(Image.fromarray(pixels), "TIFF")))
 
 
-def test_big_endian_16_bit_images_are_read(write):
-    header = f"P5\n{GREY.shape[1]} {GREY.shape[0]}\n65535\n".encode()
-    path = write(header + (GREY.astype(">u2") * 257).tobytes())
-    assert_shows(path, grey_rgb(GREY), 1)
-
-
 RAMP = np.linspace(0, 4095, GREY.size).astype(np.uint16).reshape(GREY.shape)
 """Values of a camera of 12 bits, in an image of 16."""
 SCALED = np.rint(RAMP * (255 / 4095))
