@@ -28,9 +28,8 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
 from vit.event_log import ranking_metric
-from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
-from vit.model.captioner import Captioner
+from vit.model.captioner import Captioner, caption_losses
 from vit.tasks.captioning import Captioning, CaptioningWithClasses, is_chosen
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.data_setup import open_data
