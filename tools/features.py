@@ -272,7 +272,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Compare networks",
-        "inference/compare evaluation/paired_comparison evaluation/statistical_tests "
+        "inference/compare evaluation/paired_comparison evaluation/exact_tests evaluation/metrics "
         "commands/compare_command",
         *("compare", LABELS, DATA, "torch onnx openvino"),
         "evaluation/test_comparison_page",

@@ -19,7 +19,7 @@ from vit.evaluation.accuracy_slices import (
     pixel_statistics,
     slice_names,
 )
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 
 
 @pytest.mark.parametrize(

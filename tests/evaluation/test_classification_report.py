@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES
-from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import Feature, accuracy_slices
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.classification_report import (
@@ -313,8 +312,3 @@ def test_corruptions_have_a_curve_and_a_row(parse):
     assert f"gaussian noise, by severity: {expected}" in charts
     assert "51.20%" in page.prose
     assert "gaussian noise\n80.0%\n70.0%\n60.0%\n50.0%\n40.0%" in page.lines
-
-
-def test_scores_of_captions_have_no_page():
-    with pytest.raises(ConfigError, match="--json FILE"):
-        evaluation_page("run", "data", {"count": 1, "bleu4": 0.5, "top1": 1.0})

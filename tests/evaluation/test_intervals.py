@@ -7,6 +7,7 @@ from scipy import stats
 from scipy.stats import bootstrap as scipy_bootstrap
 
 from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.intervals import (
     bootstrap,
     class_intervals,
@@ -19,7 +20,6 @@ from vit.evaluation.intervals import (
     share_interval,
 )
 from vit.evaluation.multilabel_metrics import map_interval, summarize_multilabel
-from vit.evaluation.statistical_tests import wilson_interval
 
 
 def test_images_without_a_group_are_alone():

@@ -1,7 +1,7 @@
 """Accuracy by slices of the images, and which slices are really worse than the other images.
 
     p          = P(X <= right in the slice),  X ~ Hypergeometric(images, right, images of the slice)
-    adjusted   = p, adjusted to the number of slices (vit/evaluation/statistical_tests.py)
+    adjusted   = p, adjusted to the number of slices (vit/evaluation/exact_tests.py)
     flagged    = adjusted < 0.05 and the slice is less accurate than the rest
 
 Without the adjustment one of twenty slices would be flagged by chance. Where images come in groups,
@@ -35,8 +35,8 @@ from torch import Tensor
 
 from vit.data.image_io import JPEG_FORMATS, read_header
 from vit.errors import BadImage
+from vit.evaluation.exact_tests import holm, lower_tail
 from vit.evaluation.intervals import effective_images, share_interval
-from vit.evaluation.statistical_tests import holm, lower_tail
 from vit.text import percent, plural, printable
 
 OTHER = "other"

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-SCORES = {"top1": "top-1", "map": "mAP"}
-"""Key of the score of a classifier -> its name."""
+from vit.evaluation.metrics import metric_of
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Marks of an axis of shares."""
@@ -160,7 +159,7 @@ def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
             ticks=[(share_to_y(share), f"{share:.0%}") for share in SHARES],
             marks=[(to_x(place), place) for place in range(len(values))],
             axis="severity",
-            curves=[(SCORES[score], "val", points)],
+            curves=[(metric_of(score).title, "val", points)],
         )
         charts.append(chart)
     return charts

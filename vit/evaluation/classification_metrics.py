@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 from vit.text import align_columns, plural, printable
 
 BINS = 15

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.errors import ConfigError
-from vit.evaluation.charts import SCORES, reliability_chart, robustness_charts
+from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
     Outcomes,
@@ -22,6 +21,7 @@ from vit.evaluation.classification_metrics import (
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
 from vit.evaluation.html_page import render_page, thumbnails
 from vit.evaluation.intervals import share_interval
+from vit.evaluation.metrics import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import (
     Event,
@@ -245,38 +245,27 @@ def multilabel_mistakes(
     ]
 
 
-CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
-"""Key of the score of a classifier -> that of a class."""
-
-
-def check_page(score: str, *, captions: bool) -> None:
-    """Refuse a network whose scores have no page."""
-    if score not in SCORES or captions:
-        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
-
-
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
     """The whole page."""
-    key = next((name for name in SCORES if name in scores), "")
-    check_page(key, captions="bleu4" in scores)
-    names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")
+    first, rows, counts = metric_rows(scores)[0], scores["per_class"], scores.get("confusion")
+    by = "average_precision" if "average_precision" in rows[0] else "f1"
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,
         model=model,
         data=data,
         scores=scores,
-        key=key,
-        interval=scores[f"{key}_interval"],
+        key=first.name,
+        interval=first.interval,
         numbers=[
             (name, value, scores.get(f"{name}_interval"))
             for name, value in scores.items()
             if isinstance(value, float)
         ],
-        classes=class_table(scores["per_class"], CLASS_SCORES[key]),
-        confusions=counted_findings(counts, names) if counts else None,
+        classes=class_table(rows, by),
+        confusions=counted_findings(counts, [row["label"] for row in rows]) if counts else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.evaluation.classification_metrics import LEAST, Outcomes
-from vit.evaluation.statistical_tests import Z95, wilson_interval
+from vit.evaluation.exact_tests import Z95, wilson_interval
 
 FEWEST_DEGREES = 3.0
 """Degrees of freedom below which no interval is wider: of a class with three or four images."""

@@ -30,7 +30,7 @@ Of several classes an image, by the mean average precision (mAP):
     needed     = images ((z_0.975 + z_0.8) s / difference)²
 
 Of more than two classifiers, every two are compared, with p values that are adjusted to the number
-of pairs (Holm, vit/evaluation/statistical_tests.py).
+of pairs (Holm, vit/evaluation/exact_tests.py).
 
 Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
 Psychometrika 12, 1947; interval: Bonett and Price, "Adjusted Wald confidence interval for a
@@ -57,6 +57,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vit.evaluation.exact_tests import Z95, binomial_tail, holm
 from vit.evaluation.html_page import readable_thumbnails, render_page
 from vit.evaluation.intervals import (
     FEWEST_DEGREES,
@@ -75,7 +76,6 @@ from vit.evaluation.multilabel_metrics import (
     degrees_of_mean,
     map_interval,
 )
-from vit.evaluation.statistical_tests import Z95, binomial_tail, holm
 from vit.text import plural
 
 LEVEL = 0.05

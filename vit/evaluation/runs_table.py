@@ -34,7 +34,8 @@ from vit.config.parser import (
 )
 from vit.config.presets import PRESETS
 from vit.errors import ConfigError, RunError
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.metrics import metric_of
 from vit.event_log import (
     METRICS_FILE,
     Event,
@@ -54,14 +55,6 @@ SUMMARY_FILE = "summary.json"
 OWN_FOLDERS = {"checkpoints", "best", "tracking"}
 """Folders inside a run folder, which are no runs."""
 FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
-SCORE_NAMES = {
-    "val_top1": "top-1",
-    "val_balanced_accuracy": "balanced accuracy",
-    "val_map": "mAP",
-    "val_cider": "CIDEr",
-    "val_loss": "loss",
-}
-SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
 NOT_COMPARED = {
     *("model", "data", "epochs", "num_classes", "workers"),
     *("cooldown_shares", "cooldown_steps"),
@@ -78,7 +71,7 @@ MAX_HEADER_BYTES = 100_000_000
 def rank_of(run: "RunRecord") -> tuple[str, float]:
     """Sort key of scores: those of one metric stand together, the best one first."""
     metric, score = run.metric or "", run.score or 0.0
-    return score_name(metric), score if metric == "val_loss" else -score
+    return metric_of(metric).title, score if metric == "val_loss" else -score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +128,9 @@ class RunRecord:
     @property
     def score_text(self) -> str:
         """The score; its name stands beside all but top-1."""
-        metric, score = self.metric or "", self.score or 0.0
-        value = percent(score) if metric in SHARES else f"{score:.4g}"
-        return value if metric == "val_top1" else f"{score_name(metric)} {value}"
+        metric = metric_of(self.metric or "")
+        value = metric.text(self.score, ".4g")
+        return value if self.metric == "val_top1" else f"{metric.title} {value}"
 
     @property
     def lower_limit(self) -> float | None:
@@ -517,11 +510,6 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
 def local_time(seconds: float) -> datetime:
     """A time since 1970 in the time zone of this machine."""
     return datetime.fromtimestamp(seconds).astimezone()
-
-
-def score_name(metric: str) -> str:
-    """A metric in words."""
-    return SCORE_NAMES.get(metric, metric.removeprefix("val_").replace("_", " "))
 
 
 def short_path(path: str | None) -> str:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vit.evaluation.exact_tests import binomial_tail
 from vit.evaluation.intervals import count_present, group_means
-from vit.evaluation.statistical_tests import binomial_tail
 
 TARGET_PRECISION = 0.98
 ALLOWED_ERROR = 0.01

@@ -59,7 +59,6 @@ class Classification(Task):
     metric = "val_top1"
     planned = True
     activation_name = "softmax"
-    score_name = "top-1"
     measures_distance = True
 
     def __init__(

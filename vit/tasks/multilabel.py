@@ -61,7 +61,6 @@ class MultiLabel(Task):
     metric = "val_map"
     planned = True
     activation_name = "sigmoid"
-    score_name = "mAP"
 
     def __init__(self, distillation: Distillation | None = None) -> None:
         self.distillation = distillation

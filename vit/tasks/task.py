@@ -189,8 +189,6 @@ class Task(ABC):
 
     activation_name: ClassVar[str] = "identity"
     """A key of ACTIVATIONS, which exported files record."""
-    score_name: ClassVar[str] = ""
-    """Name of `score`."""
     measures_distance: ClassVar[bool] = False
     """Whether the distance of images from those of training is measured for its calibration."""
     compares_images: ClassVar[bool] = False

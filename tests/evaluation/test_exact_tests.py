@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vit.evaluation.statistical_tests import holm
+from vit.evaluation.exact_tests import holm
 
 
 def rejected(p_values, level):
