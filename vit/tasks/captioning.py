@@ -102,12 +102,8 @@ class Captioning(Task):
         """Without classes, the network has no head."""
         if self.classifies:
             return config
-        if config.chosen("pooling") and config.model.pooling != "none":
-            raise ConfigError(
-                f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
-                "is no head to pool for; leave it out"
-            )
-        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
+        headless = {"num_classes": (0,), "pooling": ("none",)}
+        for name, usual in (*headless.items(), ("final_norm", ("auto", "tokens", "none"))):
             if config.chosen(name) and (value := getattr(config.model, name)) not in usual:
                 raise ConfigError(
                     f"{name}={value}: task=caption alone has no head; leave it out, or learn "
