@@ -36,11 +36,9 @@ def write(tmp_path, make_facts, make_epochs):
     ):
         outcomes = draw(len(classes)) if outcomes is None else outcomes
         write_classification_report(
-            tmp_path,
-            facts=make_facts(classes, settings, **changes),
-            events=make_epochs(epochs),
-            outcomes=outcomes,
-            paths=paths or [str(tmp_path / "missing.jpg")] * len(outcomes),
+            make_facts(classes, settings, epochs=make_epochs(epochs), **changes),
+            outcomes,
+            paths or [str(tmp_path / "missing.jpg")] * len(outcomes),
             calibrated=calibrated,
         )
         return (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -155,15 +153,13 @@ def test_a_mistake_has_its_label_and_the_prediction(write, parse, tmp_path):
 
 
 @pytest.fixture
-def write_multilabel(tmp_path, make_facts, make_epochs):
+def write_multilabel(tmp_path, make_facts):
     """Write a report, and return its text."""
 
     def write_multilabel(classes, probabilities, targets, paths=None, **changes):
         write_multilabel_report(
-            tmp_path,
-            facts=make_facts(classes, **changes),
-            events=make_epochs(3),
-            outcomes=MultilabelOutcomes(
+            make_facts(classes, **changes),
+            MultilabelOutcomes(
                 probabilities=probabilities,
                 targets=targets,
                 thresholds=[0.5] * len(classes),

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +22,7 @@ from vit.evaluation.html_page import render_page, thumbnails
 from vit.evaluation.intervals import share_interval
 from vit.evaluation.metrics import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
-from vit.evaluation.run_report import (
-    Event,
-    RunFacts,
-    learning_charts,
-    select_epochs,
-    write_run_report,
-)
+from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 
 MAX_MISTAKES = 24
@@ -37,38 +30,30 @@ MAX_ROWS = 2000
 
 
 def write_classification_report(
-    folder: Path,
-    *,
     facts: RunFacts,
-    events: Sequence[Event],
     outcomes: Outcomes,
     paths: Sequence[str],
+    *,
     recall: Sequence[RecallRow] = (),
     calibrated: CalibratedOutcomes | None = None,
     groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
-    robustness: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `folder`/report.html.
+    """Write report.html of a single-label run.
 
     Args:
         outcomes: Of the validation images that could be read, at least one, with raw scores.
     """
-    epochs = select_epochs(events)
     score = {"score_key": "val_top1", "score_name": "Top-1"}
     write_run_report(
-        folder,
+        facts,
         "classification_report.html.j2",
-        facts=facts,
-        epochs=epochs,
-        charts=learning_charts(facts, epochs, **score),
+        charts=learning_charts(facts, **score),
         mistakes=find_mistakes(calibrated.outcomes if calibrated else outcomes, paths, facts),
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         slices=slices,
-        robustness=robustness,
-        severity_charts=robustness_charts(robustness),
         **score,
         **class_findings(
             outcomes, facts.classes, calibrated, paths=() if facts.fast else paths, groups=groups
@@ -167,15 +152,9 @@ class MultilabelOutcomes:
 
 
 def write_multilabel_report(
-    folder: Path,
-    *,
-    facts: RunFacts,
-    events: Sequence[Event],
-    outcomes: MultilabelOutcomes,
-    slices: Sequence[Mapping[str, Any]] = (),
-    robustness: Mapping[str, Any] | None = None,
+    facts: RunFacts, outcomes: MultilabelOutcomes, slices: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Write `folder`/report.html; arguments as for `write_classification_report`."""
+    """Write report.html of a multi-label run."""
     scores = summarize_multilabel(
         outcomes.probabilities,
         outcomes.targets,
@@ -183,21 +162,16 @@ def write_multilabel_report(
         outcomes.thresholds,
         outcomes.groups,
     )
-    epochs = select_epochs(events)
     score = {"score_key": "val_map", "score_name": "Mean average precision"}
     wrong, mistakes = multilabel_mistakes(outcomes, facts)
     write_run_report(
-        folder,
+        facts,
         "multilabel_report.html.j2",
-        facts=facts,
-        epochs=epochs,
-        charts=learning_charts(facts, epochs, **score),
+        charts=learning_charts(facts, **score),
         scores=scores,
         classes=class_table(scores["per_class"], "average_precision"),
         reliability=multilabel_calibration(outcomes),
         slices=slices,
-        robustness=robustness,
-        severity_charts=robustness_charts(robustness),
         wrong=wrong,
         mistakes=mistakes,
         **score,

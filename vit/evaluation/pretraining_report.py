@@ -1,7 +1,6 @@
 """report.html of a pretraining without labels."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -9,13 +8,7 @@ from torch import Tensor
 from vit.data.image_objects import to_rgb_image
 from vit.evaluation.feature_quality import nearest_images
 from vit.evaluation.html_page import encode_thumbnail, read_thumbnail
-from vit.evaluation.run_report import (
-    Event,
-    RunFacts,
-    epoch_chart,
-    select_epochs,
-    write_run_report,
-)
+from vit.evaluation.run_report import RunFacts, epoch_chart, write_run_report
 
 QUERIES, NEIGHBOURS = 8, 5
 """Images whose nearest others are shown, and how many of them."""
@@ -23,43 +16,36 @@ TITLES = {"simclr": "SimCLR", "lejepa": "LeJEPA", "dino": "DINO", "mae": "MAE"}
 
 
 def write_pretraining_report(
-    folder: Path,
-    *,
     facts: RunFacts,
-    events: Sequence[Event],
     features: Tensor,
     classes: Sequence[str],
     paths: Sequence[str],
     reconstructions: Sequence[Sequence[Tensor]],
-    method: str,
 ) -> None:
-    """Write `folder`/report.html.
+    """Write report.html of a pretraining.
 
     Args:
         features: Of validation images, (images, dim).
         classes: Class of each; empty texts without classes.
         reconstructions: Rows of images, each (3, height, width) in [0, 1]; none without them.
     """
-    epochs = select_epochs(events)
     curves = {"training": ["train_loss"], "validation": ["val_loss"]}
     charts = [
-        epoch_chart(facts, epochs, "Loss", curves),
-        epoch_chart(facts, epochs, "Effective rank", {"validation": ["val_rankme"]}),
+        epoch_chart(facts, "Loss", curves),
+        epoch_chart(facts, "Effective rank", {"validation": ["val_rankme"]}),
     ]
-    labelled = all("val_knn" in event for event in epochs)
+    labelled = all("val_knn" in event for event in facts.epochs)
     if labelled:
-        charts.append(epoch_chart(facts, epochs, "k-NN accuracy", {"validation": ["val_knn"]}, "%"))
+        charts.append(epoch_chart(facts, "k-NN accuracy", {"validation": ["val_knn"]}, "%"))
     write_run_report(
-        folder,
+        facts,
         "pretraining_report.html.j2",
-        facts=facts,
-        epochs=epochs,
         charts=charts,
-        final=epochs[-1],
+        final=facts.epochs[-1],
         labelled=labelled,
         dim=features.shape[1],
         compared=len(features),
-        method=TITLES[method],
+        method=TITLES[facts.config.training.task],
         neighbours=neighbour_rows(features, classes, paths),
         reconstructions=[
             [

@@ -220,19 +220,13 @@ class Captioning(Task):
         ]
         with contextlib.closing(run.batches(samples, failed)) as batches:
             outcomes, class_outcomes = caption_outcomes(run, batches, samples)
-        write_caption_report(
-            run.folder,
-            facts=run.facts(failed),
-            caption_facts=CaptionFacts(
-                captions=sum(len(sample.captions) for sample in run.splits.train),
-                mean_tokens=self.mean_tokens,
-                val_images=count,
-                advice=image_use_advice(run.config),
-            ),
-            events=run.events,
-            outcomes=outcomes,
-            class_outcomes=class_outcomes,
+        facts = CaptionFacts(
+            captions=sum(len(sample.captions) for sample in run.splits.train),
+            mean_tokens=self.mean_tokens,
+            val_images=count,
+            advice=image_use_advice(run.config),
         )
+        write_caption_report(run.facts(failed), facts, outcomes, class_outcomes)
 
     def warning(self, event: Event, config: Config) -> str | None:
         """A log line if captions fit shuffled images as well as their own; else None.

@@ -158,15 +158,12 @@ class Classification(Task):
         for line in recall_lines(recall) if recall else []:
             run.notify(line)
         write_classification_report(
-            run.folder,
-            facts=run.facts(found.failed),
-            events=run.events,
-            outcomes=outcomes,
+            run.facts(found.failed),
+            outcomes,
+            found.paths,
             calibrated=calibrated,
-            paths=found.paths,
             groups=found.groups,
             recall=recall,
-            robustness=run.robustness,
             slices=found.slices(
                 (outcomes.ranks == 0).tolist(),
                 classes=[run.splits.classes[label] for label in found.labels.tolist()],

@@ -172,12 +172,8 @@ class MultiLabel(Task):
         limits = torch.tensor(loaded.thresholds, dtype=torch.float64)
         wrong = (probabilities >= limits) != found.labels.bool()
         write_multilabel_report(
-            run.folder,
-            facts=run.facts(found.failed),
-            events=run.events,
-            robustness=run.robustness,
-            slices=found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
-            outcomes=MultilabelOutcomes(
+            run.facts(found.failed),
+            MultilabelOutcomes(
                 probabilities=probabilities,
                 targets=found.labels,
                 thresholds=loaded.thresholds,
@@ -187,6 +183,7 @@ class MultiLabel(Task):
                 temperature=loaded.calibration.temperature if loaded.calibration else 1.0,
                 groups=found.groups,
             ),
+            found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
         )
 
 

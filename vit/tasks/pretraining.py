@@ -179,14 +179,11 @@ class Pretraining(Task):
             labels += batch.labels.tolist()
             paths += [samples[index].path for index in batch.indices.tolist()]
         write_pretraining_report(
-            run.folder,
-            facts=run.facts(failed),
-            events=run.events,
-            features=torch.cat(features),
-            classes=[run.splits.classes[n] if n != NO_LABEL else "" for n in labels],
-            paths=paths,
-            reconstructions=self.reconstructions(run),
-            method=run.config.training.task,
+            run.facts(failed),
+            torch.cat(features),
+            [run.splits.classes[n] if n != NO_LABEL else "" for n in labels],
+            paths,
+            self.reconstructions(run),
         )
 
     def reconstructions(self, run: FinishedRun) -> Sequence[tuple[Tensor, ...]]:
