@@ -44,7 +44,9 @@ METRICS = {
     "chrf": Metric("chrF"),
     "exact": Metric("exact", of_images=True),
     "distinct": Metric("distinct", note="different captions"),
-    "ece": Metric("calibration error", note="mean gap of scores and being right; {} by chance"),
+    "ece": Metric(
+        "calibration error", note="mean gap of a score and the share that is right; {} by chance"
+    ),
     "brier": Metric("Brier score", share=False),
     "nll": Metric("", share=False),
     **dict.fromkeys(("ece_chance", "ece_debiased"), Metric("")),

@@ -344,11 +344,6 @@ class RunsComparison:
     failed: Sequence[dict[str, str]] = ()
 
     @property
-    def result(self) -> "RunsComparison":
-        """Itself, by an older name."""
-        return self
-
-    @property
     def first(self) -> PairedComparison:
         """The comparison of the first two."""
         return self.pairs[0, 1]

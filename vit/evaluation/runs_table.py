@@ -46,7 +46,6 @@ from vit.event_log import (
 )
 from vit.file_lock import lock_file
 from vit.paths import did_you_mean, is_run_folder, path_argument
-from vit.score_calibration import ScoreCalibration
 from vit.text import align_columns, format_duration, format_parameters, percent, printable
 
 SETTINGS = "config.yaml"
@@ -395,12 +394,11 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         settings = read_stored_settings(folder / SETTINGS)
     except ConfigError as problem:
         reasons.append(str(problem).replace(f"{printable(folder)}{os.sep}", ""))
-    soup_of_folds = settings.get("folds") is not None and settings.get("fold") is None
     try:
         facts, damage = read_summary(folder, settings, ended=has_report)
         if damage:
             reasons.append(damage)
-        elif not facts and (has_report or has_weights) and not soup_of_folds:
+        elif not facts and (has_report or has_weights):
             reasons.append(f"{METRICS_FILE} has no epoch")
     except (ValueError, KeyError, TypeError):
         reasons.append(f"{SUMMARY_FILE} or {METRICS_FILE} is damaged")
@@ -409,8 +407,6 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)
             own = json.loads((folder / "config.json").read_bytes())["vit"]
-            if own.get("calibration") is not None:
-                ScoreCalibration.from_dict(own["calibration"])
             error = own.get("calibration_error")
             error = None if error is None else float(error)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
