@@ -33,7 +33,7 @@ from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Caption, Search
 from vit.model.build import build_captioner
 from vit.model.captioner import Captioner, CaptionerOutput
-from vit.output.prediction_results import unended_note
+from vit.output.prediction_results import ImageOutput, unended_note
 from vit.tasks.classification import (
     ClassEvaluation,
     balanced_accuracy,
@@ -45,10 +45,8 @@ from vit.tasks.classification import (
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
 )
@@ -199,7 +197,7 @@ class Captioning(Task):
         return replace(spec, multilabel=False, captions=True, labels=bool(outputs))
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "CaptionEvaluation":
         """Start an evaluation on the samples with a caption that fits into the decoder."""
         kept, ids = drop_long_captions(model.caption_generator, samples, notify)

@@ -30,14 +30,13 @@ from vit.evaluation.classification_metrics import (
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
+from vit.output.prediction_results import ImageOutput
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import ClassBalance, smoothed_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
     forward,
@@ -104,7 +103,7 @@ class Classification(Task):
             )
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "ClassEvaluation":
         return ClassEvaluation(samples, model.classes)
 

@@ -37,15 +37,14 @@ from vit.evaluation.multilabel_metrics import (
     nanmean,
     summarize_multilabel,
 )
+from vit.output.prediction_results import ImageOutput
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
     calibrated_activation,
@@ -114,7 +113,7 @@ class MultiLabel(Task):
         return replace(spec, multilabel=True)
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "MultiLabelEvaluation":
         assert model.thresholds is not None, "a multi-label network has thresholds"
         return MultiLabelEvaluation(samples, model.classes, model.thresholds)

@@ -40,7 +40,6 @@ from vit.model.projection_head import JointEmbedding
 from vit.precision import at_least_float32
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
     Task,
@@ -158,9 +157,7 @@ class Pretraining(Task):
             f"image; {self.remedy}"
         )
 
-    def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
-    ) -> Evaluation:
+    def evaluation(self, model: Any, samples: Sequence[Sample], notify: Notify) -> Evaluation:
         """Refuse: there are no answers."""
         raise ConfigError(
             "the network was pretrained without classes, and has no answers to measure: add them "
