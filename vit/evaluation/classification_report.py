@@ -19,7 +19,6 @@ from vit.evaluation.classification_metrics import (
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
 from vit.evaluation.html_page import render_page, thumbnails
-from vit.evaluation.intervals import share_interval
 from vit.evaluation.metrics import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
@@ -70,8 +69,7 @@ def class_findings(
     groups: Tensor | None = None,
 ) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
-    scores = summarize(outcomes, classes)
-    scores["top1_interval"] = share_interval(outcomes.ranks == 0, groups)
+    scores = summarize(outcomes, classes, groups)
     shown = calibrated.outcomes if calibrated else outcomes
     return {
         "scores": scores,

@@ -66,6 +66,7 @@ from vit.evaluation.intervals import (
     Interval,
     count_groups,
     effective_images,
+    jackknife_error,
     jackknife_weights,
     share_interval,
     student_quantile,
@@ -187,8 +188,7 @@ class PairedComparison:
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
         finite = parts >= MIN_GROUPS and bool(means.isfinite().all())
         known = finite and float(means.max() - means.min()) > ROUNDING
-        squares = float((means - means.mean()).square().sum()) if known else math.nan
-        error = math.sqrt(squares * (parts - 1) / parts)
+        error = jackknife_error(means) if known else math.nan
         degrees = max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES)
         half = student_quantile(degrees) * error if known else math.inf
         side_a, side_b = (

@@ -23,12 +23,12 @@ from vit.evaluation.classification_metrics import (
     ClassChange,
     Outcomes,
     RecallRow,
+    class_intervals,
     compare_recall,
     recall_lines,
     summarize,
 )
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.distillation import Distillation, classifier_loss
@@ -248,9 +248,10 @@ class ClassEvaluation(Evaluation):
         if not self.outcomes:
             return {}
         outcomes = Outcomes.cat(self.outcomes)
-        scores, groups = summarize(outcomes, self.classes), self.measured_groups()
+        groups = self.measured_groups()
+        scores = summarize(outcomes, self.classes, groups)
         if self.brief:
-            return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}
+            return scores
         confusion = outcomes.confusion(self.classes)
         return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
 

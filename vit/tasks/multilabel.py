@@ -27,13 +27,13 @@ from vit.data.dataset import Batch, MultiHot
 from vit.data.dataset_types import Sample, Splits, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.intervals import multilabel_intervals
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
     MIN_IMAGES,
     average_precisions,
     choose_thresholds,
     f1_scores,
+    multilabel_intervals,
     nanmean,
     summarize_multilabel,
 )
