@@ -128,17 +128,19 @@ def accuracy_slices(
     Args:
         right: Whether each answer is right; None for an image that is left out.
     """
-    rows = (_slices_of(right, one, groups) for one in features)
-    found = list(itertools.chain.from_iterable(rows))
+    found: list[AccuracySlice] = []
+    for feature in features:
+        found += slices_of(right, feature, groups)
     adjusted = iter(holm([one.p_value for one in found if one.p_value is not None]))
     return [
         one if one.p_value is None else replace(one, p_adjusted=next(adjusted)) for one in found
     ]
 
 
-def _slices_of(
+def slices_of(
     right: Sequence[bool | None], feature: Feature, groups: Tensor | None
 ) -> list[AccuracySlice]:
+    """Slices of the images by one feature."""
     known = [
         (value, bool(hit), place)
         for place, (value, hit) in enumerate(zip(feature.values, right, strict=True))

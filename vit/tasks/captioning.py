@@ -36,11 +36,9 @@ from vit.model.captioner import Captioner, CaptionerOutput
 from vit.output.prediction_results import ImageOutput, unended_note
 from vit.tasks.classification import (
     ClassEvaluation,
-    balanced_accuracy,
-    correct_per_class,
+    ClassTally,
     count_classes,
     format_accuracy,
-    loss_and_correct,
 )
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_cross_entropy
@@ -365,11 +363,15 @@ class CaptionTally:
 
     def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
         self.task, self.samples = task, samples
-        self.classes = count_classes(samples) if task.classifies else 0
-        # losses and tokens with the matching image and with another one, class loss, correct
-        # predictions, correct predictions and images of each class, count
-        self.sums = torch.zeros(7 + 2 * self.classes, dtype=torch.float64)
+        self.classes = ClassTally(count_classes(samples) if task.classifies else 0)
+        # losses and tokens with the matching image and with another one
+        self.losses = torch.zeros(4, dtype=torch.float64)
         self.written: list[tuple[int, str]] = []
+
+    @property
+    def sums(self) -> Tensor:
+        """Those of the captions, then those of the classes."""
+        return torch.cat([self.losses, self.classes.sums])
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         network, task = run.network, self.task
@@ -379,25 +381,22 @@ class CaptionTally:
         few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
         with run.autocast():
             classes, sentences, losses = describe(network, batch, images, task.tokenizer, few)
-        class_sums = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
-            logits = classes.to(run.dtype).cpu()
-            class_sums[:2] = loss_and_correct(logits, batch.labels)[:2]
-            class_sums[2:-1] = correct_per_class(logits, batch.labels, self.classes)
-        class_sums[-1] = len(images)
-        self.sums += torch.cat([losses.sum(dim=1), class_sums])
+            self.classes.count(classes.to(run.dtype).cpu(), batch.labels)
+        else:
+            self.classes.sums[-1] += len(images)
+        self.losses += losses.sum(dim=1)
         texts = [best[0].text for best in sentences]
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean losses per token, caption metrics against all references, and of how many images."""
-        right, words, wrong, others, class_loss, correct, *each, count = totals
+        right, words, wrong, others, *class_totals = totals
         found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
         if self.task.classifies:
-            found["val_caption_loss"] = found["val_loss"]
-            found["val_loss"] += class_loss / count
-            found["val_top1"] = correct / count
-            found["val_balanced_accuracy"] = balanced_accuracy(each)
+            own = self.classes.scores(run, class_totals)
+            loss = found["val_loss"] + own["val_loss"]
+            found |= {"val_caption_loss": found["val_loss"], **own, "val_loss": loss}
         captions = sorted(run.gather(self.written))
         if not captions:
             most = run.config.training.caption_samples

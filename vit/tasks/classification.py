@@ -264,18 +264,24 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        logits = forward(run, images).to(run.dtype).cpu()
-        loss, correct, count = loss_and_correct(logits, batch.labels).unsqueeze(1)
-        each = correct_per_class(logits, batch.labels, self.classes)
-        self.sums += torch.cat([loss, correct, each, count])
+        self.count(forward(run, images).to(run.dtype).cpu(), batch.labels)
+
+    def count(self, logits: Tensor, labels: Tensor) -> None:
+        """Add answers, (images, classes), and labels, both on the CPU."""
+        loss, correct, count = loss_and_correct(logits, labels).unsqueeze(1)
+        right = labels[logits.argmax(dim=1) == labels]
+        each = [torch.bincount(some, minlength=self.classes).double() for some in (right, labels)]
+        self.sums += torch.cat([loss, correct, *each, count])
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, accuracy, and balanced accuracy over classes that have images."""
         loss, correct, *each, count = totals
+        pairs = zip(each[: self.classes], each[self.classes :], strict=True)
+        recalls = [right / images for right, images in pairs if images]
         found: dict[str, Any] = {
             "val_loss": loss / count,
             "val_top1": correct / count,
-            "val_balanced_accuracy": balanced_accuracy(each),
+            "val_balanced_accuracy": math.fsum(recalls) / len(recalls),
         }
         if run.config.training.balance != "none":
             found["chosen_by"] = "val_balanced_accuracy"
@@ -311,20 +317,6 @@ def loss_and_correct(logits: Tensor, labels: Tensor) -> Tensor:
 def count_classes(samples: Sequence[Sample]) -> int:
     """One more than the largest label in `samples`."""
     return 1 + max((sample.label for sample in samples), default=-1)
-
-
-def correct_per_class(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Correct predictions of each class, then images of each, float64, (2 * classes,)."""
-    right = labels[logits.argmax(dim=1) == labels]
-    counts = [torch.bincount(some, minlength=classes) for some in (right, labels)]
-    return torch.cat(counts).double()
-
-
-def balanced_accuracy(each: Sequence[float]) -> float:
-    """Mean recall of the classes that have images, from `correct_per_class`."""
-    half = len(each) // 2
-    recalls = [right / seen for right, seen in zip(each[:half], each[half:], strict=True) if seen]
-    return math.fsum(recalls) / len(recalls)
 
 
 def format_accuracy(event: Event) -> str:

@@ -51,7 +51,7 @@ from vit.tasks.task import (
     forward,
 )
 from vit.text import Notify, join_names, percent
-from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
+from vit.weights.saved_model import store_calibration, update_run
 
 
 class MultiLabel(Task):
@@ -134,18 +134,17 @@ class MultiLabel(Task):
 
     def finish(self, run: FinishedRun) -> None:
         """Calibrate the scores and choose a threshold of each class on the validation images."""
-        found, changes = run.validation_logits, dict[str, Any]()
+        found = run.validation_logits
         logits = found.logits.double()
         groups = found.calibration_groups(run.notify)
         fitted = fit_calibration(logits, found.labels, fitted=found.temperature, groups=groups)
         if fitted is not None:
-            changes[CALIBRATION] = fitted.calibration.to_dict()
-            changes[CALIBRATION_ERROR] = fitted.error
+            store_calibration(run.folder, fitted.calibration, error=fitted.error)
             logits = logits / fitted.calibration.temperature
             for line in describe_calibration(fitted):
                 run.notify(line)
         thresholds, few = choose_thresholds(logits.sigmoid(), found.labels)
-        update_run(run.folder, {**changes, "thresholds": thresholds})
+        update_run(run.folder, {"thresholds": thresholds})
         run.notify(
             f"thresholds of the classes: {min(thresholds):.3f} to {max(thresholds):.3f}, by F1 on "
             "the validation images"

@@ -131,7 +131,8 @@ class Tally(Protocol):
             of images.
     """
 
-    sums: Tensor
+    @property
+    def sums(self) -> Tensor: ...
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch, whose normalised `images` are on the device."""
