@@ -69,23 +69,18 @@ def words(caption: str) -> list[str]:
 
 
 class _Kinds(dict[int, str]):
-    """The kind of every character by its number, filled on demand."""
+    """The kind of every character by its number, filled on demand; a space separates words."""
 
     def __missing__(self, number: int) -> str:
-        self[number] = _kind(chr(number))
+        character = chr(number)
+        name, category = unicodedata.name(character, ""), unicodedata.category(character)
+        kind = {"L": "a", "N": "d", "M": "m", "S": "e"}.get(category[0], " ")
+        if category == "Sk":  # accents that stand alone
+            kind = " "
+        if name.startswith(UNSPACED) and category[0] in "LN" and category != "Nd":
+            kind = "c"
+        self[number] = KINDS.get(character, kind)
         return self[number]
-
-
-def _kind(character: str) -> str:
-    """One letter; a space for what separates words."""
-    name, category = unicodedata.name(character, ""), unicodedata.category(character)
-    if character in KINDS:
-        return KINDS[character]
-    if name.startswith(UNSPACED) and category[0] in "LN" and category != "Nd":
-        return "c"
-    if category == "Sk":  # accents that stand alone
-        return " "
-    return {"L": "a", "N": "d", "M": "m", "S": "e"}.get(category[0], " ")
 
 
 _kinds = _Kinds()

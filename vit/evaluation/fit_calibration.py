@@ -198,37 +198,33 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     target, thresholds = calibration.target_precision, calibration.class_thresholds
     if target is None:
         return lines
-    share = f"{100 * target:.4g}%"
-    parts = {f"class {printable(name)}": one for name, one in thresholds.items()}
-    parts["the other classes"] = calibration.threshold
-    needed = f"{needed_images(target, error=ALLOWED_ERROR / len(parts)):,} answers"
-    there, new, units = plural(calibration.images, "image"), "", "images of each"
+    share, count, unit, new = f"{100 * target:.4g}%", calibration.images, "image", ""
     if calibration.groups is not None:
-        needed = f"{needed.removesuffix(' answers')} groups"
-        there, units = plural(calibration.groups, "group"), "groups with each"
-        new = " in a new group"
+        count, unit, new = calibration.groups, "group", " in a new group"
+    parts = {f" of class {printable(name)}": one for name, one in thresholds.items()}
+    parts[" of the other classes" if thresholds else ""] = calibration.threshold
+    needed = needed_images(target, error=ALLOWED_ERROR / len(parts))
     for name, threshold in parts.items():
-        of = f" of {name}" if thresholds else ""
         if threshold is not None:
-            answered = "" if thresholds else f": {calibration.answered:.1%} of these images"
             lines.append(
-                f"--reject gives answers{of} from a score of {threshold:.4f} on, where at least "
-                f"{share} of them are right{new}{answered}"
+                f"--reject gives answers{name} from a score of {threshold:.4f} on, where at least "
+                f"{share} of them are right{new}"
             )
         else:
             lines.append(
-                f"note: no score from which on {share} of the answers{of} are proven to be right: "
-                f"that takes {needed} without a mistake, or more with some; vit calibrate with "
-                f"more than these {there}, or a lower --target-precision"
+                f"note: no score from which on {share} of the answers{name} are proven to be "
+                f"right; that takes {needed:,} {unit}s without a mistake, or more with some: vit "
+                f"calibrate with more than these {plural(count, unit)}, or a lower "
+                "--target-precision"
             )
-    if thresholds:
+    if calibration.rejects:
         lines.append(f"--reject answers {calibration.answered:.1%} of these images")
     if calibration.class_set_levels:
         lines.append("--sets covers each class on its own")
     elif fitted.fewest is not None:
         lines.append(
             "--sets covers all classes together, not each on its own: that takes "
-            f"{MIN_CLASS_IMAGES} {units}, and the rarest has {fitted.fewest}"
+            f"{MIN_CLASS_IMAGES} {unit}s of each, and the rarest has {fitted.fewest}"
         )
     return lines
 
