@@ -97,39 +97,11 @@ def test_chrf_equals_sacrebleu():
     assert 0.3 < score < 0.9
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ("red dog", 10 * Fraction(2, 4)),  # one and two words; longer runs there are none
-        ("red", 0),  # both images are red
-        ("dog dog", 10 * Fraction(1, 4) * Fraction(1, 2)),  # (min(2, 1) · 1) / (2 · 1)
-        ("dog", 10 * Fraction(1, 4) * Fraction(math.exp(-1 / 72))),  # a word too short
-        ("dog blue", 10 * Fraction(1, 4) * Fraction(1 / math.sqrt(2))),  # |(ln 2, ln 2)|
-    ],
-)
-def test_cider_by_hand(told, expected):
-    scores = caption_scores([told, "green"], [["red dog"], ["red cat"]])
-    assert scores["cider"] == pytest.approx(float(expected) / 2, abs=1e-12)  # the other one is 0
-
-
-def test_cider_means_over_the_references():
-    scores = caption_scores(["red dog", "x"], [["red dog", "old cat"], ["red fox"]])
-    assert scores["cider"] == pytest.approx(10 * (2 / 4 + 0) / 2 / 2)
-
-
 def test_cider_is_0_where_no_word_tells_images_apart():
     text = "a man rides a brown horse"
     assert caption_scores([text], [[text]])["cider"] == 0.0
     assert caption_scores([text] * 3, [[text]] * 3)["cider"] == 0.0
     assert coco(Cider(), [text], [[text]])[0] == 0.0
-
-
-def test_chrf_by_hand():
-    precision, recall = Fraction(1, 2) * (Fraction(2, 3) + Fraction(1, 2)), Fraction(1)
-    expected = 5 * precision * recall / (4 * precision + recall)
-    assert caption_scores(["a bc"], [["ab"]])["chrf"] == pytest.approx(float(expected))
-    assert caption_scores(["a bc"], [["xyz", "ab"]])["chrf"] == pytest.approx(float(expected))
-    assert caption_scores(["AB"], [["ab"]])["chrf"] == 0.0
 
 
 def test_exact_and_distinct_by_hand():
