@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.atomic_files import atomic_file, explain_write_errors, write_text
+from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
 from vit.config import Config
 from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
 from vit.config.stored_config import (
@@ -25,7 +25,6 @@ from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
-from vit.file_lock import lock_file
 from vit.tasks.task import get_task
 from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
@@ -172,7 +171,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
         match = split.find((one.path for one in splits.val), splits.root)
         if len(match.paths) < match.recorded and match.known:
             there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
-            raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
+            raise DataError(f"data={ours['data']} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
