@@ -161,6 +161,7 @@ def write_multilabel(tmp_path, make_facts):
             make_facts(classes, **changes),
             MultilabelOutcomes(
                 probabilities=probabilities,
+                raw=probabilities,
                 targets=targets,
                 thresholds=[0.5] * len(classes),
                 paths=paths or ["/nowhere/x.png"] * len(targets),

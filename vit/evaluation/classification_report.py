@@ -136,14 +136,14 @@ class MultilabelOutcomes:
 
     Args:
         probabilities: (images, classes), float64.
-        raw: Probabilities without calibration; those above if None.
+        raw: Probabilities without calibration.
     """
 
     probabilities: Tensor
     targets: Tensor
     thresholds: Sequence[float]
     paths: Sequence[str]
-    raw: Tensor | None = None
+    raw: Tensor
     held_out: Tensor | None = None
     temperature: float = 1.0
     groups: Tensor | None = None
@@ -178,8 +178,8 @@ def write_multilabel_report(
 
 def multilabel_calibration(outcomes: MultilabelOutcomes) -> dict[str, Any]:
     """As the findings of a single-label classifier, over the decisions of all classes."""
-    raw = outcomes.probabilities if outcomes.raw is None else outcomes.raw
-    shown, targets = raw if outcomes.held_out is None else outcomes.held_out, outcomes.targets
+    raw, targets = outcomes.raw, outcomes.targets
+    shown = raw if outcomes.held_out is None else outcomes.held_out
     return {
         "scores": calibration_scores(shown, targets),
         "raw": None if outcomes.held_out is None else calibration_scores(raw, targets),

@@ -247,12 +247,16 @@ class RunsTable:
         """The columns in which a run has something."""
         return [one for one in COLUMNS.values() if any(map(one.show, self.runs))]
 
-    def deviations(self, run: RunRecord) -> dict[str, str]:
-        """Settings of `run` that differ from those of most runs."""
+    def setting_texts(self, run: RunRecord) -> dict[str, str]:
+        """Its settings that differ between the runs; none if they cannot be read."""
         if not run.settings:
             return {}
-        values = {name: setting_text(run.setting(name)) for name in self.differing}
-        return {name: value for name, value in values.items() if value != self.differing[name]}
+        return {name: setting_text(run.setting(name)) for name in self.differing}
+
+    def deviations(self, run: RunRecord) -> dict[str, str]:
+        """Settings of `run` that differ from those of most runs."""
+        texts = self.setting_texts(run).items()
+        return {name: value for name, value in texts if value != self.differing[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit runs`."""
@@ -277,22 +281,21 @@ class RunsTable:
         from vit.evaluation.html_page import render_page
 
         place = Path(file).resolve().parent
-        names, columns = list(self.differing), self.columns
         rows = []
         for run in self.runs:
-            cells = [(one.show(run), one.value(run) if one.number else None) for one in columns]
-            values = [setting_text(run.setting(name)) for name in names] if run.settings else []
-            marks = [
-                value != self.differing[name] for name, value in zip(names, values, strict=False)
+            cells = [
+                (one.show(run), one.value(run) if one.number else None) for one in self.columns
             ]
+            rare = self.deviations(run)
+            settings = [(value, name in rare) for name, value in self.setting_texts(run).items()]
             report = run.folder.resolve() / "report.html"
             link = quote(os.fsencode(os.path.relpath(report, place).replace(os.sep, "/")))
-            rows.append((run, link, cells, list(zip(values, marks, strict=True))))
+            rows.append((run, link, cells, settings))
         return render_page(
             "runs_page.html.j2",
             heading=self.folder.resolve().name or self.folder,
-            columns=columns,
-            names=names,
+            columns=self.columns,
+            names=list(self.differing),
             rows=rows,
             states=Counter(run.state for run in self.runs),
         )
