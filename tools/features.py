@@ -96,7 +96,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
         "model/pixel_decoder model/projection_head data/multi_view "
-        "evaluation/pretraining_report evaluation/feature_quality commands/pretrain_command",
+        "evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
     Capability(
