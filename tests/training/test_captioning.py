@@ -398,7 +398,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
         ({"method": "probe", "weights": "x"}, "a probe fits one class an image"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),
-        ({"pooling": "mean"}, "the decoder attends to all tokens"),
+        ({"pooling": "mean"}, "pooling=mean: task=caption alone has no head"),
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],

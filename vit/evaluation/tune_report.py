@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.evaluation.charts import Chart, line_chart, scatter_chart
+from vit.evaluation.exact_tests import Z95
 from vit.evaluation.html_page import render_page
-from vit.evaluation.statistical_tests import Z95
 from vit.text import percent
 
 PAGE_FILE = "tune.html"
