@@ -448,20 +448,20 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("optimizer", "settings"),
     [
-        {"patch_sizes": (2, 4), "position": "learned"},
-        {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1, "capacity_factor": 0.8},
-        {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1},
-        {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"},
-        *({"optimizer": name} for name in ("sgd", "lamb", "muon", "lion", "adan", "nadamw")),
+        ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
+        ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
+        ("muon", {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1}),
+        ("adan", {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"}),
+        ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
+        ("nadamw", {}),
     ],
-    ids=str,
 )
 def test_other_networks_and_optimisers_resume_exactly(
-    tiny_config, tmp_path, interrupt_at, settings
+    tiny_config, tmp_path, interrupt_at, optimizer, settings
 ):
-    config = tiny_config(**settings, epochs=2)
+    config = tiny_config(**settings, optimizer=optimizer, epochs=2)
     train(config, tmp_path / "whole")
     interrupt_at(5)
     with pytest.raises(Interrupted):
