@@ -66,7 +66,7 @@ class DistillationConfig(Section):
     teacher: str | None = setting(
         None, before_plan=True, read_by=({"method": Other(("probe",))},), tasks=CLASSIFIED
     )
-    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
+    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, or a file."""
     distillation_type: Literal["soft", "hard"] = setting(
         "soft", read_by=(TAUGHT,), tasks=("classify",)
     )

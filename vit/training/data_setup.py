@@ -25,11 +25,7 @@ from vit.tasks.task import Task, get_task
 from vit.text import Notify, printable
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
-from vit.training.finetune.finetuning import (
-    complete_for_added_classes,
-    dropped_lists_note,
-    seen_images_note,
-)
+from vit.training.finetune.finetuning import complete_for_added_classes, seen_images_note
 from vit.weights.formats.pretrained import Pretrained
 
 
@@ -76,9 +72,8 @@ def prepare_data(
         notify(f"note: {note}")
     if source is not None and (weights := config.finetune.weights):
         seen = seen_images_note(weights, splits, source.classes)
-        for told in (dropped_lists_note(config), seen):
-            if told is not None:
-                notify(told)
+        if seen is not None:
+            notify(seen)
     if resumed is None:  # the run began with its own range, or without one
         config = complete_intensity_range(config, splits, scan.deep, accelerator, notify)
     if config.training.captions:

@@ -19,7 +19,7 @@ from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.held_out_split import read_split
-from vit.errors import DataError, RunError, VitError
+from vit.errors import DataError, RunError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.temperature_scaling import MIN_IMAGES
@@ -119,10 +119,8 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         run.task.write_report(best)
     except Interrupted:
         raise
-    except (VitError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        notify(f"note: no {REPORT_FILE}, but the run is complete: {printable(error)}")
     except Exception as error:  # a bug in the report does not make the run incomplete
-        reason = f"{type(error).__name__}: {printable(error)}"
+        reason = f"{type(error).__name__}: {error}"
         notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
         notify(f"report: {printable(folder / REPORT_FILE)}")

@@ -191,7 +191,6 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{steps_line(config, splits, total_steps)}",
         *run.task.notes(config, splits),
-        *repeats_note(config),
         *schedule_warnings(config),
     ]
 
@@ -207,15 +206,4 @@ def schedule_warnings(config: Config) -> list[str]:
         f"warning: {name}={epochs:g} is more than epochs={training.epochs}: {effect}"
         for name, effect in effects.items()
         if (epochs := getattr(training, name)) is not None and epochs > training.epochs
-    ]
-
-
-def repeats_note(config: Config) -> list[str]:
-    """A log line about repeated augmentation, if it is used."""
-    repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
-    if repeats == 1:
-        return []
-    return [
-        f"note: repeats={repeats}: a batch has {plural(share, 'image')} {repeats} times, and "
-        f"an epoch sees 1/{repeats} of them, others every time"
     ]

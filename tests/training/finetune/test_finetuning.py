@@ -325,23 +325,6 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert f"note: {number} of {len(now)} validation images were" in capfd.readouterr().err
 
 
-def test_lists_of_the_run_of_the_weights_that_are_not_given_again_are_named(
-    fine, backbone, colour_data, tmp_path, capfd
-):
-    data = tmp_path / "data"
-    shutil.copytree(colour_data / "train", data)
-    fixed = tmp_path / "fixed labels.csv"
-    fixed.write_text("image,label\nred/1.png,blue\n")
-    first = fine("first", data=str(data), method="probe", corrections=str(fixed))
-    told = f"note: {first} was trained with --corrections '{fixed}', which these settings do not"
-    fine("without", data=str(data), weights=str(first), method="probe")
-    assert told in capfd.readouterr().err
-    fine("with", data=str(data), weights=str(first), method="probe", corrections=str(fixed))
-    assert told not in capfd.readouterr().err
-    fine("other", data=str(colour_data), weights=str(first), method="probe")
-    assert told not in capfd.readouterr().err
-
-
 def test_a_probe_is_not_made_twice():
     with pytest.raises(ConfigError, match="method=probe does that already"):
         make_config({"method": "probe", "probe_first": True, "weights": "x"})

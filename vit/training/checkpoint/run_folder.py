@@ -58,10 +58,11 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
         raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
         raise RunError(f"run folder {where} is a file: give a folder")
-    try:
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    except OSError as error:
-        raise RunError(f"run folder {where} cannot be read: {error.strerror}") from None
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        which = "it" if place == folder else place
+        raise RunError(f"run folder {where} cannot be written: {which} is read-only")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not has_stored_config(folder):
         raise RunError(f"{where} has files that no training wrote: give another folder")
@@ -75,10 +76,6 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
             f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
             f"weights, vit report {quoted(folder)} writes its report, and --overwrite starts anew"
         )
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(place, os.W_OK | os.X_OK):
-        which = "it" if place == folder else printable(place)
-        raise RunError(f"run folder {where} cannot be written: {which} is read-only")
     return has_run and resume
 
 
@@ -177,8 +174,9 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
     if changed:
-        name = "num_classes" if "num_classes" in changed else changed[0]
-        if name == "num_classes" or (name == "epochs" and theirs["steps"] is not None):
+        named = (each for each in changed if each == "num_classes" or config.chosen(each))
+        name = next(named, changed[0])
+        if name == "num_classes" or (name == "epochs" and not config.chosen("epochs")):
             was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
             raise DataError(
                 f"the data set changed since this run began ({was}): restore it to resume, or "

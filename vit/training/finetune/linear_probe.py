@@ -31,6 +31,7 @@ from vit.stop_signals import Interrupted
 from vit.text import Notify, plural
 from vit.training.distributed.collectives import agreed_signal, on_main
 from vit.training.finetune.feature_extraction import (
+    Extractor,
     Features,
     extract,
     network_features,
@@ -122,12 +123,6 @@ class PenaltySweep:
                 f"{len(labels):,} images of {classes:,} classes are too many for {parts} folds: "
                 f"held out one part of {parts} instead"
             )
-        if single := int((counts == 1).sum()):
-            verb = "has" if single == 1 else "have"
-            noun = "class" if single == 1 else "classes"
-            self.notes.append(
-                f"{single} {noun} {verb} only one image, which counts as wrong when held out"
-            )
         part = assign_folds(labels.cpu(), parts, seed).to(labels.device)
         numbers = torch.arange(self.folds, device=labels.device)
         self.problems = LogisticProblems(
@@ -149,10 +144,6 @@ class PenaltySweep:
             trials.append(self.fit(strength, start))
         if strengths is None:
             self.extend(trials)
-        best = choose_penalty(trials).strength
-        ends = {trials[0].strength: "strongest", trials[-1].strength: "weakest"}
-        if len(trials) > 1 and best in ends:
-            self.notes.append(f"the best strength, {best:.2g}, is the {ends[best]} that was tried")
         return trials
 
     def extend(self, trials: list[PenaltyTrial]) -> None:
@@ -371,8 +362,10 @@ def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
     """Fit a linear probe to the features of the network, report it, and copy it into the head."""
     config, notify = run.config, notifier(run.accelerator)
     train, val = probe_samples(config, splits, notify)
-    features = ProbeFeatures(run, notify)
-    on_train, on_val = features(train), features(val)
+    state = merged_state_dict(run.network.state_dict(), config)
+    key = weights_digest(state, config.model)
+    extractor = network_features(run.network, run.preprocessing, config, run.accelerator, key)
+    on_train, on_val = (probe_features(run, extractor, samples) for samples in (train, val))
 
     def fit() -> tuple[Probe, int, float]:
         seed = random_seed(config.training.seed, "probe")
@@ -433,34 +426,19 @@ def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> lis
     return [samples[place] for place in torch.cat(places).sort().values.tolist()]
 
 
-class ProbeFeatures:
-    """Features of images by the network of a training, from the cache or computed."""
-
-    def __init__(self, run: TrainingState, notify: Notify) -> None:
-        self.run, self.notify = run, notify
-        state = merged_state_dict(run.network.state_dict(), run.config)
-        self.extractor = network_features(
-            run.network,
-            run.preprocessing,
-            run.config,
-            run.accelerator,
-            weights_digest(state, run.config.model),
+def probe_features(run: TrainingState, extractor: Extractor, samples: Sequence[Sample]) -> Features:
+    """Features of `samples` by the network of a training, from the cache or computed."""
+    found = extract(
+        samples,
+        extractor,
+        run.config,
+        run.accelerator,
+        notifier(run.accelerator),
+        stopped=lambda: bool(run.interruption.number),
+    )
+    if found is None:
+        raise Interrupted(
+            "interrupted while features were made; they are kept: start again in the same way",
+            agreed_signal(run.accelerator, run.interruption.number),
         )
-
-    def __call__(self, samples: Sequence[Sample]) -> Features:
-        """Features of `samples`."""
-        run = self.run
-        found = extract(
-            samples,
-            self.extractor,
-            run.config,
-            run.accelerator,
-            self.notify,
-            stopped=lambda: bool(run.interruption.number),
-        )
-        if found is None:
-            raise Interrupted(
-                "interrupted while features were made; they are kept: start again in the same way",
-                agreed_signal(run.accelerator, run.interruption.number),
-            )
-        return found
+    return found
