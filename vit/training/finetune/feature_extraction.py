@@ -180,9 +180,9 @@ def extract(
     if not good:
         raise DataError(f"not one image can be read: there are no {extractor.title}")
     if accelerator.is_main_process:
-        loaded, made = sum(key in cached for key in good), len({*good} - cached)
+        loaded, fresh = sum(key in cached for key in good), len({*good} - cached)
         total = plural(len(samples), "image")
-        notify(f"{extractor.title}: {loaded:,} of {total} from the cache, {made:,} made")
+        notify(f"{extractor.title}: {loaded:,} of {total} from the cache, {fresh:,} made")
     every = broadcast_tensor(accelerator, lambda: store.vectors(good))
     return Features(every, torch.tensor(labels), failed)
 
