@@ -207,9 +207,7 @@ class RunConfig(Section):
     """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
     keep_best: int = setting(1, least=1)
     """Number of best epochs whose weights are kept; the best is model.safetensors."""
-    track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
-        None, resumable=True
-    )
+    track: Literal["tensorboard", "wandb", "mlflow"] | None = setting(None, resumable=True)
     """Experiment tracker that losses and scores are sent to."""
 
     report: Literal["full", "fast"] = "full"

@@ -152,13 +152,10 @@ def check_forward(network: VisionTransformer, config: Config) -> None:
 def fingerprint(splits: Splits) -> dict[str, Any]:
     """SHA-256 of paths and labels of all images, and the number of images."""
     lines = [str(splits.classes)]
-    for samples in (splits.train, splits.val):
-        lines += [
-            "\t".join([relative(s.path, splits.root), ",".join(map(str, s.labels)), *s.captions])
-            if splits.multilabel
-            else "\t".join([relative(s.path, splits.root), str(s.label), *s.captions])
-            for s in samples
-        ]
+    for sample in (*splits.train, *splits.val):
+        labels = sample.labels if splits.multilabel else [sample.label]
+        names = [relative(sample.path, splits.root), ",".join(map(str, labels))]
+        lines.append("\t".join([*names, *sample.captions]))
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 

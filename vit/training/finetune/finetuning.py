@@ -29,7 +29,6 @@ from vit.text import Notify, join_names, plural, printable
 from vit.training.finetune.lora import (
     add_lora,
     freeze_backbone,
-    lora_line,
     merge_lora,
     trainable_line,
 )
@@ -285,7 +284,7 @@ def apply_finetune_method(network: VisionTransformer, config: Config) -> str | N
     if settings.method == "lora":
         rank, alpha = settings.lora_rank, settings.lora_alpha
         add_lora(network, rank=rank, alpha=alpha, targets=settings.targets)
-        return lora_line(network, rank=rank, targets=settings.targets)
+        return trainable_line(f"LoRA of rank {rank} on {', '.join(settings.targets)}", network)
     if settings.method in ("linear", "probe"):
         freeze_backbone(network)
         return trainable_line(f"{get_task(config.training.task).trained_head} alone", network)
