@@ -12,7 +12,6 @@ import pytest
 import vit
 from tests.training.runs import events
 from vit.commands.main import main
-from vit.data.archives import relative
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError
 from vit.evaluation.temperature_scaling import Scaling
@@ -20,9 +19,7 @@ from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training.checkpoint.run_folder import delete_run, foreign_files
-from vit.training.data_setup import prepare_data
-from vit.training.distributed.devices import make_accelerator
-from vit.training.final_report import distance_samples, report, with_held_out
+from vit.training.final_report import distance_samples, report
 from vit.training.train import train
 from vit.weights.saved_model import load_run
 
@@ -300,7 +297,7 @@ def test_vit_report_writes_the_same_report_again(finished, run, colour_data, tmp
     assert "did you mean" in capsys.readouterr().err
 
 
-def test_the_report_of_a_split_measures_what_was_held_out(tiny_config, colour_data, tmp_path):
+def test_a_report_needs_the_images_that_were_held_out(tiny_config, colour_data, tmp_path):
     data = shutil.copytree(colour_data / "train", tmp_path / "data")
     config = tiny_config(data=str(data), epochs=1, warmup_epochs=0)
     run = vit.train(config, tmp_path / "run").folder
@@ -308,10 +305,8 @@ def test_the_report_of_a_split_measures_what_was_held_out(tiny_config, colour_da
     for name in ("blue", "green"):
         for number in range(20):
             shutil.copy(data / name / "0.png", data / name / f"new{number}.png")
-    splits = prepare_data(config, make_accelerator(config.run), lambda _: None)[1]
-    kept = with_held_out(splits, run)
-    assert sorted(relative(one.path, kept.root) for one in kept.val) == sorted(held)
-    assert {relative(one.path, kept.root) for one in kept.train}.isdisjoint(held)
+    with pytest.raises(DataError, match=rf"of the {len(held)} that .* held out: give the data as"):
+        report(run)
 
 
 @pytest.fixture

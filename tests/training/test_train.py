@@ -294,7 +294,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_others(relative_run, tmp_pat
     for path in data.rglob("*.png"):  # the same names
         path.write_bytes(path.read_bytes() + b" ")
     assert main(words) == 2
-    assert re.search(r"has 0 of the \d+ images that .* held out; leave", capsys.readouterr().err)
+    assert re.search(r"have 0 of the \d+ that .* held out: give", capsys.readouterr().err)
 
 
 def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_path):

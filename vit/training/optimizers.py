@@ -121,9 +121,7 @@ def _timm_optimizer(
 
     if config.optimizer not in list_optimizers():
         near = nearest(config.optimizer, list_optimizers())
-        raise ConfigError(
-            f"optimizer={config.optimizer!r} is not known (adamw and muon are){near}"
-        )
+        raise ConfigError(f"optimizer={config.optimizer!r} is not known (adamw and muon are){near}")
     if config.optimizer.startswith(UNFIT):
         raise ConfigError(
             f"optimizer={config.optimizer!r}: its state cannot be resumed, or it needs second "

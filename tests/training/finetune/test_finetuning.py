@@ -98,7 +98,6 @@ def test_without_a_method_the_probe_comes_first_and_is_epoch_0(fine, capfd):
     said = capfd.readouterr().err
     assert "probe: " in said
     assert " 0 img/s" not in said
-    assert "k-NN" in said
     assert "going on from that head with method=full" in said
     settings = read_settings(folder / "config.yaml")
     chosen = {

@@ -162,14 +162,10 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
 
     Data and lists may be in another place: a checkpoint has the names and labels of their images.
     """
-    where = printable(folder)
-    ours, theirs = flatten(config), flatten(stored_config(folder))
     split = read_split(folder)
-    if split is not None and split.root != splits.root.resolve():
-        match = split.find((one.path for one in splits.val), splits.root)
-        if len(match.paths) < match.recorded and match.known:
-            there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
-            raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
+    if split is not None and split.root != splits.root.resolve():  # else a checkpoint knows
+        require_held_out(folder, splits)
+    ours, theirs = flatten(config), flatten(stored_config(folder))
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
@@ -189,8 +185,22 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
                 f"{train_on(folder, config.data.data)}; or {remedy}"
             )
         raise ConfigError(
-            f"{name}={ours[name]!r} differs from {theirs[name]!r} in {where}: a run resumes with "
+            f"{name}={ours[name]!r} differs from {theirs[name]!r} in {folder}: a run resumes with "
             f"its own settings; {remedy}"
+        )
+
+
+def require_held_out(folder: Path, splits: Splits) -> None:
+    """Refuse data with other validation images than the run in `folder` held out, if it did."""
+    split = read_split(folder)
+    if split is None:
+        return
+    match = split.find((one.path for one in splits.val), splits.root)
+    if match.known and not len(match.paths) == match.recorded == len(splits.val):
+        raise DataError(
+            f"the {len(splits.val):,} validation images of {splits.root} have "
+            f"{len(match.paths):,} of the {match.recorded:,} that {folder} held out: give the data "
+            "as it was in the training"
         )
 
 
