@@ -1,7 +1,7 @@
-"""Files and folders that appear when they are complete.
+"""Files and folders that appear when they are complete, and locks on files.
 
 They are written beside their path, flushed to disk and renamed, so that either the old or the
-complete new version exists at any time.
+complete new version exists at any time. Locks hold against other processes; Windows has none.
 """
 
 import contextlib
@@ -9,11 +9,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vit.errors import DISK_FULL, RunError
-from vit.text import printable
+
+HAS_LOCKS = find_spec("fcntl") is not None
+"""Whether this system locks files, and deletes open ones."""
 
 
 @contextlib.contextmanager
@@ -85,8 +88,7 @@ def _restore(old: Path, path: Path) -> None:
         old.rename(path)
     except OSError as error:
         raise RunError(
-            f"{printable(path)} could not be written: {error.strerror}; what was there is now "
-            f"{printable(old)}"
+            f"{path} could not be written: {error.strerror}; what was there is now {old}"
         ) from None
 
 
@@ -105,7 +107,7 @@ def explain_write_errors(path: str | Path, needed: int = 0) -> Iterator[None]:
             left = f"{shutil.disk_usage(Path(path).parent).free / 1e6:,.1f} MB"
             space = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
             reason = f"the disk is full{space}: free some space"
-        raise RunError(f"{printable(path)} could not be written: {reason}") from None
+        raise RunError(f"{path} could not be written: {reason}") from None
 
 
 def _umask() -> int:
@@ -122,3 +124,27 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock_file(
+    file: BinaryIO, *, wait: bool = False, shared: bool = False, inherited: bool = True
+) -> bool:
+    """Lock `file` until it and its mappings are closed; False if another process holds it."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    lock = fcntl.flock if inherited else fcntl.lockf
+    try:
+        lock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of the file at `path`, which is created; wait for other processes."""
+    with path.open("ab") as file:
+        lock_file(file, wait=True)
+        yield

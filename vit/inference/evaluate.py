@@ -34,7 +34,7 @@ from vit.config.inference_config import (
     InferenceConfig,
     accepts_settings,
 )
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
@@ -226,7 +226,7 @@ def row_style(out: str) -> str:
     style = ROW_STYLES.get(Path(out).suffix.lower())
     if style is None:
         raise ConfigError(
-            f"out={printable(out)}: rows are written as .jsonl or .csv or .xlsx; give such a name"
+            f"out={out}: rows are written as .jsonl or .csv or .xlsx; give such a name"
         )
     return style
 
@@ -362,8 +362,7 @@ def measure(
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))
         raise DataError(
-            f"{printable(where)}: none of {len(failed)} images can be measured; the first is "
-            f"{image}: {error}"
+            f"{where}: none of {len(failed)} images can be measured; the first is {image}: {error}"
         )
     for note in evaluation.notes(scores):
         notify(note)

@@ -28,9 +28,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from vit.atomic_files import explain_write_errors, open_atomic
+from vit.atomic_files import HAS_LOCKS, explain_write_errors, lock_file, open_atomic
 from vit.errors import ConfigError, RunError, VitError, WeightsError
-from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import check_output, resolve_link
 from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
@@ -90,7 +89,7 @@ def read_settings(log: Path) -> dict[str, Any]:
         return dict(json.loads(line)["settings"]) if line.endswith(b"\n") else {}
     except (OSError, ValueError, TypeError, KeyError):
         raise RunError(
-            f"{printable(log)} was not written by this version of vit: start again with "
+            f"{log} was not written by this version of vit: start again with "
             "--overwrite and without --resume"
         ) from None
 
@@ -144,7 +143,7 @@ def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
         yield block
     if end != images:
         raise RunError(
-            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start "
+            f"{logs[0]} is damaged after {plural(end, 'row')} of {images:,}: start "
             "again with --overwrite and without --resume"
         )
 
@@ -216,7 +215,7 @@ class ResumableOutput:
             check_output(os.fspath(self.embeddings), overwrite=replace)
         if logs and not (resume or overwrite):
             raise VitError(
-                f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
+                f"{logs[0]} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
 
@@ -234,7 +233,7 @@ class ResumableOutput:
                 raise
             if self.embeddings is not None and not self.embeddings.exists():
                 raise RunError(
-                    f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
+                    f"{self.out} is complete and {self.embeddings} is not "
                     "there: start again with --overwrite"
                 )
             remove(self.leftovers())
@@ -252,14 +251,14 @@ class ResumableOutput:
             return False
         if self.out.exists() and not overwrite:
             raise VitError(
-                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
+                f"{self.out} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
             )
         for log in self.logs():
             stored = read_settings(log)
             if stored and (different := describe_differences(stored, settings)):
                 raise RunError(
-                    f"{printable(log)} was begun with {'; '.join(different)}: give the same again, "
+                    f"{log} was begun with {'; '.join(different)}: give the same again, "
                     "or start again with --overwrite and without --resume"
                 )
         remove([self.stop])
@@ -319,7 +318,7 @@ def remove(paths: Iterable[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{printable(path)} cannot be removed: {error.strerror}") from None
+        raise RunError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 class FileLock:
@@ -381,9 +380,9 @@ def check_embeddings(path: str) -> None:
     """Check the suffix, and that pyarrow is installed for .parquet."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise ConfigError(f"embeddings={printable(path)}: name it .npy or .parquet")
+        raise ConfigError(f"embeddings={path}: name it .npy or .parquet")
     if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise VitError(f"embeddings={printable(path)}: pyarrow is not installed: {LIBRARY}")
+        raise VitError(f"embeddings={path}: pyarrow is not installed: {LIBRARY}")
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:

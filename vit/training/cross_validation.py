@@ -23,7 +23,6 @@ from accelerate import Accelerator
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
 from vit.config.parser import (
     Settings,
@@ -37,6 +36,7 @@ from vit.config.parser import (
     with_settings,
 )
 from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import printable
@@ -74,7 +74,6 @@ def train_folds(
     measure: Measure,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
@@ -89,7 +88,7 @@ def train_folds(
     folder = Path(out or default_run_folder(data))
     if resume:
         config = with_recorded_plan(config, folder)
-    config, _ = resolve_plan(config, given)
+    config, _ = resolve_plan(config)
     folds = config.data.folds
     assert folds is not None
     accelerator = make_accelerator(config.run)
@@ -169,7 +168,7 @@ def resolve_weights_once(
         flat, settings = flatten(config), read_fold_settings(folder / FOLDS_FILE)
         if weights == AUTO_WEIGHTS and settings.get("weights") is None:
             raise ConfigError(
-                f"weights=auto: the folds in {printable(folder)} began without pretrained weights; "
+                f"weights=auto: the folds in {folder} began without pretrained weights; "
                 "leave --weights out, or start anew with another --out"
             )
         settings |= {name: flat[name] for name in config.settled if flat[name] != AUTO_WEIGHTS}
@@ -183,26 +182,26 @@ def finished_folds(
     """Scores of the finished folds in `folder`, by number."""
     path = folder / FOLDS_FILE
     if (folder / WEIGHTS).exists():  # of a training without folds
-        raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
+        raise RunError(f"{folder} is a run folder itself: give another --out")
     if overwrite:
         for run in fold_runs(folder):
             if foreign := [file for file in foreign_files(run) if file.name != ROWS_FILE]:
                 raise RunError(
-                    f"{printable(foreign[0])} was written by no training, and its folder is "
+                    f"{foreign[0]} was written by no training, and its folder is "
                     "deleted: move it, or give another --out"
                 )
         return {}
     if not path.is_file():
         return {}
     if not resume:
-        raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
+        raise RunError(f"{path} exists: --resume continues it, --overwrite starts anew")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         before = with_effect(dict(record["settings"]))
         scores = dict(record["scores"])
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+        raise RunError(f"{path} is damaged ({error}); delete it") from None
     settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - {*settings_with(resumable=True)})
     now, then = (
@@ -214,7 +213,7 @@ def finished_folds(
         name = changed[0]
         raise ConfigError(
             f"{name}={settings.get(name)!r} differs from {before.get(name)!r} in "
-            f"{printable(path)}: all folds have the same settings; give another --out"
+            f"{path}: all folds have the same settings; give another --out"
         )
     return {fold: row for fold, row in done.items() if (folder / f"fold-{fold}" / WEIGHTS).exists()}
 

@@ -26,7 +26,6 @@ from vit.paths import did_you_mean, path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import Task, get_task
-from vit.text import printable
 from vit.training.checkpoint.run_folder import lock_folder, require_held_out
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
@@ -121,7 +120,7 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         reason = f"{type(error).__name__}: {error}"
         notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
-        notify(f"report: {printable(folder / REPORT_FILE)}")
+        notify(f"report: {folder / REPORT_FILE}")
 
 
 def report(
@@ -161,7 +160,7 @@ def report(
         task = get_task(config.training.task).with_data(found, splits)
         if tuple(task.output_names(splits)) != tuple(loaded.classes):
             raise DataError(
-                f"{printable(config.data.data)} has other classes than the run; vit evaluate "
+                f"{config.data.data} has other classes than the run; vit evaluate "
                 "measures it on them, matched by name"
             )
         require_held_out(folder, splits)
@@ -188,11 +187,10 @@ def finished_config(folder: Path) -> Config:
     if missing:
         hint = did_you_mean(folder) if not folder.exists() else ""
         raise RunError(
-            f"{printable(folder)} is no run folder with a finished epoch: it has no "
-            f"{missing[0]}{hint}"
+            f"{folder} is no run folder with a finished epoch: it has no {missing[0]}{hint}"
         )
     log = read_event_log(folder / METRICS_FILE, "epoch")
     if not log.events:
         why = log.damage or "nothing to report"
-        raise RunError(f"{printable(folder)} has no finished epoch: {why}")
+        raise RunError(f"{folder} has no finished epoch: {why}")
     return stored_config(folder)

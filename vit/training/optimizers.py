@@ -120,8 +120,8 @@ def _timm_optimizer(
     from timm.optim import create_optimizer_v2, list_optimizers
 
     if config.optimizer not in list_optimizers():
-        near = nearest(config.optimizer, list_optimizers())
-        raise ConfigError(f"optimizer={config.optimizer!r} is not known (adamw and muon are){near}")
+        hint = nearest(config.optimizer, list_optimizers()) or "; take adamw, sgd, lamb or muon"
+        raise ConfigError(f"optimizer={config.optimizer!r} is not known{hint}")
     if config.optimizer.startswith(UNFIT):
         raise ConfigError(
             f"optimizer={config.optimizer!r}: its state cannot be resumed, or it needs second "

@@ -30,7 +30,7 @@ from vit.data.image_io import read_image
 from vit.errors import ConfigError, DataError, RunError, WeightsError
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
-from vit.text import Notify, join_names, percent, plural, printable
+from vit.text import Notify, join_names, percent, plural
 from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
@@ -105,7 +105,7 @@ def teacher_lines(config: Config, images: int) -> list[str]:
     views = " and their mirror images" if config.augment.hflip else ""
     tau = f", tau {settings.distillation_tau:g}" if settings.distillation_type == "soft" else ""
     return [
-        f"teacher: {printable(settings.teacher)} answers {plural(images, 'training image')}{views} "
+        f"teacher: {settings.teacher} answers {plural(images, 'training image')}{views} "
         f"once, before the first step ({settings.distillation_type}, alpha "
         f"{settings.distillation_alpha:g}{tau})"
     ]

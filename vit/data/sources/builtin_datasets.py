@@ -27,12 +27,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vit.atomic_files import atomic_folder
+from vit.atomic_files import atomic_folder, locked
 from vit.data.random_seed import random_seed
 from vit.errors import DataError
-from vit.file_lock import locked
 from vit.paths import user_cache
-from vit.text import printable
 
 SHAPES_SIDE = 64
 """Side of an image, in pixels."""
@@ -253,7 +251,7 @@ def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Pat
                         (new / DIGEST).write_text(_digest(new), encoding="ascii")
     except OSError as error:
         raise DataError(
-            f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
+            f"{folder}: the built-in {name} cannot be written ({error.strerror}); "
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder

@@ -3,19 +3,18 @@
 import mmap
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
-from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
-from vit.text import printable
+from vit.text import nearest, printable
 
 SAVE = "not a list: save it as CSV and give that file"
 FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"
@@ -50,10 +49,10 @@ def refuse_mistaken(data: str) -> None:
         suffix = _suffix(stored[0] if stored else data)
         for suffixes, kind in MISTAKEN.items():
             if suffix in suffixes.split():
-                raise DataError(f"{printable(data)} {'has' if stored else 'is'} {kind}")
+                raise DataError(f"{data} {'has' if stored else 'is'} {kind}")
     if is_run_folder(data):
         raise DataError(
-            f"{printable(data)} is a run folder, a trained network: give a folder or list of images"
+            f"{data} is a run folder, a trained network: give a folder or list of images"
         )
 
 
@@ -91,25 +90,9 @@ def has_json_key(path: str, key: str) -> bool:
 def refuse_single_images(data: str) -> None:
     """Refuse a single image or a glob of images, where one folder or list is expected."""
     if is_image(data) and os.path.isfile(data):
-        raise DataError(f"{EXPECTED}, not a single image: {printable(data)}")
+        raise DataError(f"{EXPECTED}, not a single image: {data}")
     if WILDCARDS.search(data) and not os.path.lexists(data):
-        raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
-
-
-def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
-    """The error for arguments after DATA: an expanded glob, or a name with spaces.
-
-    `before` is the word before the first extra one.
-    """
-    first = printable(data)
-    for end in range(len(extra), 0, -1):
-        if os.path.lexists(name := " ".join([before, *extra[:end]])):
-            return f'a name with spaces needs quotes: "{printable(name)}"'
-    if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
-        return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
-    if is_image(data):
-        return f"{EXPECTED}, not single images: {first} and {len(extra):,} more"
-    return f"{printable(extra[0])} is one argument too many: DATA is {first} already"
+        raise DataError(f"{EXPECTED}, not a pattern: {data}")
 
 
 def no_match_message(pattern: str) -> str:
@@ -282,9 +265,7 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
             f"a file, not a folder; {LAYOUT}; or a list of images and their classes in .csv or "
             ".jsonl; or, for a list of captions, --task caption"
         )
-        raise DataError(f"{printable(data)} is {kind}")
+        raise DataError(f"{data} is {kind}")
     names = ", ".join(builtin_datasets.DATASETS)
     hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
-    raise DataError(
-        f"{printable(data)}: no such folder or file, and no built-in dataset ({names}){hint}"
-    )
+    raise DataError(f"{data}: no such folder or file, and no built-in dataset ({names}){hint}")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.atomic_files import atomic_file, explain_write_errors, write_text
+from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
 from vit.config import Config
 from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
 from vit.config.stored_config import (
@@ -25,9 +25,8 @@ from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
-from vit.file_lock import lock_file
 from vit.tasks.task import get_task
-from vit.text import printable, quoted
+from vit.text import quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
 from vit.training.logging.trackers import TRACKING
@@ -53,26 +52,25 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
     A run that stopped before its first weights does not count.
     """
-    where = printable(folder)
     if resume and overwrite:
         raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"run folder {where} is a file: give a folder")
+        raise RunError(f"run folder {folder} is a file: give a folder")
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         which = "it" if place == folder else place
-        raise RunError(f"run folder {where} cannot be written: {which} is read-only")
+        raise RunError(f"run folder {folder} cannot be written: {which} is read-only")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not has_stored_config(folder):
-        raise RunError(f"{where} has files that no training wrote: give another folder")
+        raise RunError(f"{folder} has files that no training wrote: give another folder")
     resumable = any((folder / CHECKPOINTS).glob("*.safetensors"))
     has_run = resumable or (folder / WEIGHTS).is_file()
     if has_run and not (resume or overwrite):
-        raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
+        raise RunError(f"{folder} exists: --resume continues it, --overwrite starts anew")
     if has_run and resume and not resumable:  # one is written before the weights
         raise RunError(
-            f"{where} has weights, but its checkpoints were deleted, so nothing can go on from "
+            f"{folder} has weights, but its checkpoints were deleted, so nothing can go on from "
             f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
             f"weights, vit report {quoted(folder)} writes its report, and --overwrite starts anew"
         )
@@ -88,8 +86,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         # loader processes must not inherit it: they may outlive this one by seconds
         if not lock_file(file, inherited=False):
             file.close()
-            where = printable(folder)
-            raise RunError(f"{where} is being trained by another process: stop that one")
+            raise RunError(f"{folder} is being trained by another process: stop that one")
     return file
 
 

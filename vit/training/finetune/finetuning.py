@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.config_section import refuse, why_unread
 from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
+from vit.config.settings import refuse, why_unread
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
@@ -25,7 +25,7 @@ from vit.errors import ConfigError
 from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
-from vit.text import Notify, join_names, plural, printable
+from vit.text import Notify, join_names, plural
 from vit.training.finetune.lora import (
     add_lora,
     freeze_backbone,
@@ -195,7 +195,7 @@ def seen_images_note(
         return None
     return (
         f"note: {other:,} of {plural(len(splits.val), 'validation image')} "
-        f"{'was' if other == 1 else 'were'} not held out by the training of {printable(weights)}: "
+        f"{'was' if other == 1 else 'were'} not held out by the training of {weights}: "
         "if it learned their labels, the scores here are too good"
     )
 
