@@ -78,7 +78,7 @@ def test_a_run_whose_checkpoints_were_deleted_is_left_alone(undisturbed, tmp_pat
     shutil.copytree(undisturbed, folder)
     shutil.rmtree(folder / "checkpoints")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(RunError, match=r"its checkpoints were deleted.* --weights .* vit report"):
+    with pytest.raises(RunError, match=r"its checkpoints were deleted: --weights "):
         train(out=folder, resume=True)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -225,11 +225,6 @@ def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_d
     config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
     with pytest.raises(DataError, match=r"the data set changed .* vit train .* --weights .*run "):
         train(config, tmp_path / "run", resume=True)
-    weights = tmp_path / "run" / "model.safetensors"
-    weights.rename(tmp_path / "weights")  # a run that stopped within its first epoch has none
-    with pytest.raises(DataError, match=r"begin again, .*: vit train .* --overwrite --out .*run$"):
-        train(config, tmp_path / "run", resume=True)
-    (tmp_path / "weights").rename(weights)
     for split in ("train", "val"):
         shutil.copytree(copy / split / "red", copy / split / "violet")
     changed = r"the data set changed .*num_classes=3 then, 4 now.* --weights .*run --out"

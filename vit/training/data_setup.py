@@ -183,8 +183,7 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
     scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val, *splits.test]))
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
-        others = ", ".join(str(image) for image in bad[1:5])
-        more = f" (and {len(bad) - 1} more: {others})" if others else ""
+        more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "

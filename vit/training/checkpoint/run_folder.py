@@ -70,9 +70,8 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
         raise RunError(f"{folder} exists: --resume continues it, --overwrite starts anew")
     if has_run and resume and not resumable:  # one is written before the weights
         raise RunError(
-            f"{folder} has weights, but its checkpoints were deleted, so nothing can go on from "
-            f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
-            f"weights, vit report {quoted(folder)} writes its report, and --overwrite starts anew"
+            f"{folder} has weights, but its checkpoints were deleted: --weights {quoted(folder)} "
+            "--out OTHER trains on from the weights, --overwrite starts anew"
         )
     return has_run and resume
 
@@ -166,24 +165,19 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
-    if changed:
-        named = (each for each in changed if each == "num_classes" or config.chosen(each))
-        name = next(named, changed[0])
-        if name == "num_classes" or (name == "epochs" and not config.chosen("epochs")):
-            was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
-            raise DataError(
-                f"the data set changed since this run began ({was}): restore it to resume, or "
-                f"{train_on(folder, config.data.data)}"
-            )
-        remedy = "leave the flag out, or start a new run with another --out"
-        if name in settings_with(decided_by="data"):
-            remedy = (
-                "if nobody gave it, the data set changed: restore it, or "
-                f"{train_on(folder, config.data.data)}; or {remedy}"
-            )
+    given = [name for name in changed if config.chosen(name)]
+    if given and "num_classes" not in changed:  # which config.yaml of a run has, too
+        name = given[0]
         raise ConfigError(
             f"{name}={ours[name]!r} differs from {theirs[name]!r} in {folder}: a run resumes with "
-            f"its own settings; {remedy}"
+            "its own settings; leave the flag out, or start a new run with another --out"
+        )
+    if changed:  # what the data decide
+        name = "num_classes" if "num_classes" in changed else changed[0]
+        was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
+        raise DataError(
+            f"the data set changed since this run began ({was}): restore it to resume, or "
+            f"{train_on(folder, config.data.data)}"
         )
 
 
@@ -202,20 +196,14 @@ def require_held_out(folder: Path, splits: Splits) -> None:
 
 
 def train_on(folder: Path, data: str | None = None) -> str:
-    """The remedy for a changed data set: more images or classes are learned by a new run, from its
-    weights if it has any.
+    """The remedy for a changed data set: more images or classes are learned by a new run.
 
     Args:
         data: The changed data; those of the run, in their place, if omitted.
     """
     data = stored_config(folder).data.data if data is None else data
-    if not (folder / WEIGHTS).exists():
-        return (
-            "begin again, since it has no weights yet: "
-            f"vit train {quoted(data)} --overwrite --out {quoted(folder)}"
-        )
     return (
-        "train a new run from these weights: "
+        "train a new run, from its weights if it has any: "
         f"vit train {quoted(data)} --weights {quoted(folder)} --out ANOTHER_FOLDER"
     )
 
