@@ -158,34 +158,10 @@ def test_resuming_a_finished_run_writes_the_report_again(finished, tiny_config, 
 
 
 @pytest.fixture
-def caption_config(tiny_config, colour_data, tmp_path):
+def caption_config(tiny_config, caption_data):
     """Settings of a captioner of two epochs, whose captions name the colour."""
-    data = tmp_path / "captioned"
-    shutil.copytree(colour_data, data)
-    for split in ("train", "val"):
-        lines = [
-            json.dumps(
-                {
-                    "file_name": f"{path.parent.name}/{path.name}",
-                    "captions": [f"all {path.parent.name}", f"this is {path.parent.name} noise"],
-                }
-            )
-            for path in sorted((data / split).rglob("*.png"))
-        ]
-        (data / split / "metadata.jsonl").write_text("\n".join(lines))
-
-    def build(**changes):
-        usual = {
-            "data": str(data),
-            "task": "caption",
-            "decoder_depth": 1,
-            "mixup": 0.0,
-            "cutmix": 0.0,
-            "epochs": 2,
-        }
-        return tiny_config(**{**usual, **changes})
-
-    return build
+    usual = {"data": str(caption_data), "task": "caption", "decoder_depth": 1, "epochs": 2}
+    return lambda **changes: tiny_config(**{**usual, "mixup": 0.0, "cutmix": 0.0, **changes})
 
 
 @pytest.mark.parametrize("task", ["caption", "classify,caption"])
@@ -262,10 +238,9 @@ def test_no_fault_of_a_report_costs_the_run(
 
 
 @BOTH
-def test_an_image_that_vanished_is_told(request, tmp_path, colour_data, settings):
-    build, data = request.getfixturevalue(settings), tmp_path / "captioned"
-    if settings == "tiny_config":
-        shutil.copytree(colour_data, data)
+def test_an_image_that_vanished_is_told(request, tmp_path, caption_data, settings):
+    build, data = request.getfixturevalue(settings), tmp_path / "data"
+    shutil.copytree(caption_data, data)
     victim = next((data / "val").rglob("*.png"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 0xFF  # its header is right, its pixels are not

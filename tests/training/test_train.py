@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import vit
 from tests.training.children import Job, hold
@@ -117,17 +116,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     assert len(find_checkpoints(result.folder / "checkpoints")) == 2
 
 
-def test_the_written_config_repeats_the_run(tiny_config, tmp_path):
-    train(tiny_config(epochs=2), tmp_path / "a")
-    code = main(["train", "-c", str(tmp_path / "a/config.yaml"), "--out", str(tmp_path / "b")])
-    assert code == 0
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (
-        tmp_path / "b/model.safetensors"
-    ).read_bytes()
-    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-
-
-@pytest.mark.parametrize("step", [1, 3, 5, 7])
+@pytest.mark.parametrize("step", [1, 5])
 def test_an_interrupted_run_resumes_to_the_same_result(
     tiny_config, tmp_path, undisturbed, interrupt_at, step
 ):
@@ -168,29 +157,11 @@ def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path,
     ).read_bytes()
 
 
-def test_resume_starts_a_run_if_there_is_none(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
-    assert len(events(tmp_path / "run")) == 1
-
-
 def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
     first = train(tiny_config(epochs=2), tmp_path / "run")
     again = train(tiny_config(epochs=2), tmp_path / "run", resume=True)
     assert again == first
     assert len(events(tmp_path / "run")) == 2
-
-
-def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, undisturbed, interrupt_at, capsys):
-    interrupt_at(8)
-    with pytest.raises(Interrupted):
-        train(tiny_config(), tmp_path / "run")
-    newest = find_checkpoints(tmp_path / "run/checkpoints")[0]
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    train(tiny_config(), tmp_path / "run", resume=True)
-    assert "is damaged" in capsys.readouterr().err
-    assert untimed(tmp_path / "run") == untimed(undisturbed)
 
 
 def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
@@ -325,15 +296,6 @@ def test_a_folder_of_something_else_is_never_overwritten(tiny_config, tmp_path):
     with pytest.raises(RunError, match="no training wrote"):
         train(tiny_config(), tmp_path / "photos", overwrite=True)
     assert (tmp_path / "photos/cat.jpg").read_bytes() == b"x"
-
-
-def test_accumulation_equals_one_batch(tiny_config, tmp_path):
-    plain = {"dropout": 0, "drop_path": 0, "epochs": 2}
-    train(tiny_config(**plain), tmp_path / "one")
-    train(tiny_config(**plain, accumulate=3), tmp_path / "three")
-    one, three = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "three"))
-    for name, value in one.items():
-        torch.testing.assert_close(three[name], value, atol=2e-4, rtol=0)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
@@ -622,19 +584,6 @@ def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_b
     result = train(config, tmp_path / "run")
     assert [Path(path).name for path in result.failed] == ["3.png"]
     assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
-
-
-def test_an_unreadable_validation_image_is_not_counted(
-    tiny_config, tmp_path, data_with_a_bad_image, capsys
-):
-    data = data_with_a_bad_image
-    bad = min((data / "val").rglob("*.png"))
-    shutil.copy(data / "train/red/3.png", bad)
-    shutil.copy(data / "train/red/2.png", data / "train/red/3.png")
-    number = len([*(data / "val").rglob("*.png")])
-    config = tiny_config(data=str(data), on_bad_image="skip", epochs=1, warmup_epochs=0)
-    assert [*train(config, tmp_path / "run").failed] == [str(bad)]
-    assert f" of {number - 1} images" in capsys.readouterr().err
 
 
 def test_mixed_pairs_are_in_one_micro_batch(tiny_config, tmp_path):

@@ -127,8 +127,6 @@ def test_features_are_made_once(fine, capfd, backbone, colour_data):
     assert "0 of 36 images from the cache, 36 made" in capfd.readouterr().err
     fine("two", method="probe")
     assert "36 of 36 images from the cache, 0 made" in capfd.readouterr().err
-    fine("three", method="probe", crop_share=0.9)
-    assert "0 of 36 images from the cache, 36 made" in capfd.readouterr().err
 
 
 def test_the_written_config_repeats_the_run(fine, tmp_path):
