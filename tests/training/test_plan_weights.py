@@ -138,7 +138,7 @@ def test_what_was_given_is_a_fact():
     with pytest.raises(ConfigError, match="image_size=50: none"):
         chosen(PHOTOS, {"image_size": 50})
     plan = rules.plan_weights(GPU, {"lr": 1e-3}, chosen(GPU, {"lr": 1e-3}))
-    assert plan.given["lr"] == 1e-3
+    assert plan.chosen["lr"] == 1e-3
     assert "lr" not in plan.settings
     assert plan.settings["batch_size"] == 64
 
@@ -148,7 +148,7 @@ def test_what_was_given_is_a_fact():
 def test_settings_of_a_plan_fit_together(facts, given):
     given = {"time": "5m", **given} if facts.seconds and "folds" not in given else given
     plan = rules.plan_weights(facts, given, chosen(facts, given))
-    config = make_config({"data": "photos", **plan.given, **plan.settings})
+    config = make_config({"data": "photos", **plan.chosen, **plan.settings})
     assert all(choice.reason for choice in plan.choices.values())
     assert config.finetune.weights.startswith("timm/")
     if config.finetune.method == "probe" or "folds" in given:
@@ -328,7 +328,7 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
     assert {name: plan.settings[name] for name in names & set(plan.settings)} == expected
     assert plan.settings["probe_first"] is not scratch
     assert {name: plan.settings[name] for name in PRETRAINED} == PRETRAINED
-    assert plan.given == given
+    assert plan.chosen == given
     assert all(choice.reason for choice in plan.choices.values())
 
 
