@@ -21,7 +21,7 @@ from vit.data.device_cache import DeviceCache, check_device_memory, free_device_
 from vit.data.image_cache import SHARED_MEMORY, ImageCache, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
-from vit.errors import BadImage, ConfigError, DataError
+from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
 from vit.text import Notify, plural
 from vit.training.distributed.collectives import min_over_processes
@@ -93,16 +93,9 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
         kind = "disk"
     paths = [sample.path for sample in splits.train]
     visible = accelerator.is_local_main_process
-    with (
-        tqdm(
-            desc="cache",
-            total=len(paths),
-            unit="img",
-            disable=None if visible else True,
-            leave=False,
-        ) as bar,
-        explained_for_device() if on_device else contextlib.nullcontext(),
-    ):
+    with tqdm(
+        desc="cache", total=len(paths), unit="img", disable=None if visible else True, leave=False
+    ) as bar:
         cache = open_cache(
             paths,
             side=cache_side(config.model.image_size, config.augment.min_crop),
@@ -121,16 +114,6 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
             check_device_memory(cache, min_over_processes(accelerator, free))
         return dataclasses.replace(splits, cache=DeviceCache(cache, device))
     return dataclasses.replace(splits, cache=cache)
-
-
-@contextlib.contextmanager
-def explained_for_device() -> Iterator[None]:
-    """Say in errors of the cache on the host why `cache=device` needs it."""
-    try:
-        yield
-    except DataError as error:
-        why = "cache=device decodes images there first, or in --cache-folder FOLDER"
-        raise DataError(f"{error} ({why})") from None
 
 
 def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:

@@ -206,15 +206,11 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
     """Refuse settings that leave `--weights auto` nothing to choose."""
-    if not has_plan(values) or get_task(values.get("task", "classify")).writes_captions:
+    task = values.get("task", "classify")
+    if "model" in values or not has_plan(values) or get_task(task).writes_captions:
         raise ConfigError(
-            f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
-            "name, such as timm/vit_small_patch16_224.augreg_in21k"
-        )
-    if "model" in values:
-        raise ConfigError(
-            f"weights=auto chooses the network, and model={values['model']!r} is one: leave "
-            "--model out, or give the weights by name"
+            "weights=auto chooses the network of a classifier: leave --model and other tasks out, "
+            "or give the weights by name, such as timm/vit_small_patch16_224.augreg_in21k"
         )
 
 
