@@ -111,17 +111,18 @@ def write_run(config, folder, score):
 def pretended(settings, monkeypatch):
     """Settings, and trainings that take all of their time and learn nothing: `calls` of them.
 
-    The scores of trials are 0.5, of trial 3 0.7; trial 2 fails.
+    The scores of trials are 0.5, of the plan 0.4, and of trial 3 0.7; trial 2 fails.
     """
     state = SimpleNamespace(settings=settings, calls=[], now=0.0, slowness=1.0)
     monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: state.now))
 
-    def train(config, out, **_):
+    def train(config, out, report=True, **_):
+        assert report == (out.name == "best")
         state.calls.append((out.name, config))
         state.now += state.slowness * config.training.seconds
         if out.name.endswith("02"):
             raise RunError("the loss became nan")
-        return write_run(config, out, score=0.7 if out.name.endswith("03") else 0.5)
+        return write_run(config, out, {"00": 0.4, "03": 0.7}.get(out.name[-2:], 0.5))
 
     monkeypatch.setattr(tuning, "train", train)
     return state
@@ -144,7 +145,7 @@ def test_a_search_fills_its_time_and_a_failed_trial_does_not_end_it(
     for name, config in pretended.calls[:-1]:
         times.setdefault(name.split("-")[0], set()).add(config.training.seconds)
     assert all(len(each) == 1 for each in times.values())  # all of a rung have the same
-    assert finished.best == (3 if number > 3 else 0)
+    assert finished.best == (3 if number > 3 else 1)
     assert names[-1] == "best"
     for rung in times:  # the plan is compared to the end
         assert f"{rung}-trial00" in names

@@ -16,7 +16,7 @@ arXiv:1912.11370 (small images are resized up, to 128 pixels).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,6 @@ class WeightsChoice:
     """Weights that would be preferred, and are not on this disk."""
 
 
-Available = Callable[[], Mapping[ListedWeights, str]]
-"""Weights that can be had, with the source that --weights takes."""
-
-
 def find_on_disk() -> dict[ListedWeights, str]:
     """Weights of the list that need no network: of the hub's cache, or a folder of their name."""
     found = {}
@@ -187,14 +183,15 @@ def choose_weights(
     chosen: Mapping[str, Any],
     *,
     on_disk: Mapping[ListedWeights, str],
-    on_hub: Available,
+    on_hub: Callable[[], Mapping[ListedWeights, str]],
     one_class: bool = True,
 ) -> WeightsChoice:
     """The weights for `facts`, and how they are trained.
 
     Args:
         chosen: Settings of a person; the method and the image size may be among them.
-        on_hub: Gives all that could be downloaded; called only where none on the disk fits.
+        on_disk: Weights with their source, as --weights takes it.
+        on_hub: Returns all that could be downloaded; called only where none on the disk fits.
     """
     rules = Rules(facts, chosen, one_class=one_class)
     best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
@@ -206,12 +203,12 @@ def choose_weights(
     mine = rules.choose(on_disk)
     if mine is not None and mine.fits:
         better = best.source if best.fits and best.weights != mine.weights else ""
-        return WeightsChoice(**{**vars(mine), "here": True, "better": better})
+        return replace(mine, here=True, better=better)
     try:
         return rules.choose(on_hub()) or best
     except WeightsError as error:
         if mine is not None:  # too slow for the time, and the only one
-            return WeightsChoice(**{**vars(mine), "here": True})
+            return replace(mine, here=True)
         raise ConfigError(
             f"weights=auto: none of the weights that it chooses from is on this disk, and {error}; "
             "leave --weights out to train from scratch, or where there is a network run "

@@ -38,7 +38,6 @@ from vit.text import format_duration, quoted
 from vit.training.checkpoint.run_folder import LOCK, lock_folder
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.loader_autotune import shared_caches
 from vit.training.logging.training_progress import notifier, silent_log
 from vit.training.plan import is_planned, plan_training, summary_lines
 from vit.training.train import train, translate_errors
@@ -123,7 +122,7 @@ def tune(
     if not record:
         with translate_errors():
             record = plan_search(values, seconds, accelerator)
-    with shared_caches(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
 
         def lock() -> None:
             stack.enter_context(lock_folder(folder))
