@@ -17,7 +17,6 @@ from vit.errors import ConfigError
 from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
-from vit.text import printable
 
 TITLES = {
     "training": "training",
@@ -143,7 +142,7 @@ def require_data(values: Mapping[str, Any], args: argparse.Namespace, kind: str)
     if values.get("data"):
         return
     raise ConfigError(
-        f"{printable(args.out)}: no {kind} to resume there; give the --out of one, or DATA"
+        f"{args.out}: no {kind} to resume there; give the --out of one, or DATA"
         if args.resume and args.out
         else "DATA is missing: give a folder of images, a list, tar shards, a built-in set "
         f"(digits, shapes), or --resume with the --out of a {kind}"

@@ -184,7 +184,7 @@ def default_format(config: PredictionConfig, engine: str) -> Any:
     if suffix == ".parquet" and engine == "ray":
         return "parquet"
     if suffix not in FORMAT_OF_SUFFIX:
-        raise VitError(f"{printable(path)}: name it .jsonl, .csv or .xlsx, or add --format")
+        raise VitError(f"{path}: name it .jsonl, .csv or .xlsx, or add --format")
     return FORMAT_OF_SUFFIX[suffix]
 
 
@@ -213,7 +213,7 @@ def prepare(
         if failed is not None:
             if config.sort_into is not None:
                 raise ConfigError(
-                    f"{printable(out)} is complete, and does not record whether the images were "
+                    f"{out} is complete, and does not record whether the images were "
                     "sorted: leave --sort-into out, or start again with --overwrite"
                 )
             notify(
@@ -613,7 +613,7 @@ def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
 
     for one in block:
         if one.error is None and one.embedding is None:
-            raise WeightsError(f"{printable(one.image)}: the network gave no embedding")
+            raise WeightsError(f"{one.image}: the network gave no embedding")
     return encode_vectors((one.embedding for one in block), dim)
 
 

@@ -118,7 +118,7 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"Ray cannot start ({printable(address)}): {printable(error)}") from None
+        raise RunError(f"Ray cannot start ({address}): {error}") from None
     try:
         yield ray
     finally:
@@ -166,7 +166,7 @@ def raise_worker_errors() -> Iterator[None]:
             raise cause from None
         lines = str(error).strip().splitlines()
         raise RunError(
-            f"Ray gave up: {printable(lines[-1] if lines else type(error).__name__)}; the logs of "
+            f"Ray gave up: {lines[-1] if lines else type(error).__name__}; the logs of "
             "its workers are in /tmp/ray/session_latest/logs"
         ) from None
 
@@ -412,7 +412,7 @@ def _parquet_column(path: str) -> list[object]:
     except ImportError as error:
         raise missing(error) from None
     except (OSError, ValueError) as error:  # of pyarrow too
-        raise DataError(f"{printable(path)} is no readable list: {printable(error)}") from None
+        raise DataError(f"{path} is no readable list: {error}") from None
     return column
 
 
@@ -435,11 +435,11 @@ def check_out(out: str, style: str, *, overwrite: bool) -> None:
 
             system, path = fsspec.core.url_to_fs(out)
             if system.exists(path) and not overwrite:
-                raise RunError(f"{printable(out)} exists; choose another name, or add --overwrite")
+                raise RunError(f"{out} exists; choose another name, or add --overwrite")
     except ImportError as error:
         raise missing(error) from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{printable(out)} cannot be written: {printable(error)}") from None
+        raise RunError(f"{out} cannot be written: {error}") from None
 
 
 def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction]) -> None:
@@ -461,7 +461,7 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction])
     except (OSError, ValueError) as error:
         if isinstance(error, VitError):
             raise
-        raise RunError(f"{printable(out)} could not be written: {printable(error)}") from None
+        raise RunError(f"{out} could not be written: {error}") from None
 
 
 def _write_rows(file: IO[bytes], style: str, layout: Layout, rows: Iterable[Prediction]) -> None:

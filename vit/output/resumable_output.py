@@ -90,7 +90,7 @@ def read_settings(log: Path) -> dict[str, Any]:
         return dict(json.loads(line)["settings"]) if line.endswith(b"\n") else {}
     except (OSError, ValueError, TypeError, KeyError):
         raise RunError(
-            f"{printable(log)} was not written by this version of vit: start again with "
+            f"{log} was not written by this version of vit: start again with "
             "--overwrite and without --resume"
         ) from None
 
@@ -144,7 +144,7 @@ def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
         yield block
     if end != images:
         raise RunError(
-            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start "
+            f"{logs[0]} is damaged after {plural(end, 'row')} of {images:,}: start "
             "again with --overwrite and without --resume"
         )
 
@@ -216,7 +216,7 @@ class ResumableOutput:
             check_output(os.fspath(self.embeddings), overwrite=replace)
         if logs and not (resume or overwrite):
             raise VitError(
-                f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
+                f"{logs[0]} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
 
@@ -234,7 +234,7 @@ class ResumableOutput:
                 raise
             if self.embeddings is not None and not self.embeddings.exists():
                 raise RunError(
-                    f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
+                    f"{self.out} is complete and {self.embeddings} is not "
                     "there: start again with --overwrite"
                 )
             remove(self.leftovers())
@@ -252,14 +252,14 @@ class ResumableOutput:
             return False
         if self.out.exists() and not overwrite:
             raise VitError(
-                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
+                f"{self.out} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
             )
         for log in self.logs():
             stored = read_settings(log)
             if stored and (different := describe_differences(stored, settings)):
                 raise RunError(
-                    f"{printable(log)} was begun with {'; '.join(different)}: give the same again, "
+                    f"{log} was begun with {'; '.join(different)}: give the same again, "
                     "or start again with --overwrite and without --resume"
                 )
         remove([self.stop])
@@ -319,7 +319,7 @@ def remove(paths: Iterable[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{printable(path)} cannot be removed: {error.strerror}") from None
+        raise RunError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 class FileLock:
@@ -381,9 +381,9 @@ def check_embeddings(path: str) -> None:
     """Check the suffix, and that pyarrow is installed for .parquet."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise ConfigError(f"embeddings={printable(path)}: name it .npy or .parquet")
+        raise ConfigError(f"embeddings={path}: name it .npy or .parquet")
     if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise VitError(f"embeddings={printable(path)}: pyarrow is not installed: {LIBRARY}")
+        raise VitError(f"embeddings={path}: pyarrow is not installed: {LIBRARY}")
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:

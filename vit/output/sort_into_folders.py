@@ -193,14 +193,13 @@ class ImageSorter:
             same = same and same_bytes(image, target)
         if not same:
             raise RunError(
-                f"{printable(target)} is there and is not {printable(image)}; nothing is "
-                "overwritten: give another folder"
+                f"{target} is there and is not {image}; nothing is overwritten: give another folder"
             )
 
     def _failure(self, image: str, target: Path, error: OSError) -> RunError:
         if error.errno == errno.EXDEV:
             return RunError(
-                f"{printable(target)}: a hardlink cannot lead to another disk; take --sort-with "
+                f"{target}: a hardlink cannot lead to another disk; take --sort-with "
                 "copy or symlink"
             )
         what = f"{printable(image)} could not be put at {printable(target)}"
@@ -237,21 +236,20 @@ def check_sorting(
     inside = None if method == "copy" else next(filter(is_inside, images), None)
     if inside is not None:
         raise ConfigError(
-            f"sort_with={method}: {printable(inside)} is inside of a file, to which nothing can be "
+            f"sort_with={method}: {inside} is inside of a file, to which nothing can be "
             "linked; take copy"
         )
     for word in inputs:
         root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
             raise ConfigError(
-                f"sort_into={name} lies in the input {printable(word)}: the next run would take "
+                f"sort_into={name} lies in the input {word}: the next run would take "
                 "the sorted images for new ones; give a folder outside"
             )
     for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
         if _inside(os.path.realpath(source), here):
             raise ConfigError(
-                f"sort_into={name} holds the inputs in {printable(source)}; give a folder of its "
-                "own"
+                f"sort_into={name} holds the inputs in {source}; give a folder of its own"
             )
     check_folder(
         folder,
@@ -268,8 +266,8 @@ def _check_one_disk(folder: str, images: Sequence[str]) -> None:
     for source in {os.path.dirname(os.path.realpath(image)) for image in images}:
         if _disk(source) not in (disk, None):
             raise ConfigError(
-                f"sort_with=hardlink: {printable(source)} is on another disk than "
-                f"{printable(folder)}, to which no hardlink can lead; take copy or symlink"
+                f"sort_with=hardlink: {source} is on another disk than "
+                f"{folder}, to which no hardlink can lead; take copy or symlink"
             )
 
 
