@@ -34,6 +34,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
 from vit.data.image_io import read_pixels, read_size
+from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
@@ -123,19 +124,19 @@ def chooses_weights(chosen: Mapping[str, Any]) -> bool:
     return chosen.get("weights") == AUTO_WEIGHTS
 
 
-def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
-    """Whether these settings leave it to the plan how training goes on from `vit pretrain`."""
+def pretraining_run(chosen: Mapping[str, Any]) -> tuple[ModelConfig, Preprocessing] | None:
+    """The run of `vit pretrain` from which these settings leave it to the plan to go on."""
     one_class = TrainingConfig(task=chosen.get("task", TrainingConfig.task)).single_label
     names = ("model", "method", "probe_first", "lora_rank", "feedforward")
     decided = any(chosen.get(name) is not None for name in names)
-    if not one_class or decided or chosen.get("weights") is None:
-        return False
-    return read_pretraining_run(chosen["weights"]) is not None
+    if not one_class or decided or chosen.get("weights") is None or chooses_weights(chosen):
+        return None
+    return read_pretraining_run(chosen["weights"])
 
 
 def check_plannable(chosen: Mapping[str, Any]) -> None:
     """Refuse settings that leave nothing to plan."""
-    if not (is_planned(chosen) or chooses_weights(chosen) or continues_pretraining(chosen)):
+    if not (is_planned(chosen) or chooses_weights(chosen) or pretraining_run(chosen)):
         raise ConfigError(
             "a plan chooses the network: leave out --model and --method, and --weights or give "
             "--weights auto; or a run of vit pretrain, and images of one class each"
@@ -146,8 +147,7 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     """Settings of a training: those in `settings`, and for all others what the plan says.
 
     Args:
-        settings: By name, `data` among them; `is_planned`, `chooses_weights` or
-            `continues_pretraining` holds.
+        settings: By name, `data` among them; `check_plannable` does not refuse them.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
@@ -176,11 +176,9 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     splits = open_data(config, listing, compare=False)
     # what does not fit the task is refused before anything is measured
     get_task(config.training.task).check_data(config, splits, lambda _line: None)
-    run = None
-    if not pretrained and continues_pretraining(values):
-        run = read_pretraining_run(values["weights"])
-        network = architecture_settings(*run) if run else {}
-    facts = facts_of(config, splits, accelerator, {**network, **values} if run else values)
+    run = pretraining_run(values)
+    network = {} if run is None else architecture_settings(*run)
+    facts = facts_of(config, splits, accelerator, {**network, **values})
     if pretrained:
         one_class = not (splits.multilabel or config.training.multilabel)
 
@@ -229,8 +227,7 @@ def with_chosen_weights(
     """
     needed = {"data": config.data.data, "weights": config.finetune.weights}
     chosen = Settings(**{"config": needed, **Settings.of(config).layers})
-    auto = chooses_weights(chosen)
-    if not auto and (begun is not None or not continues_pretraining(chosen)):
+    if not chooses_weights(chosen) and (begun is not None or not pretraining_run(chosen)):
         return config, None
     if begun is None:
         config, plan = plan_training(chosen)
