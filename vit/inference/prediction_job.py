@@ -18,13 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vit.atomic_files import explain_write_errors
-from vit.config.inference_config import (
-    InferenceConfig,
-    PredictionConfig,
-    accepts_settings,
-    check_together,
-)
-from vit.config.parser import split_settings
+from vit.config.inference_config import InferenceConfig, PredictionConfig, accepts_settings
+from vit.config.settings import check_together, split_settings
 from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
 from vit.exported.engine import library_version, select_engine
 from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column

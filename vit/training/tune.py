@@ -25,11 +25,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.atomic_files import write_text
-from vit.config import Config
+from vit.config import Config, TrainingConfig
 from vit.config.merge_settings import call_settings
 from vit.config.parser import Settings, checked, default_run_folder, make_config, settings_with
 from vit.config.stored_config import has_stored_config
-from vit.config.training_config import TrainingConfig
 from vit.data.random_seed import random_seed
 from vit.errors import BadImage, ConfigError, RunError, VitError
 from vit.evaluation.runs_table import FINISHED, RunRecord, rank_of, read_run
