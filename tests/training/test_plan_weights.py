@@ -258,12 +258,9 @@ def test_a_short_time_fits_a_head_alone_from_python(tiny_list, photos, tmp_path)
     import vit
 
     put_in_cache()
-    given = {"data": photos, "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
-    result = vit.train(
-        make_config({**given, "feature_cache": str(tmp_path / "f")}),
-        tmp_path / "run",
-        given=[*given, "feature_cache"],
-    )
+    chosen = {"data": photos, "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
+    chosen["feature_cache"] = str(tmp_path / "f")
+    result = vit.train(make_config(chosen), tmp_path / "run")
     config = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert (config["method"], config["time"]) == ("probe", None)
     assert config["weights"] == f"timm/{AUGREG_TINY.name}"
