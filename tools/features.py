@@ -125,10 +125,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Search settings",
-        "training/tune training/search_space training/successive_halving evaluation/tune_report "
-        "commands/tune_command",
+        "training/tune commands/tune_command",
         *("tune", CLASSES, DATA, "torch"),
-        tests="training/searches",
     ),
     Capability(
         "Cross-validate",
