@@ -9,10 +9,9 @@ from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
-from vit.generation.caption_likelihood import caption_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Caption, Search
-from vit.model.captioner import Captioner
+from vit.model.captioner import Captioner, caption_losses
 from vit.model.decoder import TextDecoder
 from vit.weights.saved_model import LoadedRun
 

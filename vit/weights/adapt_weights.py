@@ -24,7 +24,8 @@ from vit.config import ModelConfig
 from vit.config.parser import all_settings
 from vit.config.settings import convert
 from vit.errors import WeightsError
-from vit.model.build import POSITIONS, check_fit, meta_model
+from vit.model.build import check_fit, meta_model
+from vit.model.layers import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table

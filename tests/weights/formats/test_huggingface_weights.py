@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vit.errors import WeightsError
-from vit.model.build import ACTIVATIONS as OURS
 from vit.model.build import assemble_model
+from vit.model.layers import ACTIVATIONS as OURS
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.pretrained import Pretrained

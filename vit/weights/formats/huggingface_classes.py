@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageC
 
 from vit.config.parser import parse_model_config
 from vit.model.blocks import ParallelBlock
-from vit.model.build import BLOCKS, assemble_model
+from vit.model.build import assemble_model
 from vit.model.initialization import init_weights
+from vit.model.layers import BLOCKS
 from vit.weights.formats.huggingface_config import MODEL_TYPE
 
 

@@ -11,8 +11,8 @@ from timm.models import model_entrypoint, register_model
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
-from vit.model.build import STEM_NORMS
 from vit.model.initialization import patch_projection
+from vit.model.layers import STEM_NORMS
 from vit.model.patch_embed import ConvStem
 from vit.weights.formats.timm_network import STEM_SETTINGS
 
