@@ -297,6 +297,7 @@ def test_the_plan_chooses_the_network(tiny_pretraining_data, tmp_path, method, c
     assert config.pooling == "mean"
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_a_saved_plan_has_the_momentum_of_the_teacher(tiny_pretraining_data, tmp_path):
     saved = str(tmp_path / "plan.yaml")
     words = [str(tiny_pretraining_data), "--task", "dino", *SMALL.split(), *WORDS.split()[:-2]]

@@ -75,30 +75,6 @@ def line_chart(
     )
 
 
-def scatter_chart(
-    title: str,
-    points: Sequence[tuple[float, float, str]],
-    marks: Mapping[float, object],
-    *,
-    unit: str = "",
-) -> Chart:
-    """A chart of points."""
-    values = [value for _, value, _ in points]
-    ticks, to_y = _vertical_axis(min(values), max(values), unit)
-    positions = [*(position for position, *_ in points), *marks]
-    margin = 0.06 * (Chart.right - Chart.left)
-    to_x = _scale(min(positions), max(positions), Chart.left + margin, Chart.right - margin)
-    between = f"{_label(min(values), unit)} to {_label(max(values), unit)}"
-    return Chart(
-        title=title,
-        description=f"{title}: {len(points)} points from {between}",
-        ticks=ticks,
-        marks=[(to_x(position), mark) for position, mark in marks.items()],
-        axis="",
-        points=[(to_x(position), to_y(value), style) for position, value, style in points],
-    )
-
-
 def reliability_chart(
     title: str,
     bins: Sequence[tuple[int, float, float, tuple[float, float]]],

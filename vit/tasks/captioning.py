@@ -27,11 +27,15 @@ from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores, ignores_image
 from vit.evaluation.classification_metrics import Outcomes
 from vit.event_log import ranking_metric
-from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Caption, Search
 from vit.model.build import build_captioner
-from vit.model.captioner import Captioner, CaptionerOutput
+from vit.model.captioner import (
+    Captioner,
+    CaptionerOutput,
+    caption_losses,
+    matched_and_shuffled_losses,
+)
 from vit.output.prediction_results import ImageOutput, unended_note
 from vit.tasks.classification import (
     ClassEvaluation,
