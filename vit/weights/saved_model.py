@@ -27,7 +27,7 @@ from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
-from vit.json_values import read_bytes
+from vit.json_values import plain_value, read_bytes
 from vit.model.build import check_fit, meta_model
 from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer
@@ -389,16 +389,12 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
     """Read the distance of a run."""
     tensors, _ = read_tensors(folder / DISTANCE_FILE)
     layers = config.depth * config.repeat_blocks + 1
-    try:
+    with contextlib.suppress(KeyError, ValueError, RuntimeError):
         distance = FeatureDistance.load(tensors).eval()
-    except (KeyError, ValueError, RuntimeError):
-        distance = None
-    known = distance is not None and distance.tokens.mean.shape == (layers, config.dim)
-    if known and distance is not None:
-        known = distance.pooled.mean.shape == (1, config.pooled_dim)
-    if distance is None or not known:
-        raise WeightsError(f"{folder / DISTANCE_FILE} is of another network")
-    return distance
+        shapes = (distance.tokens.mean.shape, distance.pooled.mean.shape)
+        if shapes == ((layers, config.dim), (1, config.pooled_dim)):
+            return distance
+    raise WeightsError(f"{folder / DISTANCE_FILE} is of another network")
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
@@ -424,19 +420,17 @@ def sha256(content: bytes) -> str:
 
 def check_classes(classes: Any, config: ModelConfig) -> tuple[str, ...]:
     """Check that there is one distinct class name per output, and return them as a tuple."""
-    if not isinstance(classes, list | tuple) or not all(isinstance(name, str) for name in classes):
-        raise WeightsError("classes must be a list of names")
-    if len(set(classes)) != len(classes):
+    names: tuple[str, ...] = plain_value(tuple[str, ...], classes, "classes")
+    if len(set(names)) != len(names):
         raise WeightsError("two classes have the same name")
-    if len(classes) != config.num_classes:
-        raise WeightsError(f"{len(classes)} class names for num_classes={config.num_classes}")
-    return tuple(classes)
+    if len(names) != config.num_classes:
+        raise WeightsError(f"{len(names)} class names for num_classes={config.num_classes}")
+    return names
 
 
 def check_thresholds(values: Any, classes: Sequence[str]) -> tuple[float, ...]:
     """Check that there is one probability per class, and return them as a tuple."""
-    numbers = tuple(values) if isinstance(values, list | tuple) else ()
-    plain = all(isinstance(value, int | float) and 0 <= value <= 1 for value in numbers)
-    if not plain or len(numbers) != len(classes):
+    numbers: tuple[float, ...] = plain_value(tuple[float, ...], values, "thresholds")
+    if len(numbers) != len(classes) or not all(0 <= value <= 1 for value in numbers):
         raise WeightsError("thresholds must be a probability for each class")
-    return tuple(map(float, numbers))
+    return numbers
