@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from vit.errors import ConfigError, WeightsError
-from vit.text import printable
 
 T = TypeVar("T")
 MAX_JSON_BYTES = 50_000_000
@@ -28,7 +27,7 @@ def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[st
     needed = kinds.keys() - {*optional}
     if not isinstance(values, dict) or not needed <= values.keys() <= kinds.keys():
         names = values.keys() if isinstance(values, dict) else [values]
-        given = printable(", ".join(map(str, names)) or "nothing")
+        given = ", ".join(map(str, names)) or "nothing"
         raise ConfigError(f"{name} must have exactly {', '.join(sorted(needed))}, and has {given}")
     return kind(**{key: plain_value(kinds[key], values[key], f"{name}.{key}") for key in values})
 

@@ -27,7 +27,6 @@ from vit.config import DataConfig, ModelConfig
 from vit.config.parser import parse_model_config
 from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.text import printable
 from vit.weights.formats.state_dict_names import State
 
 MULTILABEL = "multi_label_classification"
@@ -381,7 +380,7 @@ def read_processor(
                 f"its mean and std are used, but images are resized by {usual.interpolation}, the "
                 f"middle {usual.crop_share:.0%} to {image_size} px"
             )
-        return usual, (f"preprocessor_config.json: {printable(error)}: {remedy}",)
+        return usual, (f"preprocessor_config.json: {error}: {remedy}",)
     side = found.image_size[0]
     if side == image_size:
         return found, ()

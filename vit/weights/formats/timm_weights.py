@@ -15,7 +15,6 @@ from torch import Tensor
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.build import check_fit, meta_model
-from vit.text import printable
 from vit.weights.formats.infer_architecture import (
     NOTHING,
     REMEDY,
@@ -148,7 +147,7 @@ def preprocessing(
             (),
         )
     except (ConfigError, TypeError, ValueError) as error:
-        return None, (f"preprocessing is not known: timm's {printable(error)}",)
+        return None, (f"preprocessing is not known: timm's {error}",)
 
 
 def class_names(
