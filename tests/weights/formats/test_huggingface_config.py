@@ -212,9 +212,9 @@ VIT = {"image_processor_type": "ViTImageProcessor"}
         ({**VIT, "rescale_factor": 1 / 127.5}, "rescale_factor=0.0078"),
         ({**BIT, "do_pad": True}, "do_pad=True"),
         ({**BIT, "do_flip_channel_order": True}, "do_flip_channel_order=True"),
-        ({**VIT, "image_mean": [0.5]}, "mean=(0.5,): must be three"),
+        ({**VIT, "image_mean": [0.5]}, "preprocessing.mean=[0.5]"),
         ({**VIT, "image_std": [0.5, 0.5, 0.0]}, "must be more than 0"),
-        ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "finite"),
+        ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "preprocessing.mean=nan"),
     ],
 )
 def test_unsupported_processors_give_a_note(content, reason):

@@ -415,7 +415,8 @@ def _colours(values: Mapping[str, Any], usual: Preprocessing) -> Preprocessing:
             raise _refuse(values, key)
     if values["do_normalize"] is not True:
         return replace(usual, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    return replace(usual, mean=tuple(values["image_mean"]), std=tuple(values["image_std"]))
+    colours = {"mean": values["image_mean"], "std": values["image_std"]}
+    return Preprocessing.from_dict(usual.to_dict() | colours)
 
 
 def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool) -> Preprocessing:
