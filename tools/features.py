@@ -181,14 +181,14 @@ CAPABILITIES: Sequence[Capability] = (
         *("", TASKS, "list"),
     ),
     Capability(
-        "Tar shards, local and remote",
+        "Tar shards",
         "data/sources/tar_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
     Capability(
-        "Datasets of Hugging Face and torchvision",
-        "data/sources/huggingface_datasets data/sources/torchvision_datasets",
+        "Datasets of Hugging Face",
+        "data/sources/huggingface_datasets",
         *("", TASKS, "hub"),
     ),
     Capability(
@@ -247,8 +247,8 @@ CAPABILITIES: Sequence[Capability] = (
         "serving",
     ),
     Capability(
-        "KServe protocol, Triton repository",
-        "serving/kserve_protocol export/export_triton",
+        "KServe protocol",
+        "serving/kserve_protocol",
         *("serve export", LABELS, "", "torch onnx openvino"),
     ),
     Capability(
@@ -315,7 +315,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Convert to timm and Hugging Face",
-        "weights/convert weights/library_registration "
+        "weights/convert "
         "weights/formats/huggingface_writer weights/formats/huggingface_classes "
         "weights/formats/timm_conv_stem commands/convert_command",
         *("convert", LABELS, "", "torch"),

@@ -62,7 +62,7 @@ def add_arguments(parser: CommandParser) -> None:
         nargs="?",
         metavar="DATA",
         help="a folder of images, a list of them or of captions (.csv, .jsonl, .xlsx), tar shards, "
-        "hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+        "hf:NAME, or a built-in set: digits, shapes",
     )
     add_run_flags(parser, default="runs/<name of DATA>")
     add_settings(parser)

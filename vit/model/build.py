@@ -1,14 +1,16 @@
 """Builds networks from configs."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vit.config import DecoderConfig, ModelConfig, PretrainingConfig
 from vit.config.parser import model_settings
 from vit.config.presets import preset
-from vit.errors import ConfigError
+from vit.errors import ConfigError, WeightsError
 from vit.model.captioner import Captioner
 from vit.model.decoder import TextDecoder, WordDropout
 from vit.model.initialization import init_weights
@@ -17,6 +19,7 @@ from vit.model.normalization import build_norm
 from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.projection_head import JointEmbedding, ProjectionHead
 from vit.model.vision_transformer import VisionTransformer
+from vit.text import join_names
 
 
 def create_model(name: str, **settings: Any) -> VisionTransformer:
@@ -117,3 +120,30 @@ def build_joint_embedding(
         prototypes=prototypes,
     )
     return init_weights(JointEmbedding(config, projector))
+
+
+def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Check that `state` has exactly the tensors of `model`, of their shapes, and finite values."""
+    expected = model.state_dict()
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    faults = {
+        "missing": [name for name in expected if name not in state],
+        "unknown": [name for name in state if name not in expected],
+        "of another shape": shapes,
+        "not finite": [
+            name for name, t in state.items() if not (t.is_meta or torch.isfinite(t).all())
+        ],
+    }
+    found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
+    if found:
+        raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
+
+
+def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
+    """The network of `config` on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)

@@ -1,8 +1,7 @@
-"""Registers our network with transformers, as model_type "vit_toolkit".
+"""Registers our network with transformers, as model_type "vit_toolkit", when it is imported.
 
-`vit/weights/library_registration.py` imports this module when transformers' Auto classes are
-imported. AutoModelForImageClassification.from_pretrained(FOLDER) then opens the folders of
-`vit convert` that no class of transformers can express.
+AutoModelForImageClassification.from_pretrained(FOLDER) then opens the folders of `vit convert` that
+no class of transformers can express.
 """
 
 from typing import Any
