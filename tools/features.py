@@ -96,7 +96,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
         "model/pixel_decoder model/projection_head data/multi_view "
-        "evaluation/pretraining_report evaluation/feature_quality commands/pretrain_command",
+        "evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
     Capability(
@@ -125,10 +125,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Search settings",
-        "training/tune training/search_space training/successive_halving evaluation/tune_report "
-        "commands/tune_command",
+        "training/tune commands/tune_command",
         *("tune", CLASSES, DATA, "torch"),
-        tests="training/searches",
     ),
     Capability(
         "Cross-validate",
@@ -272,7 +270,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Compare networks",
-        "inference/compare evaluation/paired_comparison evaluation/statistical_tests "
+        "inference/compare evaluation/paired_comparison evaluation/exact_tests evaluation/metrics "
         "commands/compare_command",
         *("compare", LABELS, DATA, "torch onnx openvino"),
         "evaluation/test_comparison_page",

@@ -146,4 +146,4 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
 def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
     """The network of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)
+        return VisionTransformer(config) if decoder is None else assemble_captioner(config, decoder)

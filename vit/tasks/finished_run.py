@@ -139,11 +139,6 @@ class FinishedRun:
         loaded.model.to(self.device)
         return loaded
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of metrics.jsonl."""
-        return read_event_log(self.folder / METRICS_FILE).events
-
     def facts(self, failed: Mapping[str, str]) -> RunFacts:
         """What every report shows of the run; `failed` could not be read, with the reason."""
         from vit.evaluation.model_summary import forward_flops
@@ -152,6 +147,9 @@ class FinishedRun:
         events = log.events
         soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
         return RunFacts(
+            folder=self.folder,
+            epochs=[one for one in events if one["event"] == "epoch"],
+            robustness=self.robustness,
             config=self.config,
             classes=self.splits.classes,
             parameters=sum(parameter.numel() for parameter in self.loaded.model.parameters()),
