@@ -60,7 +60,7 @@ ALLOWED = {
         "pyarrow", *LEVEL_0, "vit.data.captions",
     },
     "vit.data.sources": {
-        *NUMERIC, "torchvision", "PIL", "datasets", "fsspec", "pyarrow", *LEVEL_0,
+        *NUMERIC, "PIL", "datasets", "pyarrow", *LEVEL_0,
         "vit.data", "vit.data.captions",
     },
     "vit.data.checks": {
@@ -126,7 +126,7 @@ ONLY = {
     "accelerate": {"vit/training", "vit/inference/process_group.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
     "difflib": {"vit/text.py"},
-    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
+    "fsspec": {"vit/inference/ray_inference.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},

@@ -132,10 +132,7 @@ def test_out_is_untouched_when_the_work_breaks_off(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nothing/*.jpg"], "nothing/*.jpg: matches no file, there is no folder nothing"),
-        (["near/*.jpg"], "matches no file; correct the pattern, or give near for all in it"),
-        (["naer/*.jpg"], "there is no folder naer; did you mean near?"),
-        (["photos.zip"], "photos.zip is an archive: unpack it first"),
+        (["near/*.jpg"], "near/*.jpg: matches no file; correct the pattern"),
         (["."], "no images"),
         (["a.jpg", "--out", "."], "is a folder"),
         (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),

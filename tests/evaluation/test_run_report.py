@@ -15,11 +15,15 @@ def write(tmp_path, make_facts, make_epochs):
     def write(settings=None, folder="a run", event=None, **changes):
         (tmp_path / folder).mkdir()
         write_classification_report(
-            tmp_path / folder,
-            facts=make_facts(("a", "b"), settings, **changes),
-            events=make_epochs(2, **(event or {})),
-            outcomes=Outcomes.of(torch.eye(2), torch.arange(2)),
-            paths=["/nowhere/a.png", "/nowhere/b.png"],
+            make_facts(
+                ("a", "b"),
+                settings,
+                folder=tmp_path / folder,
+                epochs=make_epochs(2, **(event or {})),
+                **changes,
+            ),
+            Outcomes.of(torch.eye(2), torch.arange(2)),
+            ["/nowhere/a.png", "/nowhere/b.png"],
         )
         return (tmp_path / folder / "report.html").read_text(encoding="utf-8")
 

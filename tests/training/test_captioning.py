@@ -27,9 +27,8 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError, DataError
 from vit.event_log import ranking_metric
-from vit.generation.caption_likelihood import caption_losses
 from vit.inference.evaluate import evaluate
-from vit.model.captioner import Captioner
+from vit.model.captioner import Captioner, caption_losses
 from vit.tasks.captioning import Captioning, CaptioningWithClasses, is_chosen
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.data_setup import open_data
@@ -382,7 +381,7 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
         ({"method": "probe", "weights": "x"}, "a probe fits one class an image"),
         ({"decoder_heads": 3}, "decoder_dim=16 does not split into 3 heads"),
         ({"decoder_feedforward": "moe"}, "choose both"),
-        ({"pooling": "mean"}, "the decoder attends to all tokens"),
+        ({"pooling": "mean"}, "pooling=mean: task=caption alone has no head"),
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
@@ -438,7 +437,7 @@ def test_empty_and_endless_captions_are_left_out_and_told(
     said = [["a red thing"]] * 20 + [["", "a thing"], [" "], [endless, "short"], [endless]]
     train_here(caption_config(**SHORT, data=str(list_of(said))), tmp_path / "run")
     told = capsys.readouterr().err
-    assert "2 empty captions" in told
+    assert "2 captions, empty or repeated" in told
     assert "2 training captions and 0 of validation that are longer" in told or "1 training" in told
     assert load_run(tmp_path / "run").decoder.caption_tokens < 10
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.runs import events
-from vit.errors import ConfigError, DataError
+from vit.errors import ConfigError
 from vit.stop_signals import Interrupted
 from vit.training import final_report, loader_autotune, training_loop
 from vit.training.distributed.devices import make_accelerator
@@ -62,14 +62,6 @@ def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
     assert weights[0] == weights[1]
     with pytest.raises(ConfigError, match="cache='none' differs"):
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
-
-
-def test_a_full_host_memory_names_the_folder_for_images_of_a_device(
-    tiny_config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("vit.data.image_cache.free_bytes", lambda _folder, memory: 9 * memory)
-    with pytest.raises(DataError, match=r"of memory are free.*, or in --cache-folder FOLDER\)"):
-        train(tiny_config(cache="device"), tmp_path / "run")
 
 
 @pytest.mark.gpu

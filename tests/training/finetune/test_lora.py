@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model.build import build_classifier
+from vit.model.build import build_classifier, check_fit, meta_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.training.ema import ExponentialMovingAverage
 from vit.training.finetune.lora import (
@@ -22,7 +22,6 @@ from vit.training.finetune.lora import (
     trainable_line,
 )
 from vit.training.optimizers import layer_of, parameter_groups
-from vit.weights.formats.state_dict_names import check_fit, meta_model
 
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 LORA = {"rank": 4, "alpha": 16.0}

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 from vit.stop_signals import Interrupted
 from vit.text import Notify, plural
 from vit.training.distributed.collectives import agreed_signal, on_main
