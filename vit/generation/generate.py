@@ -44,11 +44,7 @@ def generate(
         image_indices: Index of each image, for the random numbers of sampling; default: its row.
         device: Device of the decoder.
     """
-    if not search.max_tokens:
-        raise ValueError("max_tokens=0: give the maximum number of tokens")
     image_indices = range(rows) if image_indices is None else image_indices
-    if len(image_indices) != rows:
-        raise ValueError(f"{len(image_indices)} image indices for {rows} rows")
     if rows == 0:
         return []
     if search.beams > 1:

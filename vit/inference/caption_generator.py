@@ -9,14 +9,11 @@ from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
-from vit.generation.caption_likelihood import caption_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Caption, Search
-from vit.model.captioner import Captioner
+from vit.model.captioner import Captioner, caption_losses
 from vit.model.decoder import TextDecoder
 from vit.weights.saved_model import LoadedRun
-
-NO_CAPTIONS = "this network names classes and writes no captions"
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,10 @@ def group_by_length(memories: Sequence[Tensor]) -> list[list[int]]:
     return [list(group) for _, group in groupby(order, key=length)]
 
 
-def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGenerator | None:
-    """The caption generator of `run`, whose model is on its device; None for a classifier."""
-    if run.tokenizer is None or not isinstance(run.model, Captioner):
-        if search is not None:
-            raise ConfigError(f"{search}: {NO_CAPTIONS}; leave it out")
-        return None
+def make_caption_generator(run: LoadedRun, search: Search | None) -> CaptionGenerator:
+    """The caption generator of a captioner, which is on its device."""
+    assert run.tokenizer is not None
+    assert isinstance(run.model, Captioner), "a run with a tokenizer has a captioner"
     search = Search() if search is None else search
     limit = run.model.decoder.max_new_tokens
     for name in ("max_tokens", "min_tokens"):

@@ -97,9 +97,10 @@ class TorchEngine:
         if config.no_calibration:
             loaded = loaded.without_calibration()
         measured = loaded.calibration
-        loaded = change_patches(
-            loaded, merge_tokens=config.merge_tokens, patch_size=config.patch_size
-        )
+        if config.merge_tokens is not None or config.patch_size is not None:
+            loaded = change_patches(
+                loaded, merge_tokens=config.merge_tokens, patch_size=config.patch_size
+            )
         if measured is not None and measured.set_levels and loaded.calibration != measured:
             changed = "merge_tokens" if config.merge_tokens is not None else "patch_size"
             notify(
@@ -111,8 +112,12 @@ class TorchEngine:
             self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
         with explain_full_memory():
             self.model = loaded.model.eval().to(self.device)
-        self.caption_generator = make_caption_generator(loaded, config.search)
-        captions, on_cpu = self.caption_generator is not None, self.device.type == "cpu"
+        captions, on_cpu = loaded.tokenizer is not None, self.device.type == "cpu"
+        if config.search is not None and not captions:
+            raise ConfigError(
+                f"{config.search}: this network names classes and writes no captions; leave it out"
+            )
+        self.caption_generator = make_caption_generator(loaded, config.search) if captions else None
         if self.caption_generator is not None and on_cpu and source is not loaded:
             # not in a network that the caller may save
             use_column_major_weights(self.caption_generator.decoder)
