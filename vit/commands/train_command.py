@@ -155,9 +155,9 @@ def check_show_batch(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--show-batch trains nothing, so --{flag} has no meaning: leave one of them out"
             )
-    from vit.data.contact_sheet import sheet_format
+    from vit.data.contact_sheet import check_sheet_name
 
-    sheet_format(args.show_batch)
+    check_sheet_name(args.show_batch)
     check_output(args.show_batch, overwrite=args.overwrite)
 
 
