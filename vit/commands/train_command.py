@@ -13,7 +13,6 @@ from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings
 from vit.config.parser import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
-from vit.evaluation.metrics import METRICS
 from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
@@ -210,6 +209,8 @@ def cross_validate(
 
 def format_folds(record: Mapping[str, Any]) -> str:
     """Text of the scores of all folds, with mean and interval."""
+    from vit.evaluation.metrics import METRICS
+
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
     metrics = {name: METRICS[name] for name in FOLD_SCORES if name in record["mean"]}
     lines = ["         " + "".join(f"{metric.title:>20}" for metric in metrics.values())]
