@@ -124,7 +124,7 @@ ALLOWED = {
 # a library that only these files of a part may import
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
-    "accelerate": {"vit/training", "vit/inference/process_group.py"},
+    "accelerate": {"vit/training", "vit/inference/prediction_job.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
     "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
     "huggingface_hub": {"vit/weights/hub.py"},

@@ -46,7 +46,7 @@ def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch
     assert predict(*words, *out, "--resume")[0] == 1
     for name in ("a.csv", f"a.{ending}"):
         assert (cut / name).read_bytes() == (whole / name).read_bytes()
-    assert sorted(os.listdir(cut)) == sorted(["a.csv", f"a.{ending}"])
+    assert sorted(os.listdir(cut)) == sorted(["a.csv", "a.csv.done", f"a.{ending}"])
     expected = [None if "/bad/" in image else vector_of(tiny_run, image) for image in inputs]
     if ending == "npy":
         found = np.load(cut / "a.npy")
@@ -90,18 +90,6 @@ def test_several_views_are_averaged(predict, input_images, tmp_path):
     assert "too many shapes to compile" in err[0]
 
 
-def test_what_is_complete_may_be_resumed_again(predict, input_images, tmp_path):
-    words = (*input_images, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
-    assert predict(*words, "--resume")[0] == 0
-    code, _, err = predict(*words, "--resume")
-    assert (code, len(err)) == (0, 1)
-    assert "is complete" in err[0]
-    (tmp_path / "a.npy").unlink()
-    code, _, err = predict(*words, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "a.npy is not there" in err[0]
-
-
 def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp_path, monkeypatch):
     words = (
         *input_images,
@@ -127,7 +115,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp
     assert code == 0
     assert "resuming after 27 of 27 images" in err[0]
     assert (tmp_path / "a.npy").read_bytes() == whole
-    assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.npy"]
+    assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.csv.done", "a.npy"]
 
 
 def test_two_jobs_do_not_write_the_same_vectors(predict, input_images, tmp_path):

@@ -106,10 +106,11 @@ def test_only_a_log_of_the_same_settings_is_continued(tmp_path):
     now = {"top_k": 3, "list": "b" * 64, "same": None}
     assert describe_differences(SETTINGS, now) == ["another list", "top k (5, now 3)"]
     with FileLock(output.targets) as lock:
-        assert output.begin(lock, SETTINGS, resume=True, overwrite=False)
+        assert output.begin(lock, SETTINGS, resume=True, overwrite=False) is None
+        assert output.logs()
         with pytest.raises(RunError, match="begun with another list; top k"):
             output.begin(lock, now, resume=True, overwrite=False)
-        assert not output.begin(lock, now, resume=False, overwrite=True)
+        assert output.begin(lock, now, resume=False, overwrite=True) is None
     assert os.listdir(tmp_path) == []
 
 

@@ -15,7 +15,6 @@ from vit.commands.command_parser import SETTING, CommandParser
 from vit.config.inference_config import InferenceConfig, PredictionConfig
 from vit.errors import VitError
 from vit.exported.engine import EXPORTED
-from vit.inference.process_group import launch_if_requested
 from vit.text import printable
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
@@ -63,10 +62,8 @@ def run(args: argparse.Namespace) -> int:
         name = printable(args.model)
         raise VitError(f"{name} is not a file of weights: MODEL comes first, then INPUT")
     settings = checked_settings(args, PredictionConfig, InferenceConfig)
-    launch_if_requested()
 
-    from vit.inference.prediction_job import predict
-    from vit.inference.process_group import world_size
+    from vit.inference.prediction_job import predict, world_size
 
     processes = world_size()
     with Progress(

@@ -21,7 +21,6 @@ from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import Settings, default_run_folder
 from vit.errors import ConfigError
-from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import resolve_link
 from vit.quick_imports import quick_imports
 
@@ -76,7 +75,6 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Pretrain; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
-    launch_if_requested()
     flags = chosen_settings(args)
     out = Path(args.out) if args.out else None
     if out is None and flags.get("data"):

@@ -26,7 +26,8 @@ from vit.cpu_cores import usable_cores
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
 from vit.exported.image_reader import ImageReader
-from vit.inference.caption_generator import make_caption_generator
+from vit.generation.generate import CaptionGenerator, check_length
+from vit.generation.generation_config import Search
 from vit.inference.precision_autotune import PrecisionAutotuner
 from vit.model.captioner import Captioner, use_column_major_weights
 from vit.model.feature_distance import DistanceFeatures, encode_with_features
@@ -111,11 +112,18 @@ class TorchEngine:
             self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
         with explain_full_memory():
             self.model = loaded.model.eval().to(self.device)
-        self.caption_generator = make_caption_generator(loaded, config.search)
-        captions, on_cpu = self.caption_generator is not None, self.device.type == "cpu"
-        if self.caption_generator is not None and on_cpu and source is not loaded:
-            # not in a network that the caller may save
-            use_column_major_weights(self.caption_generator.decoder)
+        captions, on_cpu = isinstance(self.model, Captioner), self.device.type == "cpu"
+        self.caption_generator: CaptionGenerator | None = None
+        if isinstance(loaded.model, Captioner) and loaded.tokenizer is not None:
+            decoder, search = loaded.model.decoder, config.search or Search()
+            check_length(search, decoder)
+            self.caption_generator = CaptionGenerator(decoder, loaded.tokenizer, search)
+            if on_cpu and source is not loaded:  # not in a network that the caller may save
+                use_column_major_weights(decoder)
+        elif config.search is not None:
+            raise ConfigError(
+                f"{config.search}: this network names classes and writes no captions; leave it out"
+            )
         self.task_name, self.thresholds = loaded.task_name, loaded.thresholds
         self.shares = get_task(loaded.task_name).activation_name != "identity"
         self.calibration, self.activation = loaded.calibration, calibrated_activation(loaded)

@@ -8,6 +8,7 @@
     FILE.partial            the log: the settings in one line, then a record for each block
     FILE.partial.1-of-2     the log of the first of two processes
     FILE.partial.lock       locked by the processes of one prediction
+    FILE.done               settings and totals of a finished FILE, after a prediction with --resume
 
 A record is a line of JSON with a CRC-32 of all of the record, then the rows as FILE has them, then
 the vectors as float32. Records after the first one whose checksum is wrong are cut off: half a
@@ -28,18 +29,17 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from vit.atomic_files import explain_write_errors, open_atomic
+from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import check_output, resolve_link
-from vit.output.prediction_results import count_failed_rows
 from vit.text import plural, printable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-PARTIAL, LOCK = ".partial", ".lock"
+PARTIAL, LOCK, DONE = ".partial", ".lock", ".done"
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ class ResumableOutput:
         self.embeddings = None if embeddings is None else resolve_link(embeddings)
         self.targets = [path for path in (self.out, self.embeddings) if path is not None]
         self.partial = Path(f"{self.out}{PARTIAL}")
+        self.done = Path(f"{self.out}{DONE}")
         self.stop = Path(f"{self.partial}.stop")
         """A process that fails creates this file, and the others stop too."""
 
@@ -202,68 +203,60 @@ class ResumableOutput:
                 total += sum(block.images for block, _ in read_blocks(log))
         return total
 
+    def is_done(self) -> bool:
+        """Whether all files are complete, and a record says of which prediction."""
+        return self.done.exists() and all(path.exists() for path in self.targets)
+
     def stored_settings(self) -> dict[str, Any]:
-        """Settings of the logs; empty if there are none."""
-        return next(filter(None, map(read_settings, self.logs())), {})
+        """Settings of the logs, or of the finished files; empty if there are none."""
+        records = [self.done] if self.is_done() else self.logs()
+        return next(filter(None, map(read_settings, records)), {})
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Check, before any work is done, that the files can be written."""
         check_output(os.fspath(self.out), overwrite=True)  # before it is looked for
-        resuming, logs = resume and bool(self.leftovers()), self.logs()
-        check_output(os.fspath(self.out), overwrite=overwrite or resume)
-        if self.embeddings is not None:
-            replace = overwrite or resuming or (resume and self.out.exists())
-            check_output(os.fspath(self.embeddings), overwrite=replace)
+        resuming, logs = resume and (self.is_done() or bool(self.leftovers())), self.logs()
+        for path in self.targets:
+            check_output(os.fspath(path), overwrite=overwrite or resuming)
         if logs and not (resume or overwrite):
             raise VitError(
                 f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
 
-    def complete(self, images: Sequence[str], style: str) -> int | None:
-        """Return the failures of a complete file; None if it is not complete."""
-        with FileLock(self.targets) as lock:
-            lock.acquire()
-            if not self.out.exists():
-                return None
-            try:
-                failed = count_failed_rows(self.out, style, images)
-            except RunError:  # an older file, which stays until the new one is complete
-                if self.logs():
-                    return None
-                raise
-            if self.embeddings is not None and not self.embeddings.exists():
-                raise RunError(
-                    f"{printable(self.out)} is complete and {printable(self.embeddings)} is not "
-                    "there: start again with --overwrite"
-                )
-            remove(self.leftovers())
-        return failed
-
     def begin(
         self, lock: "FileLock", settings: Mapping[str, Any], *, resume: bool, overwrite: bool
-    ) -> bool:
-        """Prepare the files; return whether there is something to resume."""
+    ) -> dict[str, int] | None:
+        """Prepare the files; return the totals if `resume` finds them complete."""
         lock.acquire()
-        resume = resume and bool(self.logs())
         self.check(resume=resume, overwrite=overwrite)
-        if not resume:
-            remove(self.leftovers())
-            return False
+        done = resume and not overwrite and self.is_done()
+        if not done and not (resume and self.logs()):
+            remove([*self.leftovers(), self.done])
+            return None
+        for record in [self.done] if done else self.logs():
+            stored = read_settings(record)
+            if stored and (different := describe_differences(stored, settings)):
+                raise RunError(
+                    f"{printable(record)} was begun with {'; '.join(different)}: give the same "
+                    "again, or start again with --overwrite and without --resume"
+                )
+        if done:
+            remove(self.leftovers())  # of a kill in the last moment
+            totals: dict[str, int] = json.loads(self.done.read_text("utf-8").splitlines()[1])
+            if totals.pop("bytes") != self.out.stat().st_size:
+                raise RunError(
+                    f"{printable(self.out)} was changed since it was complete: give another --out, "
+                    "or start again with --overwrite"
+                )
+            return totals
         if self.out.exists() and not overwrite:
             raise VitError(
                 f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
             )
-        for log in self.logs():
-            stored = read_settings(log)
-            if stored and (different := describe_differences(stored, settings)):
-                raise RunError(
-                    f"{printable(log)} was begun with {'; '.join(different)}: give the same again, "
-                    "or start again with --overwrite and without --resume"
-                )
         remove([self.stop])
-        return True
+        return None
 
     def finish(
         self,
@@ -271,11 +264,13 @@ class ResumableOutput:
         images: Sequence[str],
         dim: int,
         write: Callable[[BinaryIO, Iterable[bytes]], None] | None = None,
+        record: tuple[Mapping[str, Any], Mapping[str, int]] | None = None,
     ) -> None:
         """Write the final files from the logs; the file of rows is the last to get its name.
 
         Args:
             dim: Numbers of an embedding; 0 without embeddings.
+            record: Settings and totals, by which a later `begin` knows these files.
         """
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
@@ -287,6 +282,11 @@ class ResumableOutput:
                 file.writelines(blocks)
             else:
                 write(file, chain([header], (row for rows in blocks for row in rows.splitlines())))
+        if record is not None:
+            settings, totals = record
+            sized = {**totals, "bytes": self.out.stat().st_size}
+            lines = json.dumps({"settings": dict(settings)}), json.dumps(sized), ""
+            write_text(self.done, "\n".join(lines))
         remove(self.leftovers())
 
     def describe_kept(self, resume: str = "continue with --resume") -> str:

@@ -130,26 +130,11 @@ class ImageSorter:
         self.folder, self.method = Path(folder), method
         self.folders = dict(zip(classes, folder_names(classes), strict=True))
         self.names = image_names(images)
-        self.existing = self._find_existing()
 
-    def _find_existing(self) -> dict[str, set[str]]:
-        """Images of this list that lie in folders of classes already: name -> the folders."""
-        found: dict[str, set[str]] = {}
-        names = {*self.names}
-        for folder in (*self.folders.values(), UNSURE):
-            with suppress(OSError):
-                for name in names.intersection(os.listdir(self.folder / folder)):
-                    found.setdefault(name, set()).add(folder)
-        return found
-
-    def __call__(self, place: int, prediction: Prediction) -> bool:
-        """Put image number `place` of the list where it belongs; one that failed stays.
-
-        Returns:
-            Whether one of its name lies in another folder, from before.
-        """
+    def __call__(self, place: int, prediction: Prediction) -> None:
+        """Put image number `place` of the list where it belongs; one that failed stays."""
         if prediction.error is not None:
-            return False
+            return
         known = prediction.predictions and prediction.unknown is None
         best = prediction.predictions[0][0] if known else None
         folder = self.folder / (UNSURE if best is None else self.folders[best])
@@ -161,8 +146,11 @@ class ImageSorter:
             except FileExistsError:
                 self._check_identical(prediction.image, target)
         except OSError as error:
-            raise self._failure(prediction.image, target, error) from None
-        return bool(self.existing.get(target.name, set()) - {folder.name})
+            what = f"{printable(prediction.image)} could not be put at {printable(target)}"
+            remedy = ""
+            if error.errno == errno.EXDEV:
+                remedy = "; take --sort-with copy or symlink"
+            raise RunError(f"{what}: {error.strerror}{remedy}") from None
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
@@ -197,15 +185,6 @@ class ImageSorter:
                 "overwritten: give another folder"
             )
 
-    def _failure(self, image: str, target: Path, error: OSError) -> RunError:
-        if error.errno == errno.EXDEV:
-            return RunError(
-                f"{printable(target)}: a hardlink cannot lead to another disk; take --sort-with "
-                "copy or symlink"
-            )
-        what = f"{printable(image)} could not be put at {printable(target)}"
-        return RunError(f"{what}: {error.strerror}")
-
 
 def _publish(beside: str, target: Path) -> None:
     """Rename a complete file to `target`, which must not exist."""
@@ -227,8 +206,7 @@ def check_sorting(
     filled: bool,
     method: SortMethod = "copy",
 ) -> None:
-    """Refuse a folder whose images would be inputs of the next run, or are those of this one; and
-    images to which no link can lead.
+    """Refuse a folder below an input, or with the inputs; and images to which no link can lead.
 
     Args:
         filled: Whether it may have files.
@@ -259,26 +237,6 @@ def check_sorting(
         content="sorted images",
         overwriting=" to sort into it all the same (no file of it is replaced)",
     )
-    if method == "hardlink":
-        _check_one_disk(here, images)
-
-
-def _check_one_disk(folder: str, images: Sequence[str]) -> None:
-    disk = _disk(folder if os.path.isdir(folder) else os.path.dirname(folder))
-    for source in {os.path.dirname(os.path.realpath(image)) for image in images}:
-        if _disk(source) not in (disk, None):
-            raise ConfigError(
-                f"sort_with=hardlink: {printable(source)} is on another disk than "
-                f"{printable(folder)}, to which no hardlink can lead; take copy or symlink"
-            )
-
-
-def _disk(folder: str) -> int | None:
-    """The device of a folder; None if it is gone."""
-    try:
-        return os.stat(folder).st_dev
-    except OSError:
-        return None
 
 
 def _searched_root(word: str, here: str) -> str | None:
