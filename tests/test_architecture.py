@@ -105,7 +105,7 @@ ALLOWED = {
         *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.generation_config", "vit.output",
     },
     "vit.output": {
-        "numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.generation_config",
+        "numpy", "PIL", *LEVEL_0, "vit.data", "vit.generation.generation_config",
     },
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "psutil", "pyarrow", "ray",

@@ -261,7 +261,7 @@ def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_im
         (["--resume"], "resume=True: needs out"),
         (["--resume", "--out", "/dev/null"], "resume=True: needs out"),
         (["--embeddings", "x.npy", "--out", "-"], "embeddings='x.npy': needs out"),
-        (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy or .parquet"),
+        (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy"),
         (["--embeddings", "x.npy", "--out", "x.npy", "--format", "csv"], "one file"),
     ],
 )

@@ -410,5 +410,3 @@ def test_decisions_of_a_calibration_are_of_square_images(calibrated_run, input_i
     predictor = Predictor(calibrated_run, keep_aspect=True, precision="fp32")
     with pytest.raises(ConfigError, match=f"{next(iter(option))}.*leave keep_aspect out"):
         predictor(input_images, **option)
-    with pytest.raises(ConfigError, match="leave keep_aspect out"):
-        predictor.return_distances()

@@ -110,7 +110,7 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"sets": "nan"}, 400, "above 0"),
         ({"reject": "perhaps"}, 400, "true or false"),
         ({"threshold": -0.1}, 400, "give a number from 0 to 1"),
-        ({"sets": 0}, 400, "give a number above 0"),
+        ({"sets": 0}, 400, "give a number above 0 to 1"),
         ({"reject": 1, "model": "several"}, 400, "calibrat"),
         ({"sets": 0.9, "model": "captions"}, 400, "no classes"),
         ({"explain": "jpg"}, 400, "json or png"),

@@ -43,9 +43,8 @@ class InferenceConfig(Section):
     patch_size: int | None = None
     """Pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, smaller
     more exact (default: as in training)."""
-    tta: Literal["flip", "crops"] | None = None
-    """Test-time augmentation, classification only: average over an image and its mirror image
-    (flip), or over ten crops (crops: centre and corners, mirrored too)."""
+    tta: Literal["flip"] | None = None
+    """Test-time augmentation, classification only: average over an image and its mirror image."""
     compile: bool = False
     """Compile the network with torch.compile, which takes a minute and pays for many images."""
     search: Any = None
@@ -110,8 +109,7 @@ class PredictionConfig(Section):
         needs={"out": "rows and vectors are resumed together"},
         incompatible_with=RAY | NO_DRAWINGS,
     )
-    """File of image embeddings, the input of the network's head, as .npy or .parquet (needs
-    --out)."""
+    """File of image embeddings, the input of the network's head, as .npy (needs --out)."""
     explain: str | None = setting(None, incompatible_with=RAY)
     """Folder of attribution maps, per caption word or per top class, as PNG and JSON."""
     no_deletion: bool = setting(False, needs={"explain": "it draws maps"})

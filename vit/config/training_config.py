@@ -34,13 +34,6 @@ PROBE, FROZEN = ("probe",), ("probe", "linear")
 ROUTERS = ({"feedforward": ("moe",)},)
 
 
-def implied_task(*, multilabel: bool, captions: bool, classes: bool) -> str:
-    """The name of the task of a network that does not store one."""
-    if captions:
-        return "classify,caption" if classes else "caption"
-    return "multilabel" if multilabel else "classify"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""

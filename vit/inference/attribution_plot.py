@@ -38,7 +38,7 @@ from vit.inference.attribution import (
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
-from vit.text import Notify, printable
+from vit.text import Notify, ignore, printable
 
 TILE = 208
 """Pixels of the longer side of an image in the plot."""
@@ -89,7 +89,7 @@ def draw_explanations(
     deletion: bool = True,
     top_k: int | None = None,
     threshold: float | None = None,
-    notify: Notify = lambda _note: None,
+    notify: Notify = ignore,
 ) -> Iterator[Prediction]:
     """Iterate over predictions as `Predictor.stream`, and plot each into `folder`.
 

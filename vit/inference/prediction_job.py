@@ -51,11 +51,11 @@ from vit.output.output_file import (
 )
 from vit.output.prediction_results import (
     FORMATS,
-    TOP_K,
     Layout,
     Prediction,
     byte_order_mark,
     check_classes,
+    classes_per_row,
     csv_settings,
     unended_note,
     write_workbook,
@@ -77,7 +77,7 @@ from vit.output.sort_into_folders import (
 )
 from vit.paths import did_you_mean, path_argument, sha256_of_files
 from vit.stop_signals import Interrupted, Interruption
-from vit.text import Notify, format_clock, plural, print_to_stderr, printable
+from vit.text import Notify, Progress, format_clock, ignore, plural, print_to_stderr, printable
 from vit.version import __version__
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def predict(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     notify: Notify = print_to_stderr,
-    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    progress: Progress = ignore,
     **settings: Any,
 ) -> int:
     """Predict images as `vit predict` does; return how many failed.
@@ -478,7 +478,7 @@ class PredictionJob:
     predictor: Predictor
     group: ProcessGroup
     notify: Notify
-    progress: Callable[[int, int], object]
+    progress: Progress
     totals: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -501,7 +501,8 @@ class PredictionJob:
                 "sort_into",
                 "this network is multi-label, so an image has no single folder; leave it out",
             )
-        return classes_per_row(self.predictor, config.top_k, **flags)
+        check_classes(self.predictor.classes, top_k=config.top_k, **flags)
+        return classes_per_row(self.predictor.classes, self.predictor.thresholds, config.top_k)
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
         """The header, and the function that makes a row."""
@@ -532,16 +533,13 @@ class PredictionJob:
     def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Yield predictions of `images`; `first` is the index of the first one in the list."""
         config = self.config
-        options: dict[str, Any] = {"top_k": max(self.top_k, 1)}
-        if self.multilabel:
-            options["threshold"] = config.threshold
+        options: dict[str, Any] = {"top_k": config.top_k, "threshold": config.threshold}
         if config.explain is not None:
             from vit.inference.attribution_plot import check_explainable, draw_explanations
 
             deletion = not config.no_deletion
             check_explainable(self.predictor, deletion=deletion)
-            options["top_k"] = self.top_k
-            predictions = draw_explanations(
+            return draw_explanations(
                 self.predictor,
                 images,
                 config.explain,
@@ -549,13 +547,9 @@ class PredictionJob:
                 notify=self.notify,
                 **options,
             )
-        else:
-            if first and samples(self.inference):
-                options["first"] = first  # sampling is seeded by the index
-            if config.reject or config.sets is not None:
-                options |= {"reject": config.reject, "sets": config.sets}
-            predictions = self.predictor.stream(images, **options)
-        return (apply_threshold(one, config.threshold) for one in predictions)
+        if first and samples(self.inference):
+            options["first"] = first  # sampling is seeded by the index
+        return self.predictor.stream(images, reject=config.reject, sets=config.sets, **options)
 
     def count(self, prediction: Prediction) -> None:
         """Add one prediction to the totals."""
@@ -673,7 +667,8 @@ class PredictionJob:
         workbook = partial(write_workbook, shares=self.predictor.shares)
         write = workbook if config.format == "xlsx" else None
         record = (settings, sum_totals(outcomes)) if config.resume else None
-        group.run_on_main(lambda: output.finish(header.encode(), self.images, dim, write, record))
+        images = len(self.images)
+        group.run_on_main(lambda: output.finish(header.encode(), images, dim, write, record))
         return outcomes
 
     def predict_own_images(
@@ -763,17 +758,6 @@ class PredictionJob:
         return failed
 
 
-def classes_per_row(predictor: Predictor, top_k: int | None, **flags: Any) -> int:
-    """Classes in a row of the predictions; 0 for a network without classes.
-
-    Args:
-        top_k: Requested number; default: 5, or all classes of a multi-label network.
-    """
-    classes, several = predictor.classes, predictor.thresholds is not None
-    check_classes(classes, top_k=top_k, **flags)
-    return min(top_k or (len(classes) if several else TOP_K), len(classes))
-
-
 class Outcome(NamedTuple):
     """What one process has done."""
 
@@ -787,14 +771,6 @@ class Outcome(NamedTuple):
 def sum_totals(outcomes: Sequence[Outcome]) -> Counter[str]:
     """Totals of all processes."""
     return sum((outcome.totals for outcome in outcomes), Counter())
-
-
-def apply_threshold(prediction: Prediction, threshold: float | None) -> Prediction:
-    """Remove the classes less probable than `threshold`."""
-    if threshold is None:
-        return prediction
-    classes = tuple(pair for pair in prediction.predictions if pair[1] >= threshold)
-    return replace(prediction, predictions=classes)
 
 
 def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:

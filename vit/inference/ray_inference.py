@@ -28,11 +28,11 @@ from vit.inference.predictor import Predictor
 from vit.output.output_file import resolve_link
 from vit.output.prediction_results import (
     FORMATS,
-    TOP_K,
     Layout,
     Prediction,
     byte_order_mark,
     check_classes,
+    classes_per_row,
 )
 from vit.text import Notify, printable
 
@@ -191,7 +191,7 @@ def predict_with_ray(
             f"ray: {size} workers on {about['device']}, {len(tables)} pieces of {len(tables[0])}"
         )
         layout = Layout(
-            min(top_k or TOP_K, len(about["classes"])),
+            classes_per_row(about["classes"], None, top_k),
             about["classes"],
             images,
             about["n_best"],

@@ -97,16 +97,17 @@ class TorchEngine:
             loaded = load_model(source, notify=notify, headless=config.embeddings)
         if config.no_calibration:
             loaded = loaded.without_calibration()
-        measured = loaded.calibration
-        loaded = change_patches(
-            loaded, merge_tokens=config.merge_tokens, patch_size=config.patch_size
-        )
-        if measured is not None and measured.set_levels and loaded.calibration != measured:
-            changed = "merge_tokens" if config.merge_tokens is not None else "patch_size"
-            notify(
-                f"note: {changed} changes the network that was calibrated, so it has no reject and "
-                "no sets; leave it out for them"
+        if config.merge_tokens is not None or config.patch_size is not None:
+            measured = loaded.calibration
+            loaded = change_patches(
+                loaded, merge_tokens=config.merge_tokens, patch_size=config.patch_size
             )
+            if measured is not None and measured.set_levels and loaded.calibration != measured:
+                changed = "patch_size" if config.merge_tokens is None else "merge_tokens"
+                notify(
+                    f"note: {changed} changes the network that was calibrated, so it has no reject "
+                    "and no sets; leave it out for them"
+                )
         self.classes, self.preprocessing = tuple(loaded.classes), loaded.preprocessing
         if config.intensity_range is not None:
             self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
@@ -162,13 +163,6 @@ class TorchEngine:
             raise ConfigError(
                 f"tta={self.tta}: probabilities are averaged, not captions; leave it out"
             )
-        if self.tta == "crops" and self.keep_aspect:
-            raise ConfigError("tta=crops: keep_aspect shows whole images; use tta=flip")
-        if self.tta == "crops" and not self.preprocessing.crops_borders:
-            raise ConfigError(
-                "tta=crops: images are squashed to the size of this network and nothing is cut "
-                "off, so all crops are equal; use tta=flip"
-            )
         if self.compiled and (captions or self.keep_aspect):
             what = "captions" if captions else "keep_aspect"
             raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
@@ -188,9 +182,7 @@ class TorchEngine:
 
     @property
     def prepare(self) -> Callable[[Image.Image], Tensor]:
-        """RGB image -> uint8 (channels, height, width); with tta=crops (5, ...)."""
-        if self.tta == "crops":
-            return self.preprocessing.five_crops
+        """RGB image -> uint8 (channels, height, width)."""
         if self.keep_aspect:
             return partial(
                 self.preprocessing.keep_aspect, patch_size=self.model.patch_embed.patch_size
@@ -271,10 +263,8 @@ class TorchEngine:
     def compute(self, images: Sequence[Tensor], precision: Precision) -> BatchOutput:
         """Output for prepared images, averaged over the views of `tta`."""
         views: list[Sequence[Tensor]] = [images]
-        if self.tta == "crops":
-            views = [[image[crop] for image in images] for crop in range(5)]
         if self.tta is not None:
-            views += [[image.flip(-1) for image in view] for view in views]
+            views.append([image.flip(-1) for image in images])
         probabilities: list[Tensor] = []
         embeddings: list[Tensor] = []
         distances: list[Tensor] = []
@@ -308,8 +298,7 @@ class TorchEngine:
 
     def blank_image(self) -> Tensor:
         """A black image, which replaces one that cannot be read."""
-        size = (3, *self.preprocessing.image_size)
-        return torch.zeros((5, *size) if self.tta == "crops" else size, dtype=torch.uint8)
+        return torch.zeros(3, *self.preprocessing.image_size, dtype=torch.uint8)
 
     def _forward_images(
         self, images: Sequence[Tensor]

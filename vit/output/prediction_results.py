@@ -103,21 +103,11 @@ def check_classes(classes: Sequence[str], **flags: Any) -> None:
             )
 
 
-def resolve_top_k(
-    classes: Sequence[str],
-    thresholds: Sequence[float] | None,
-    top_k: int | None,
-    threshold: float | None,
-) -> tuple[int, Sequence[float] | None]:
-    """Return the number of classes to return per image, and the threshold of each class.
-
-    Args:
-        thresholds: Decision thresholds of a multi-label network; None otherwise.
-        top_k: Requested number; default: 5, or all classes of a multi-label network.
-    """
-    if top_k is None:
-        top_k = TOP_K if thresholds is None else max(len(classes), 1)
-    return top_k, thresholds if threshold is None else [threshold] * len(classes)
+def classes_per_row(
+    classes: Sequence[str], thresholds: Sequence[float] | None, top_k: int | None
+) -> int:
+    """Classes in a row: `top_k`, by default 5, or all of a multi-label network; at most all."""
+    return min(top_k or (TOP_K if thresholds is None else len(classes)), len(classes))
 
 
 @dataclass(frozen=True)

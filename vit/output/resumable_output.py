@@ -17,7 +17,6 @@ measurements against sqlite.
 """
 
 import heapq
-import importlib.util
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
@@ -261,7 +260,7 @@ class ResumableOutput:
     def finish(
         self,
         header: bytes,
-        images: Sequence[str],
+        images: int,
         dim: int,
         write: Callable[[BinaryIO, Iterable[bytes]], None] | None = None,
         record: tuple[Mapping[str, Any], Mapping[str, int]] | None = None,
@@ -274,9 +273,9 @@ class ResumableOutput:
         """
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
-            write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
+            write_embeddings(self.embeddings, merge_blocks(logs, images), images, dim)
         with open_atomic(self.out) as file:
-            blocks = (block.rows for block in merge_blocks(logs, len(images)))
+            blocks = (block.rows for block in merge_blocks(logs, images))
             if write is None:
                 file.write(header)
                 file.writelines(blocks)
@@ -372,18 +371,10 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
         return False
 
 
-LIBRARY = "pip install 'vit-toolkit[parquet]'"
-SUFFIXES = (".npy", ".parquet")
-GROUP_BYTES = 16_000_000
-
-
 def check_embeddings(path: str) -> None:
-    """Check the suffix, and that pyarrow is installed for .parquet."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ConfigError(f"embeddings={printable(path)}: name it .npy or .parquet")
-    if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise VitError(f"embeddings={printable(path)}: pyarrow is not installed: {LIBRARY}")
+    """Check the suffix."""
+    if Path(path).suffix.lower() != ".npy":
+        raise ConfigError(f"embeddings={printable(path)}: name it .npy")
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:
@@ -399,58 +390,11 @@ def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes
     return b"".join(pieces)
 
 
-def write_embeddings(
-    path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
-) -> None:
-    """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
-    with open_atomic(path) as file:
-        if path.suffix.lower() == ".parquet":
-            _write_parquet(file, blocks, images, dim)
-            return
-        import numpy as np
+def write_embeddings(path: Path, blocks: "Iterable[Block]", images: int, dim: int) -> None:
+    """Write the vectors of all blocks to a .npy of shape (images, dim)."""
+    import numpy as np
 
-        shape = {"descr": "<f4", "fortran_order": False, "shape": (len(images), dim)}
+    with open_atomic(path) as file:
+        shape = {"descr": "<f4", "fortran_order": False, "shape": (images, dim)}
         np.lib.format.write_array_header_1_0(file, shape)
         file.writelines(block.vectors for block in blocks)
-
-
-def _write_parquet(
-    file: IO[bytes], blocks: "Iterable[Block]", images: Sequence[str], dim: int
-) -> None:
-    """Columns image (bytes that are not UTF-8 as escapes), embedding (null for failures), error."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    vectors = pa.list_(pa.float32())  # of a fixed size, pyarrow could not read back a null
-    names = {"image": pa.string(), "embedding": vectors, "error": pa.string()}
-    with pq.ParquetWriter(file, pa.schema(names)) as writer:
-        for group in _groups(blocks, max(1, GROUP_BYTES // (4 * dim))):
-            first = group[0].first
-            rows = np.frombuffer(b"".join(block.vectors for block in group), "<f4").reshape(-1, dim)
-            errors: list[str | None] = [None] * len(rows)
-            for block in group:
-                for index, reason in block.errors:
-                    errors[block.first - first + index] = printable(reason)
-            valid = np.array([error is None for error in errors])
-            ends = np.append(0, np.cumsum(valid * dim)).astype(np.int32)
-            column = pa.ListArray.from_arrays(ends, rows[valid].ravel(), mask=pa.array(~valid))
-            paths = images[first : first + len(rows)]
-            text = [path.encode("utf-8", "backslashreplace").decode() for path in paths]
-            writer.write_batch(
-                pa.record_batch(
-                    [pa.array(text), column, pa.array(errors, pa.string())], names=[*names]
-                )
-            )
-
-
-def _groups(blocks: "Iterable[Block]", images: int) -> "Iterator[list[Block]]":
-    """Lists of blocks with at least so many images together; the last one may have fewer."""
-    group: list[Block] = []
-    for block in blocks:
-        group.append(block)
-        if block.first + block.images - group[0].first >= images:
-            yield group
-            group = []
-    if group:
-        yield group

@@ -438,29 +438,26 @@ def parse_query(request: Request) -> dict[str, str]:
 
 
 def row_options(query: dict[str, str]) -> RowOptions:
-    """Options of the rows."""
-    top_k, reject = query.get("top_k"), query.get("reject", "0").lower()
-    if top_k is not None and not (top_k.isascii() and top_k.isdecimal() and 0 < len(top_k) < 10):
-        raise ConfigError(f"top_k={printable(top_k[:40])!r}: give a number of at least 1")
-    if reject not in TRUE + FALSE:
-        raise ConfigError(f"reject={printable(reject[:40])!r}: give true or false")
-    return RowOptions(
-        None if top_k is None else int(top_k),
-        _share(query, "threshold", zero=True),
-        reject in TRUE,
-        _share(query, "sets"),
-    )
+    """Options of the rows, as their schemas in the OpenAPI document allow."""
+    names = [field.name for field in fields(RowOptions) if field.name in query]
+    return RowOptions(**{name: parse_parameter(name, query[name]) for name in names})
 
 
-def _share(query: dict[str, str], name: str, *, zero: bool = False) -> float | None:
-    word = query.get(name)
-    if word is None:
-        return None
+def parse_parameter(name: str, word: str) -> Any:
+    """A parameter of /predict from its text."""
+    schema = PREDICT_PARAMETERS[name][1]
+    shown = f"{name}={printable(word[:40])!r}"
+    if schema["type"] == "boolean":
+        if word.lower() not in TRUE + FALSE:
+            raise ConfigError(f"{shown}: give true or false")
+        return word.lower() in TRUE
+    whole, least, most = schema["type"] == "integer", schema.get("minimum", 0), schema["maximum"]
     try:
-        number = float(word[:40])
+        number = int(word[:40]) if whole else float(word[:40])
     except ValueError:
-        number = -1.0
-    if not (0 < number <= 1 or (zero and number == 0)):
-        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
-        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number {allowed}")
+        number = -1
+    if not least <= number <= most or number == schema.get("exclusiveMinimum"):
+        above = "above" if "exclusiveMinimum" in schema else "from"
+        upto = f"a number of at least {least}" if whole else f"a number {above} {least} to {most}"
+        raise ConfigError(f"{shown}: give {upto}")
     return number

@@ -29,7 +29,7 @@ from vit.data.image_objects import Array
 from vit.errors import BadImage
 from vit.inference.predictor import ranked_classes
 from vit.output.prediction_results import to_json
-from vit.serving.request_body import RequestError, SizeLimit, check_count
+from vit.serving.request_body import RequestError, check_count, check_size
 from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import ServerConfig
 from vit.text import printable
@@ -213,9 +213,8 @@ def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) ->
     data = _split_strings(binary, config) if size is not None else _json_strings(record.get("data"))
     if len(data) != shape[0]:
         raise RequestError(400, f"{name}: {len(data)} images, and the shape says {shape[0]}")
-    limit = SizeLimit("image", config.max_image_mb)
     for one in data:
-        limit.check(len(one))
+        check_size("image", len(one), config)
     return [EncodedImage(str(index), one) for index, one in enumerate(data)]
 
 

@@ -16,7 +16,7 @@ from vit.inference.predictor import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import Notify, join_names, printable
+from vit.text import Notify, printable
 
 POLL_SECONDS = 2.0
 
@@ -100,9 +100,8 @@ class ModelRegistry:
                     )
                     metrics.reloads.labels(name, "failed").inc()
                 else:
-                    changes = class_changes(self.models[name], model)
                     self.models[name] = model
-                    self.notify(f"{name} is reloaded: {model.summary()}{changes}")
+                    self.notify(f"{name} is reloaded: {model.summary()}")
                     metrics.reloads.labels(name, "done").inc()
                 self.fingerprints[name] = fingerprint
 
@@ -155,16 +154,3 @@ def largest_batch(model: ServedModel) -> int:
         return 1
     size: int = model.predictor.largest_batch(model.predictor.random_image(0).shape)
     return size
-
-
-def class_changes(old: ServedModel, new: ServedModel) -> str:
-    """How the classes of a model differ from those of the one before it, for the log."""
-    before, after = list(old.predictor.classes), list(new.predictor.classes)
-    if before == after:
-        return ""
-    parts = {
-        "new": [one for one in after if one not in before],
-        "gone": [one for one in before if one not in after],
-    }
-    named = [f"{word}: {join_names(names)}" for word, names in parts.items() if names]
-    return f"; the classes changed ({'; '.join(named) or 'only their order'})"

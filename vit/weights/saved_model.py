@@ -22,7 +22,7 @@ from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.parser import parse_decoder_config, parse_model_config
 from vit.config.stored_config import run_folder_of
-from vit.config.training_config import TASKS, implied_task
+from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
@@ -91,11 +91,11 @@ class LoadedRun:
     @property
     def task_name(self) -> str:
         """Name of the task that the network was trained for."""
-        return self.stored_task or implied_task(
-            multilabel=self.thresholds is not None,
-            captions=self.tokenizer is not None,
-            classes=bool(self.classes),
-        )
+        if self.stored_task:
+            return self.stored_task
+        if self.tokenizer is not None:
+            return "classify,caption" if self.classes else "caption"
+        return "classify" if self.thresholds is None else "multilabel"
 
 
 @dataclass(frozen=True)
