@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from vit.errors import DISK_FULL, RunError
-from vit.text import printable
 
 
 @contextlib.contextmanager
@@ -85,8 +84,7 @@ def _restore(old: Path, path: Path) -> None:
         old.rename(path)
     except OSError as error:
         raise RunError(
-            f"{printable(path)} could not be written: {error.strerror}; what was there is now "
-            f"{printable(old)}"
+            f"{path} could not be written: {error.strerror}; what was there is now {old}"
         ) from None
 
 
@@ -105,7 +103,7 @@ def explain_write_errors(path: str | Path, needed: int = 0) -> Iterator[None]:
             left = f"{shutil.disk_usage(Path(path).parent).free / 1e6:,.1f} MB"
             space = f" ({left} are left, and it needs {needed / 1e6:,.1f})" if needed else ""
             reason = f"the disk is full{space}: free some space"
-        raise RunError(f"{printable(path)} could not be written: {reason}") from None
+        raise RunError(f"{path} could not be written: {reason}") from None
 
 
 def _umask() -> int:

@@ -18,11 +18,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class VitError(Exception):
-    """Base class for errors the user can fix; commands print it and exit with its code."""
+    """Base class for errors the user can fix; commands print it and exit with its code.
+
+    Its text is safe to print: names of files and classes in it need no escapes of their own.
+    """
 
     exit_code = 2
     on_all_processes = True
     """Whether all processes of a distributed run raise it, so that only one prints it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 def error_text(error: BaseException, limit: int = 200) -> str:
@@ -58,10 +64,10 @@ class BadImage(VitError, ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
         self.path = path
-        self.reason = reason
+        self.reason = printable(reason)
 
     def __str__(self) -> str:
-        return f"{printable(self.path)}: {printable(self.reason)}"
+        return f"{printable(self.path)}: {self.reason}"
 
 
 @contextlib.contextmanager

@@ -46,4 +46,4 @@ def plain_value(kind: Any, value: Any, name: str) -> Any:
     elif type(value) is kind or (origin is Literal and value in options):
         return value
     choice = f": choose one of {', '.join(options)}" if origin is Literal else " is of another type"
-    raise ConfigError(f"{name}={printable(repr(value))}{choice}")
+    raise ConfigError(f"{name}={value!r}{choice}")

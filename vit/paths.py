@@ -113,5 +113,5 @@ def sha256_of_files(paths: Sequence[Path]) -> str:
                 while chunk := file.read(1 << 20):
                     total.update(chunk)
     except OSError as error:
-        raise RunError(f"{printable(path)} cannot be read: {error.strerror}") from None
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
     return total.hexdigest()

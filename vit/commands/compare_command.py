@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(outputs, (args.run_a, args.run_b, *args.more, *data_files(args)))
     if is_saved_model(args.data):
         raise ConfigError(
-            f"{printable(args.data)} is a run folder: the images come last, "
+            f"{args.data} is a run folder: the images come last, "
             "vit compare RUN_A RUN_B [RUN_C ...] DATA"
         )
 

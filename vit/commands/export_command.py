@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         notify(line)
     write_json(args.json, report.to_dict())
     if not report.agrees:
-        raise VitError(f"{printable(args.out)} does not agree with the run: do not use it")
+        raise VitError(f"{args.out} does not agree with the run: do not use it")
     return 0
 
 

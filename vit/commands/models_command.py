@@ -10,7 +10,6 @@ from vit.commands.command_options import is_comma_separated
 from vit.config.parser import TYPE_NAMES, Setting, all_settings, choices_of, nearest
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets, preset
 from vit.errors import ConfigError
-from vit.text import printable
 
 FLOPS_NOTE = (
     "FLOPs of one image: 2 for each multiply-add, of which papers often count 1; "
@@ -61,7 +60,7 @@ def list_options(pattern: str) -> int:
     found = [setting for name, setting in names.items() if word in name or fnmatch(name, word)]
     if not found:
         hint = nearest(word, names) or "; leave it out to see all"
-        raise ConfigError(f"no option of the network is called like '{printable(pattern)}'{hint}")
+        raise ConfigError(f"no option of the network is called like '{pattern}'{hint}")
     for option in dict.fromkeys(found):
         print(f"{option.name}: {values_of(option)}")
         print(textwrap.indent(option.help, "    "))

@@ -23,7 +23,7 @@ from vit.config.parser import split_settings
 from vit.errors import ConfigError, VitError
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
-from vit.text import Notify, printable
+from vit.text import Notify
 
 EXIT_FAILED, STDERR = 1, 2
 LIBRARIES = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
@@ -180,8 +180,8 @@ def read_token(token: str | None, path: str | None) -> str | None:
         lines = Path(path).read_text(encoding="utf-8").strip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise VitError(f"--token-file: {printable(path)} cannot be read ({reason})") from None
+        raise VitError(f"--token-file: {path} cannot be read ({reason})") from None
     if len(lines) != 1:
         has = f"has {len(lines)} lines" if lines else "is empty"
-        raise VitError(f"--token-file: {printable(path)} {has}; give the token in one line")
+        raise VitError(f"--token-file: {path} {has}; give the token in one line")
     return lines[0]

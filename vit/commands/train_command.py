@@ -16,7 +16,6 @@ from vit.config.parser import Settings, all_settings, checked, default_run_folde
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
-from vit.text import printable
 
 TITLES = {
     "training": "training",
@@ -141,7 +140,7 @@ def require_data(values: Mapping[str, Any], args: argparse.Namespace, kind: str)
     if values.get("data"):
         return
     raise ConfigError(
-        f"{printable(args.out)}: no {kind} to resume there; give the --out of one, or DATA"
+        f"{args.out}: no {kind} to resume there; give the --out of one, or DATA"
         if args.resume and args.out
         else "DATA is missing: give a folder of images, a list, tar shards, a built-in set "
         f"(digits, shapes), or --resume with the --out of a {kind}"

@@ -75,7 +75,7 @@ def call_settings(
         path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")
         is_yaml = path.lower().endswith(YAML_SUFFIXES)
         if not is_yaml and "data" in chosen:
-            raise ConfigError(f"data is given twice: {printable(path)} and data=")
+            raise ConfigError(f"data is given twice: {path} and data=")
         config = path if is_yaml else None
         chosen |= {} if is_yaml else {"data": path}
     elif not (resume and out) and not chosen.get("data"):
@@ -150,7 +150,7 @@ def read_fold_settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+        raise RunError(f"{path} is damaged ({error}); delete it") from None
 
 
 def _checked_file(

@@ -109,9 +109,7 @@ def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list
         index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
         if index is None:
             known = [name for kind in kinds for name in settings_of(kind)]
-            raise ConfigError(
-                f"{printable(name)} is not a setting of {purpose}{nearest(name, known)}"
-            )
+            raise ConfigError(f"{name} is not a setting of {purpose}{nearest(name, known)}")
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
         wanted = settings_of(kinds[index])[name].kind
         # text stays as it is: a file may be called none, and so may a token
@@ -260,14 +258,14 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"settings={printable(repr(values)[:40])} ({type(values).__name__}): give a dict of "
+            f"settings={repr(values)[:40]} ({type(values).__name__}): give a dict of "
             "settings by name, such as {'data': 'photos', 'epochs': 50}"
         )
     chosen: dict[str, Any] = {}
     for key, value in values.items():
         name = names_by_alias().get(str(key).replace("-", "_"))
         if name is None:
-            raise ConfigError(f"{printable(key)} is not a setting{why_unknown(key, value)}")
+            raise ConfigError(f"{key} is not a setting{why_unknown(key, value)}")
         if (
             name == "batch_size" and value == "auto"
         ):  # a step keeps its size, micro-batches are found
@@ -275,7 +273,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         if name == "task" and value == "caption,classify":
             value = "classify,caption"
         if name in chosen:
-            raise ConfigError(f"{name} is given twice, once as {printable(key)}")
+            raise ConfigError(f"{name} is given twice, once as {key}")
         is_word = (name, value) == ("weights", AUTO_WEIGHTS)  # other settings read it as None
         chosen[name] = value if is_word else convert(all_settings()[name].kind, value, name)
     return chosen
@@ -330,7 +328,7 @@ def parse_decoder_config(values: Any) -> DecoderConfig:
     if not isinstance(values, dict) or not {"vocab_size", "caption_tokens"} <= values.keys():
         raise ConfigError("the decoder's settings are incomplete")
     if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{printable(min(unknown))} is not a setting of the decoder")
+        raise ConfigError(f"{min(unknown)} is not a setting of the decoder")
     return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
 
 
@@ -353,9 +351,9 @@ def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         if word not in accepted:
             near = nearest_names(str(word), names)
             hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
-            raise ConfigError(f"{printable(word)} is not a model setting; {hint}")
+            raise ConfigError(f"{word} is not a model setting; {hint}")
         if names[word] in chosen:
-            raise ConfigError(f"{names[word]} is given twice, once as {printable(word)}")
+            raise ConfigError(f"{names[word]} is given twice, once as {word}")
         chosen[names[word]] = convert(kinds[names[word]], value, names[word])
     return chosen
 
@@ -471,7 +469,7 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise ConfigError(f"{printable(key)} is given twice")
+                raise ConfigError(f"{key} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -488,11 +486,11 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             raise ConfigError("is not a list of `name: value` lines")
     except OSError as error:
         hint = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{printable(path)}: {error.strerror}{hint}") from None
+        raise ConfigError(f"{path}: {error.strerror}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         text = str(error).replace('in "<byte string>", ', "at ")
         reason = printable(" ".join(text.split()))
-        raise ConfigError(f"{printable(path)}: {reason}") from None
+        raise ConfigError(f"{path}: {reason}") from None
     return values
 
 
@@ -512,7 +510,7 @@ def read_stored_settings(path: str | Path) -> dict[str, Any]:
     if not values or len(values) != len(rows):
         values = read_settings(path)
     if not values:
-        raise ConfigError(f"{printable(path)}: has no settings; restore it")
+        raise ConfigError(f"{path}: has no settings; restore it")
     return values
 
 

@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from typing import Any
 
 from vit.errors import ConfigError
-from vit.text import printable
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
@@ -66,7 +65,7 @@ def find_presets(pattern: str) -> list[str]:
     if not found:
         near = difflib.get_close_matches(word, PRESETS, n=3, cutoff=0.3)
         hint = f"; the nearest are {', '.join(near)}" if near else "; leave it out to see all"
-        raise ConfigError(f"no model is called like '{printable(pattern)}'{hint}")
+        raise ConfigError(f"no model is called like '{pattern}'{hint}")
     return found
 
 

@@ -96,7 +96,7 @@ def located(
             if values.get(name) in (one["given"], one["absolute"])
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+        raise RunError(f"{path} is damaged ({error}); delete it") from None
     for name, (given, key, place) in places.items():
         if place and os.path.realpath(given) != place:
             found[name] = place

@@ -109,7 +109,7 @@ def read_index(path: str) -> TarIndex:
         with _HeaderFile(path) as file:
             return _read_members(path, file)
     except OSError as error:
-        raise BadShard(f"{printable(path)}: cannot be read ({error.strerror})") from None
+        raise BadShard(f"{path}: cannot be read ({error.strerror})") from None
 
 
 class _HeaderFile(io.BufferedReader):
@@ -132,7 +132,7 @@ def _read_members(path: str, file: _HeaderFile) -> TarIndex:
 
     def error(problem: str, member: str = "") -> BadShard:
         name = f", member {printable(member)}" if member else ""
-        return BadShard(f"{printable(path)}{name}: {problem}", last)
+        return BadShard(f"{path}{name}: {problem}", last)
 
     if problem := _format_problem(file.read(BLOCK)):
         raise error(problem)
@@ -317,7 +317,7 @@ def index_of(file: str) -> TarIndex:
     try:
         identity = _identity(os.stat(file))
     except OSError as error:
-        raise DataError(f"{printable(file)}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
     known = _INDEXES.get(file)
     if known is None or known[0] != identity:
         _OPEN.pop(file, None)
@@ -418,12 +418,12 @@ def open_arrow_table(file: str) -> Any:
             import pyarrow as pa
         except ImportError:
             raise DataError(
-                f'{printable(file)}: reading it needs pyarrow; pip install "vit-toolkit[datasets]"'
+                f'{file}: reading it needs pyarrow; pip install "vit-toolkit[datasets]"'
             ) from None
         try:
             _TABLES[key] = pa.ipc.open_stream(pa.memory_map(file)).read_all()
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{printable(file)}: no Arrow table ({error_text(error)})") from None
+            raise DataError(f"{file}: no Arrow table ({error_text(error)})") from None
     return _TABLES[key]
 
 

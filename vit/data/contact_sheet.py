@@ -28,7 +28,7 @@ def sheet_format(path: str | Path) -> str:
     """Pillow's name of the image format of `path`."""
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        raise ConfigError(f"{printable(path)}: a drawing ends in {', '.join(FORMATS)}")
+        raise ConfigError(f"{path}: a drawing ends in {', '.join(FORMATS)}")
     return FORMATS[suffix]
 
 

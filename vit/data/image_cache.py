@@ -133,7 +133,7 @@ def open_cache(
         return cache
     except OSError as error:
         raise DataError(
-            f"cache={kind}: {printable(folder)} cannot be written ({error.strerror}); choose "
+            f"cache={kind}: {folder} cannot be written ({error.strerror}); choose "
             "another --cache-folder, or --cache none"
         ) from None
 
@@ -157,7 +157,7 @@ def _make_folder(folder: Path, *, private: bool) -> None:
     own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not own or status.st_mode & 0o077:
         raise DataError(
-            f"cache=ram: {printable(folder)} is not a folder of this user alone, so others could "
+            f"cache=ram: {folder} is not a folder of this user alone, so others could "
             "change the images; have it deleted, or use --cache disk"
         )
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from vit.errors import DataError
-from vit.text import printable
 
 MIN_AGREEMENT = 0.4
 """Agreement of labels and answers beyond chance, 0 to 1, below which suspicions mean little."""
@@ -136,21 +135,21 @@ def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
                     continue
                 if "true_labels" in record:
                     raise DataError(
-                        f"{printable(path)}, line {number}: several labels an image; label errors "
+                        f"{path}, line {number}: several labels an image; label errors "
                         "are found where each image has one class"
                     )
                 pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
                 score = float(record["label_score"])
                 rows.append(LabeledRow(record["image"], str(record["label"]), score, tuple(pairs)))
     except OSError as error:
-        raise DataError(f"{printable(path)}: {error.strerror}") from None
+        raise DataError(f"{path}: {error.strerror}") from None
     except DataError:  # which is a ValueError too
         raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(
-            f"{printable(path)}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "
+            f"{path}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "
             "one class an image; give the rows.jsonl of `vit train --folds`, or such a file"
         ) from None
     if not rows:
-        raise DataError(f"{printable(path)} has no rows of readable images; give another file")
+        raise DataError(f"{path} has no rows of readable images; give another file")
     return rows

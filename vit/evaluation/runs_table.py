@@ -338,11 +338,11 @@ def runs(
     key = sort_key(sort)
     if not root.is_dir():
         hint = did_you_mean(root)
-        raise RunError(f"{printable(root)} is not a folder{hint}; give one with run folders")
+        raise RunError(f"{root} is not a folder{hint}; give one with run folders")
     records = [read_run(path, root) for path in find_runs(root)]
     if not records:
         raise RunError(
-            f"{printable(root)}: neither it nor a folder below it is a run folder, as vit train "
+            f"{root}: neither it nor a folder below it is a run folder, as vit train "
             "--out writes it"
         )
     records.sort(key=lambda run: run.name.casefold())
@@ -358,8 +358,7 @@ def sort_key(name: str) -> Callable[[RunRecord], Any]:
     if word not in all_settings():
         hint = nearest(word, [*COLUMNS, *all_settings()])
         raise ConfigError(
-            f"sort={printable(name)}: no column or setting is called so{hint}; columns: "
-            f"{', '.join(COLUMNS)}"
+            f"sort={name}: no column or setting is called so{hint}; columns: {', '.join(COLUMNS)}"
         )
 
     def key(run: RunRecord) -> tuple[bool, float, str] | None:

@@ -13,7 +13,7 @@ from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, VitError
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.tasks.task import calibrated_activation, get_task
-from vit.text import Notify, format_clock, percent, printable
+from vit.text import Notify, format_clock, percent
 from vit.weights.saved_model import LoadedRun
 
 BATCH_SIZE = 16
@@ -53,7 +53,7 @@ class Accuracy:
             lost = round(self.drop * self.count) / self.count  # as a share of whole images
         if lost > max_drop:
             raise VitError(
-                f"{printable(name)} would lose {lost:.2%} of {self.score} ({percent(self.before)} "
+                f"{name} would lose {lost:.2%} of {self.score} ({percent(self.before)} "
                 f"to {percent(self.after)} on {self.count} images), more than max_drop="
                 f"{max_drop:g}; nothing was written; calibrate with more images, or choose another "
                 "precision"
@@ -95,7 +95,7 @@ def compare(
             theirs.append(session({"images": np.asarray(image)[None]})[0][0])
             if not np.isfinite(theirs[-1]).all():
                 raise VitError(
-                    f"{printable(sample.path)}: the exported network overflows; nothing was "
+                    f"{sample.path}: the exported network overflows; nothing was "
                     "written; choose precision fp32"
                 )
             images.append(run.preprocessing(image))

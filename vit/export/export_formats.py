@@ -28,7 +28,7 @@ from vit.export.export_triton import check_repository_folder, write_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
-from vit.text import Notify, print_to_stderr, printable
+from vit.text import Notify, print_to_stderr
 from vit.weights.load_model import load_model
 
 
@@ -151,7 +151,7 @@ def export(
     FORMATS[to].check(path, settings, overwrite)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
-        raise ConfigError(f"to={to!r}: {printable(run)} writes captions, and becomes onnx alone")
+        raise ConfigError(f"to={to!r}: {run} writes captions, and becomes onnx alone")
     if loaded.config.channels != 3:
         raise ConfigError(
             f"channels={loaded.config.channels}: an exported network takes RGB images, channels=3"

@@ -142,9 +142,7 @@ def check_output_path(path: Path, _: ExportOptions, overwrite: bool, *, suffix: 
     """The OutputCheck of an ordinary file with `suffix`."""
     name, folder = printable(path), printable(path.parent)
     if path.suffix != suffix:
-        raise RunError(
-            f"{name}: name it {suffix}, such as {printable(path.stem or 'model')}{suffix}"
-        )
+        raise RunError(f"{name}: name it {suffix}, such as {path.stem or 'model'}{suffix}")
     if path.exists() and not path.is_file():
         raise RunError(f"{name} is no ordinary file; give another name")
     if path.exists() and not overwrite:

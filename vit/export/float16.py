@@ -9,7 +9,6 @@ import numpy as np
 from vit.errors import ConfigError, VitError, error_text
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, attribute, inner_nodes, libraries
 from vit.exported.onnx_classifier import DISTANCE
-from vit.text import printable
 
 FLOAT32_OPERATORS = (
     *("LayerNormalization", "RMSNormalization", "Softmax"),
@@ -78,7 +77,7 @@ def check_range(proto: Any, apart: Sequence[Any]) -> None:
         largest = float(np.abs(onnx.numpy_helper.to_array(tensor)).max(initial=0.0))
         if largest > LARGEST:
             raise VitError(
-                f"precision='fp16': {printable(tensor.name)} has the weight {largest:g}, and "
+                f"precision='fp16': {tensor.name} has the weight {largest:g}, and "
                 f"float16 ends at {LARGEST:g}; choose fp32"
             )
 

@@ -80,7 +80,7 @@ def calibration_images(job: ExportJob, validation: Sequence[Sample]) -> SampleIm
             return SampleImages(chosen, deep)
         paths = [path for path in paths if path not in undecodable]
     raise DataError(
-        f"{printable(options.calibration)}: {len(paths)} images can be calibrated with, beside "
+        f"{options.calibration}: {len(paths)} images can be calibrated with, beside "
         "those for validation and those that cannot be decoded, and "
         f"{options.samples or 'some'} are needed; name other data"
     )

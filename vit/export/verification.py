@@ -297,7 +297,7 @@ def verify(
     exported = None if is_source(model) else model
     for name, value in (("run", run), ("engine", engine)):
         if exported is None and value is not None:
-            raise VitError(f"{name}={printable(value)}: MODEL is a run already; give X.onnx")
+            raise VitError(f"{name}={value}: MODEL is a run already; give X.onnx")
     runner = None if exported is None else open_exported(exported, engine, batch_size)
     source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
@@ -349,11 +349,9 @@ def open_exported(exported: PathLike, engine: str | None, batch_size: int | None
     engine = engine or exported_engine(exported)
     if engine is None and not os.path.exists(exported):
         remedy = did_you_mean(exported) or "; give X.onnx or X.xml, or a run folder"
-        raise WeightsError(f"{printable(exported)} is not there{remedy}")
+        raise WeightsError(f"{exported} is not there{remedy}")
     if engine is None:
-        raise WeightsError(
-            f"{printable(exported)} is no exported file: give X.onnx or X.xml, or a run folder"
-        )
+        raise WeightsError(f"{exported} is no exported file: give X.onnx or X.xml, or a run folder")
     return Predictor(exported, engine=engine, batch_size=batch_size)
 
 
@@ -361,13 +359,12 @@ def named_source(exported: PathLike, runner: Predictor) -> str:
     """The source of weights in the metadata of an exported file."""
     source: str | None = runner.metadata.get("source_run")
     if source is None:
-        raise RunError(f"{printable(exported)} names no run; give it with --run RUN")
+        raise RunError(f"{exported} names no run; give it with --run RUN")
     try:
         locate_weights(source)
     except VitError:
         raise RunError(
-            f"{printable(exported)} was exported from {printable(source)}, which is not here; give "
-            "the run with --run RUN"
+            f"{exported} was exported from {source}, which is not here; give the run with --run RUN"
         ) from None
     return source
 
@@ -416,8 +413,7 @@ def compare(
     if not rows:
         error = reference[0] if isinstance(reference[0], str) else found[0]
         raise DataError(
-            f"none of {len(images)} images can be compared; the first, {printable(images[0])}: "
-            f"{printable(error)}"
+            f"none of {len(images)} images can be compared; the first, {images[0]}: {error}"
         )
     agreements, differences, paths = zip(*rows, strict=True)
     most = max(differences)

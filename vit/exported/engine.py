@@ -181,7 +181,7 @@ def open_exported(
     if config.precision not in ("auto", opened.precision):
         raise ConfigError(
             f"precision={config.precision!r}: the exported network computes in "
-            f"{printable(opened.precision)}; export it again with another --precision"
+            f"{opened.precision}; export it again with another --precision"
         )
     return opened
 

@@ -47,15 +47,13 @@ class OnnxCaptioner(ExportedEngine):
         decoder = Path(path).with_suffix(f".decoder{Path(path).suffix}")
         if not decoder.exists():
             raise WeightsError(
-                f"{printable(decoder)} is missing, where the decoder of {printable(path)} is; "
-                "copy both files"
+                f"{decoder} is missing, where the decoder of {path} is; copy both files"
             )
         self._decoder = _open_graph(decoder, "decoder", threads)
         self.metadata = metadata = self._decoder.metadata
         if metadata.get("pair") != self._encoder.metadata.get("pair"):
             raise WeightsError(
-                f"{printable(path)} and {printable(decoder)} are of two exports; give the two "
-                "files of one"
+                f"{path} and {decoder} are of two exports; give the two files of one"
             )
         try:
             self.set_preprocessing(metadata["preprocessing"], config)
@@ -64,8 +62,7 @@ class OnnxCaptioner(ExportedEngine):
             self.begin, self.end, longest = (int(metadata[name]) for name in INTEGER_METADATA)
         except (KeyError, ValueError, TypeError) as error:
             raise WeightsError(
-                f"{printable(decoder)}: its metadata are damaged ({printable(error)}); export it "
-                "again"
+                f"{decoder}: its metadata are damaged ({error}); export it again"
             ) from None
         self.min_tokens = limits.get("min_tokens", 1)
         self.max_tokens = limits.get("max_tokens", longest)
@@ -108,7 +105,7 @@ def _open_graph(path: PathLike, kind: str, threads: int | None) -> OnnxSession:
         problem = f"is the {printable(found)} of a captioner"
         if found is None:
             problem = "was not written by vit export"
-        raise WeightsError(f"{printable(path)} {problem}; give its {kind} here")
+        raise WeightsError(f"{path} {problem}; give its {kind} here")
     return session
 
 

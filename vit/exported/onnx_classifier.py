@@ -115,7 +115,7 @@ class OnnxClassifier(ExportedEngine):
                 self.calibration.check_classes(self.classes)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise WeightsError(
-                f"{self._name}: its metadata are damaged ({printable(error)}); export it again"
+                f"{self._name}: its metadata are damaged ({error}); export it again"
             ) from None
         self._check_signature(getattr(session, "signature", {}))
 
@@ -125,14 +125,11 @@ class OnnxClassifier(ExportedEngine):
         if kind is None:
             raise WeightsError(f"{self._name} was not written by vit export; give a file that was")
         if kind != "classifier":
-            raise WeightsError(
-                f"{self._name} is the {printable(kind)} of a captioner, not a classifier"
-            )
+            raise WeightsError(f"{self._name} is the {kind} of a captioner, not a classifier")
         if self._session.inputs != [INPUT] or OUTPUT not in self._session.outputs:
             names = f"{self._session.inputs} -> {self._session.outputs}"
             raise WeightsError(
-                f"{self._name}: computes {printable(names)}, expected {INPUT} -> {OUTPUT}; "
-                "export it again"
+                f"{self._name}: computes {names}, expected {INPUT} -> {OUTPUT}; export it again"
             )
 
     def _check_signature(self, signature: dict[str, tuple[str, tuple[Any, ...]]]) -> None:
@@ -141,13 +138,13 @@ class OnnxClassifier(ExportedEngine):
         dynamic = len(shape) == 4 and not any(isinstance(side, int) for side in shape[:3])
         if dtype != "tensor(uint8)" or not dynamic or shape[3] != 3:
             raise WeightsError(
-                f"{self._name}: takes {dtype} of shape {printable(list(shape))}, expected bytes of "
+                f"{self._name}: takes {dtype} of shape {list(shape)}, expected bytes of "
                 "any (batch, height, width, 3); export it again"
             )
         _, shape = signature.get(OUTPUT, ("", (None, len(self.classes))))
         if len(shape) != 2 or shape[1] != len(self.classes):
             raise WeightsError(
-                f"{self._name}: returns probabilities of shape {printable(list(shape))}, and names "
+                f"{self._name}: returns probabilities of shape {list(shape)}, and names "
                 f"{len(self.classes)} classes; export it again"
             )
 

@@ -49,13 +49,12 @@ def check_external_data(path: PathLike) -> None:
     for location in sorted(_read(path, lambda data: set(_external_locations(data)))):
         if location != own:
             raise WeightsError(
-                f"{printable(path)} has weights in {printable(location)}, and only "
-                f"{printable(own)} beside it is read; export it again"
+                f"{path} has weights in {location}, and only "
+                f"{own} beside it is read; export it again"
             )
         if not os.path.isfile(os.path.join(os.path.dirname(name), own)):
             raise WeightsError(
-                f"{printable(name)}.data is missing, where the weights of {printable(path)} are; "
-                "copy both files"
+                f"{name}.data is missing, where the weights of {path} are; copy both files"
             )
 
 

@@ -16,7 +16,6 @@ from vit.errors import ConfigError, VitError, WeightsError, error_text
 from vit.exported.onnx_metadata import check_external_data
 from vit.exported.onnx_session import Array, Source, source_name
 from vit.paths import did_you_mean
-from vit.text import printable
 
 LIBRARIES = "pip install 'vit-toolkit[openvino]'"
 Precision = Literal["fp32", "bf16"]
@@ -128,7 +127,7 @@ def read_model(core: Any, source: Source) -> Any:
         if not source.endswith(".xml"):
             check_external_data(source)
         elif not os.path.isfile(_weights_of(source)):
-            raise WeightsError(f"{printable(_weights_of(source))} is missing; export both again")
+            raise WeightsError(f"{_weights_of(source)} is missing; export both again")
     try:
         model = core.read_model(source)
     except RuntimeError as error:
@@ -166,11 +165,9 @@ def _check_weights(model: Any, path: str) -> None:
     weights = _weights_of(path)
     expected = model.get_rt_info([*DIGEST_KEY]).value if model.has_rt_info([*DIGEST_KEY]) else None
     if expected is None:
-        raise WeightsError(f"{printable(path)} is not of vit export; convert it with that")
+        raise WeightsError(f"{path} is not of vit export; convert it with that")
     if file_sha256(weights) != expected:
-        raise WeightsError(
-            f"{printable(weights)} does not belong to {printable(path)}; export both again"
-        )
+        raise WeightsError(f"{weights} does not belong to {path}; export both again")
 
 
 def _weights_of(path: str) -> str:

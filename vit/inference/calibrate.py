@@ -38,7 +38,7 @@ from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
-from vit.text import Notify, Progress, ignore, nearest, printable
+from vit.text import Notify, Progress, ignore, nearest
 from vit.weights.saved_model import (
     CALIBRATION,
     CALIBRATION_ERROR,
@@ -89,12 +89,12 @@ def calibrate(
     if not 0 < target_precision < 1:
         raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
     if not Path(run).is_dir():
-        raise RunError(f"{printable(run)} is no run folder: calibrations are stored in one")
+        raise RunError(f"{run} is no run folder: calibrations are stored in one")
     check_folder(os.fspath(run), overwrite=True, content="calibration")
     loaded = load_run(run)
     if loaded.tokenizer is not None or not loaded.classes or loaded.stored_task:
         raise ConfigError(
-            f"{printable(run)}: only scores of classifiers are calibrated, and this network's task "
+            f"{run}: only scores of classifiers are calibrated, and this network's task "
             f"is {loaded.task_name}"
         )
     for name in ("merge_tokens", "patch_size"):
@@ -135,7 +135,7 @@ def calibrate(
         progress(done, len(samples))
     if len(rows) < MIN_IMAGES:
         raise DataError(
-            f"{printable(spec.data)}: {len(rows)} labelled images can be read, and a calibration "
+            f"{spec.data}: {len(rows)} labelled images can be read, and a calibration "
             f"needs {MIN_IMAGES}; give more"
         )
     probabilities = torch.stack([row for row in rows if row is not None])
@@ -156,7 +156,7 @@ def calibrate(
         groups=number_groups(groups) if groups else None,
     )
     if fitted is None:
-        raise ConfigError(f"{printable(run)}: a network of one class has nothing to calibrate")
+        raise ConfigError(f"{run}: a network of one class has nothing to calibrate")
     changes: dict[str, Any] = {
         CALIBRATION: fitted.calibration.to_dict(),
         CALIBRATION_ERROR: fitted.error,
@@ -185,7 +185,7 @@ def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
     for name in names:
         if name not in loaded.classes:
             hint = nearest(name, loaded.classes)
-            raise ConfigError(f"target_class={printable(name)}: the run has no such class{hint}")
+            raise ConfigError(f"target_class={name}: the run has no such class{hint}")
     return {name: loaded.classes.index(name) for name in names}
 
 

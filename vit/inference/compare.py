@@ -108,7 +108,7 @@ def compare_runs(
     if not paths:
         every, none = ("both", "neither") if two else ("all", "none")
         raise DataError(
-            f"{printable(spec.data)}: no image is held out by {every} trainings; give data that "
+            f"{spec.data}: no image is held out by {every} trainings; give data that "
             f"{none} was trained on"
         )
     if left_out := len(set[str]().union(*tables)) - len(paths):
@@ -141,7 +141,7 @@ def compare_runs(
             progress(done, len(runs) * len(paths))
     readable = [path for path in paths if path not in failed]
     if not readable:
-        raise DataError(f"{printable(spec.data)}: none of {len(paths)} images can be read")
+        raise DataError(f"{spec.data}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
     if several:
         _require_a_class(labels, spec)
@@ -234,7 +234,7 @@ def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None
     """Refuse images of which none has one of several classes."""
     if not any(labels):
         raise DataError(
-            f"{printable(spec.data)}: none of {plural(len(labels), 'image')} has a class, and "
+            f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
             "networks are compared by the mean average precision of classes; give labelled images"
         )
 
@@ -257,7 +257,7 @@ def _check_same_labels(
     )
     if different:
         raise DataError(
-            f"{printable(spec.data)}: {different:,} of {plural(len(paths), 'image')} have other "
+            f"{spec.data}: {different:,} of {plural(len(paths), 'image')} have other "
             "labels for one run than for another, by --corrections, --labels or --label-column of "
             "the trainings; write the right labels to one list and give that as the data"
         )
@@ -269,19 +269,19 @@ def check_comparable(runs: Sequence[PathLike], predictors: Sequence[Predictor]) 
     for run, predictor in zip(runs, predictors, strict=True):
         if predictor.n_best or not predictor.classes:
             raise ConfigError(
-                f"{printable(run)}: only classifiers are compared, and this network is none; vit "
+                f"{run}: only classifiers are compared, and this network is none; vit "
                 "evaluate measures it, with intervals to compare"
             )
         if (predictor.thresholds is not None) != several:
             one, other = ("several", "one") if several else ("one", "several")
             raise ConfigError(
-                f"{printable(run)} has {other} of its classes an image, and {printable(runs[0])} "
+                f"{run} has {other} of its classes an image, and {runs[0]} "
                 f"{one}: compare networks of one kind"
             )
         if several and {*predictor.classes} != {*first.classes}:
             different = {*predictor.classes} ^ {*first.classes}
             raise ConfigError(
-                f"{printable(run)} has other classes than {printable(runs[0])} "
+                f"{run} has other classes than {runs[0]} "
                 f"({join_names(sorted(different))}): a mean over classes needs the same ones"
             )
 

@@ -226,7 +226,7 @@ def row_style(out: str) -> str:
     style = ROW_STYLES.get(Path(out).suffix.lower())
     if style is None:
         raise ConfigError(
-            f"out={printable(out)}: rows are written as .jsonl or .csv or .xlsx; give such a name"
+            f"out={out}: rows are written as .jsonl or .csv or .xlsx; give such a name"
         )
     return style
 
@@ -361,8 +361,7 @@ def measure(
     if not scores:
         image, error = (printable(failed[0][name]) for name in ("image", "error"))
         raise DataError(
-            f"{printable(where)}: none of {len(failed)} images can be measured; the first is "
-            f"{image}: {error}"
+            f"{where}: none of {len(failed)} images can be measured; the first is {image}: {error}"
         )
     for note in evaluation.notes(scores):
         notify(note)

@@ -164,7 +164,7 @@ def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[st
     for column in columns:
         if not any(found.get(column, {}).values()):
             raise ConfigError(
-                f"slice={printable(column)}: {printable(spec.data)} has no such column, or "
+                f"slice={column}: {spec.data} has no such column, or "
                 "nothing in it; name one of a list (.csv, .jsonl, .xlsx) or table"
             )
     return found

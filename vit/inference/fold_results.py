@@ -106,7 +106,7 @@ def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
 def is_newer(out: Path, runs: Sequence[Path]) -> bool:
     """Whether `out` is the soup of `runs` as they are now."""
     if out.exists() and not is_fold_soup(out) and any(out.iterdir()):
-        raise WeightsError(f"{printable(out)} has other files; move them away, and --resume")
+        raise WeightsError(f"{out} has other files; move them away, and --resume")
     weights = out / WEIGHTS_FILE
     trained = max((run / WEIGHTS_FILE).stat().st_mtime_ns for run in runs)
     return weights.is_file() and weights.stat().st_mtime_ns >= trained
@@ -125,7 +125,7 @@ def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCa
             same = [getattr(one, name) == getattr(soup, name) for name in SHARED]
             if not all(same) or stored_config(run).finetune.weights != source:
                 raise WeightsError(
-                    f"{printable(run)} differs from {printable(runs[0])} in classes, network, "
+                    f"{run} differs from {runs[0]} in classes, network, "
                     "preprocessing or first weights"
                 )
             each.append(raw_logits(one, images.samples, device))
@@ -191,7 +191,7 @@ def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
         record = read_split(run)
         samples = load_samples(task, run, spec, loaded.classes, ignore)
         if record is None or len(samples) > len(record.val):  # all images, if none of them is there
-            raise DataError(f"the images that {printable(run)} held out are not there")
+            raise DataError(f"the images that {run} held out are not there")
         pairs += [(sample, place) for sample in samples if sample.label != NO_LABEL]
     pairs = pairs[:: max(-(-len(pairs) // MAX_IMAGES), 1)]
     groups = image_groups(spec, [sample.path for sample, _ in pairs])

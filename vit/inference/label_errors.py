@@ -107,9 +107,7 @@ def check(
     """
     (source,) = split_settings(settings, "a check", SourceConfig)
     if rows is not None and weights is not None:
-        raise ConfigError(
-            f"rows={printable(rows)}: weights find label errors too; give one of both"
-        )
+        raise ConfigError(f"rows={rows}: weights find label errors too; give one of both")
     found = None if rows is None else read_labeled_rows(rows)
     spec = as_dataset_spec(data, task=task, source=source)
     report = check_dataset(spec, workers=workers, cache=cache, progress=progress, notify=notify)
@@ -220,8 +218,8 @@ def add_row_errors(
     known = [row for row in rows if os.path.realpath(row.image) in listed]
     if not known:
         raise DataError(
-            f"{printable(where)}: none of its {plural(len(rows), 'image')}, such as "
-            f"{printable(rows[0].image)}, is in the data; give the rows of these data, run this in "
+            f"{where}: none of its {plural(len(rows), 'image')}, such as "
+            f"{rows[0].image}, is in the data; give the rows of these data, run this in "
             "the folder in which the rows were made, and give --labels LIST if the training had it"
         )
     if len(known) < len(listed):

@@ -191,7 +191,7 @@ def default_format(config: PredictionConfig) -> Any:
         return "table"
     suffix = Path(path).suffix.lower()
     if suffix not in FORMAT_OF_SUFFIX:
-        raise VitError(f"{printable(path)}: name it .jsonl, .csv or .xlsx, or add --format")
+        raise VitError(f"{path}: name it .jsonl, .csv or .xlsx, or add --format")
     return FORMAT_OF_SUFFIX[suffix]
 
 
@@ -777,7 +777,7 @@ def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
     """Encode the embeddings of a block; failures have none."""
     for one in block:
         if one.error is None and one.embedding is None:
-            raise WeightsError(f"{printable(one.image)}: the network gave no embedding")
+            raise WeightsError(f"{one.image}: the network gave no embedding")
     return encode_vectors((one.embedding for one in block), dim)
 
 

@@ -98,7 +98,7 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"Ray cannot start ({printable(address)}): {printable(error)}") from None
+        raise RunError(f"Ray cannot start ({address}): {error}") from None
     try:
         yield ray
     finally:
@@ -146,7 +146,7 @@ def raise_worker_errors() -> Iterator[None]:
             raise cause from None
         lines = str(error).strip().splitlines()
         raise RunError(
-            f"Ray gave up: {printable(lines[-1] if lines else type(error).__name__)}; the logs of "
+            f"Ray gave up: {lines[-1] if lines else type(error).__name__}; the logs of "
             "its workers are in /tmp/ray/session_latest/logs"
         ) from None
 
@@ -368,9 +368,7 @@ def read_list(path: str) -> list[str]:
     rows = [row.values.get(COLUMN) for row in read_rows(path, spec, [])]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, str) or not row:
-            raise DataError(
-                f"{printable(path)}, row {number}: there is no text in the column {COLUMN!r}"
-            )
+            raise DataError(f"{path}, row {number}: there is no text in the column {COLUMN!r}")
     return [str(row) for row in rows]
 
 

@@ -174,7 +174,7 @@ def suggest(
         records = [*index.unlabelled, *labelled_records]
         known = {record.path: record.labels for record in labelled_records}
     if not records:
-        raise DataError(f"{printable(spec.data)}: no images to suggest from")
+        raise DataError(f"{spec.data}: no images to suggest from")
     for note in index.notes:
         notify(f"note: {note}")
     order = order or ("uncertain" if known else "typical")
@@ -190,14 +190,14 @@ def suggest(
     failed = [(names[path], reason) for path, reason in table.failed]
     if not table.paths:
         raise DataError(
-            f"{printable(spec.data)}: none of {plural(len(paths), 'image')} can be read: "
-            f"{printable(failed[0][0])}: {failed[0][1]}"
+            f"{spec.data}: none of {plural(len(paths), 'image')} can be read: "
+            f"{failed[0][0]}: {failed[0][1]}"
         )
     labelled = torch.tensor([path in known for path in table.paths])
     if labelled.all():
-        raise DataError(f"{printable(spec.data)}: all readable images have a label already")
+        raise DataError(f"{spec.data}: all readable images have a label already")
     if answers == "labels" and not labelled.any():
-        raise DataError(f"labels={printable(labels)}: none of its images can be read")
+        raise DataError(f"labels={labels}: none of its images can be read")
     directions = unit_directions(table.features)
     classes: Sequence[str] = predictor.classes
     if answers == "labels":
@@ -281,7 +281,7 @@ def _source_of_classes(
         if suits:
             return "network"
         raise ConfigError(
-            f"order=uncertain: {printable(weights)} has no classes; give the labelled images with "
+            f"order=uncertain: {weights} has no classes; give the labelled images with "
             "--labels FILE, or leave it out for typical images"
         )
     return (

@@ -62,7 +62,7 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | Non
             continue
         target = os.path.realpath(path)
         if target in kept:
-            raise VitError(f"{flag} {printable(path)} is a file that is read: give another name")
+            raise VitError(f"{flag} {path} is a file that is read: give another name")
         if target in flags:
             raise VitError(f"{flags[target]} and {flag} are one file: give two names")
         flags[target] = flag
@@ -84,9 +84,9 @@ def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str
 
 def _check_parent(name: str, parent: Path, access: int) -> None:
     if not parent.is_dir():
-        raise VitError(f"{name}: there is no folder {printable(parent)}; create it first")
+        raise VitError(f"{name}: there is no folder {parent}; create it first")
     if not os.access(parent, access):
-        raise VitError(f"{name}: the folder {printable(parent)} cannot be written")
+        raise VitError(f"{name}: the folder {parent} cannot be written")
 
 
 @contextmanager

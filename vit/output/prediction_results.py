@@ -98,7 +98,7 @@ def check_classes(classes: Sequence[str], **flags: Any) -> None:
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
             raise ConfigError(
-                f"{flag}={printable(value)}: this network writes captions and has no classes; "
+                f"{flag}={value}: this network writes captions and has no classes; "
                 f"leave it out{captions if flag == 'top_k' else ''}"
             )
 
@@ -265,7 +265,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         for name in layout.classes:
             if BETWEEN in name:
                 raise ConfigError(
-                    f"format=csv: the class {printable(name)} has a {BETWEEN}, which parts classes "
+                    f"format=csv: the class {name} has a {BETWEEN}, which parts classes "
                     "there; use --format jsonl"
                 )
     header = ["image", *layout.list_columns.values(), *layout.truth]

@@ -32,7 +32,7 @@ from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import check_output, resolve_link
-from vit.text import plural, printable
+from vit.text import plural
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,7 +89,7 @@ def read_settings(log: Path) -> dict[str, Any]:
         return dict(json.loads(line)["settings"]) if line.endswith(b"\n") else {}
     except (OSError, ValueError, TypeError, KeyError):
         raise RunError(
-            f"{printable(log)} was not written by this version of vit: start again with "
+            f"{log} was not written by this version of vit: start again with "
             "--overwrite and without --resume"
         ) from None
 
@@ -143,7 +143,7 @@ def merge_blocks(logs: Sequence[Path], images: int) -> Iterator[Block]:
         yield block
     if end != images:
         raise RunError(
-            f"{printable(logs[0])} is damaged after {plural(end, 'row')} of {images:,}: start "
+            f"{logs[0]} is damaged after {plural(end, 'row')} of {images:,}: start "
             "again with --overwrite and without --resume"
         )
 
@@ -157,7 +157,7 @@ def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> lis
             continue
         shown = name.replace("_", " ")
         is_digest = any(isinstance(value, str) and len(value) == 64 for value in (old, new))
-        change = f"{printable(old)}, now {printable(new)}"
+        change = f"{old}, now {new}"
         lines.append(f"another {shown}" if is_digest else f"{shown} ({change})")
     return lines
 
@@ -219,7 +219,7 @@ class ResumableOutput:
             check_output(os.fspath(path), overwrite=overwrite or resuming)
         if logs and not (resume or overwrite):
             raise VitError(
-                f"{printable(logs[0])} is unfinished and holds {plural(self.rows(), 'row')}; "
+                f"{logs[0]} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
 
@@ -237,7 +237,7 @@ class ResumableOutput:
             stored = read_settings(record)
             if stored and (different := describe_differences(stored, settings)):
                 raise RunError(
-                    f"{printable(record)} was begun with {'; '.join(different)}: give the same "
+                    f"{record} was begun with {'; '.join(different)}: give the same "
                     "again, or start again with --overwrite and without --resume"
                 )
         if done:
@@ -245,13 +245,13 @@ class ResumableOutput:
             totals: dict[str, int] = json.loads(self.done.read_text("utf-8").splitlines()[1])
             if totals.pop("bytes") != self.out.stat().st_size:
                 raise RunError(
-                    f"{printable(self.out)} was changed since it was complete: give another --out, "
+                    f"{self.out} was changed since it was complete: give another --out, "
                     "or start again with --overwrite"
                 )
             return totals
         if self.out.exists() and not overwrite:
             raise VitError(
-                f"{printable(self.out)} exists beside an unfinished one; add --overwrite to "
+                f"{self.out} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
             )
         remove([self.stop])
@@ -296,7 +296,7 @@ class ResumableOutput:
         if not rows:
             remove(files)
             return "no rows are kept"
-        name, verb = printable(self.partial), "is" if rows == 1 else "are"
+        name, verb = self.partial, "is" if rows == 1 else "are"
         parts = f" of {self.processes} processes" if self.processes > 1 else ""
         return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: {resume}"
 
@@ -318,7 +318,7 @@ def remove(paths: Iterable[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{printable(path)} cannot be removed: {error.strerror}") from None
+        raise RunError(f"{path} cannot be removed: {error.strerror}") from None
 
 
 class FileLock:
@@ -351,7 +351,7 @@ class FileLock:
                 handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115
             self._handles[path] = handle
             if not _locked(handle, shared=shared) or not _is_current(handle, path):
-                name = printable(path).removesuffix(LOCK)
+                name = str(path).removesuffix(LOCK)
                 raise RunError(f"{name} is being written by another process: wait, or end it")
 
 
@@ -374,7 +374,7 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
 def check_embeddings(path: str) -> None:
     """Check the suffix."""
     if Path(path).suffix.lower() != ".npy":
-        raise ConfigError(f"embeddings={printable(path)}: name it .npy")
+        raise ConfigError(f"embeddings={path}: name it .npy")
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:

@@ -22,7 +22,7 @@ from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
 from vit.paths import casefold_name, is_device_name
-from vit.text import join_names, printable
+from vit.text import join_names
 
 SortMethod = Literal["copy", "symlink", "hardlink"]
 UNSURE = "_unsure"
@@ -146,7 +146,7 @@ class ImageSorter:
             except FileExistsError:
                 self._check_identical(prediction.image, target)
         except OSError as error:
-            what = f"{printable(prediction.image)} could not be put at {printable(target)}"
+            what = f"{prediction.image} could not be put at {target}"
             remedy = ""
             if error.errno == errno.EXDEV:
                 remedy = "; take --sort-with copy or symlink"
@@ -181,8 +181,7 @@ class ImageSorter:
             same = same and same_bytes(image, target)
         if not same:
             raise RunError(
-                f"{printable(target)} is there and is not {printable(image)}; nothing is "
-                "overwritten: give another folder"
+                f"{target} is there and is not {image}; nothing is overwritten: give another folder"
             )
 
 
@@ -211,25 +210,24 @@ def check_sorting(
     Args:
         filled: Whether it may have files.
     """
-    name, here = printable(folder), os.path.realpath(folder)
+    here = os.path.realpath(folder)
     inside = None if method == "copy" else next(filter(is_inside, images), None)
     if inside is not None:
         raise ConfigError(
-            f"sort_with={method}: {printable(inside)} is inside of a file, to which nothing can be "
+            f"sort_with={method}: {inside} is inside of a file, to which nothing can be "
             "linked; take copy"
         )
     for word in inputs:
         root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
             raise ConfigError(
-                f"sort_into={name} lies in the input {printable(word)}: the next run would take "
+                f"sort_into={folder} lies in the input {word}: the next run would take "
                 "the sorted images for new ones; give a folder outside"
             )
     for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
         if _inside(os.path.realpath(source), here):
             raise ConfigError(
-                f"sort_into={name} holds the inputs in {printable(source)}; give a folder of its "
-                "own"
+                f"sort_into={folder} holds the inputs in {source}; give a folder of its own"
             )
     check_folder(
         folder,

@@ -306,7 +306,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise VitError(
-            f"{printable(host)}:{port} cannot be used: {error.strerror}; choose another {flag}"
+            f"{host}:{port} cannot be used: {error.strerror}; choose another {flag}"
         ) from None
     return listener
 

@@ -44,7 +44,7 @@ from vit.tasks.task import (
     mixed,
     one_class_needed,
 )
-from vit.text import Notify, printable
+from vit.text import Notify
 from vit.weights.saved_model import CONFIG_FILE, load_run, store_calibration
 
 MIN_SHARE = 0.005
@@ -100,7 +100,7 @@ class Classification(Task):
         """Refuse multi-label images."""
         if has_multilabel(samples):
             raise ConfigError(
-                f"{printable(where)}: images have several classes, or none, and this network gives "
+                f"{where}: images have several classes, or none, and this network gives "
                 "each one; train it with --task multilabel, or give data with one class an image"
             )
 

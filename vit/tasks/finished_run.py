@@ -247,7 +247,7 @@ class FinishedRun:
                 if signal := self.interruption.number:
                     raise Interrupted(
                         f"interrupted before {REPORT_FILE} was written; the run is complete, and "
-                        f"vit train --resume --out {printable(self.folder)} writes it",
+                        f"vit train --resume --out {self.folder} writes it",
                         signal,
                     )
                 failed.update((bad.path, bad.reason) for bad in batch.failed)

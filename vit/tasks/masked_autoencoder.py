@@ -38,7 +38,6 @@ from vit.model.pixel_decoder import (
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
 from vit.tasks.task import TrainingRun
-from vit.text import printable
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import PRETRAINING_FILE, LoadedRun
 
@@ -108,7 +107,7 @@ class MaskedAutoencoding(Pretraining):
             model = replace(model, final_norm="tokens")
         if config.finetune.weights is not None and model.stem_norm != config.model.stem_norm:
             raise ConfigError(
-                f"weights={printable(config.finetune.weights)}: its stem has stem_norm=batchnorm, "
+                f"weights={config.finetune.weights}: its stem has stem_norm=batchnorm, "
                 "and task=mae needs layernorm; start without it"
             )
         return replace(config, model=model)

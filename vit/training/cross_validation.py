@@ -169,7 +169,7 @@ def resolve_weights_once(
         flat, settings = flatten(config), read_fold_settings(folder / FOLDS_FILE)
         if weights == AUTO_WEIGHTS and settings.get("weights") is None:
             raise ConfigError(
-                f"weights=auto: the folds in {printable(folder)} began without pretrained weights; "
+                f"weights=auto: the folds in {folder} began without pretrained weights; "
                 "leave --weights out, or start anew with another --out"
             )
         settings |= {name: flat[name] for name in config.settled if flat[name] != AUTO_WEIGHTS}
@@ -183,26 +183,26 @@ def finished_folds(
     """Scores of the finished folds in `folder`, by number."""
     path = folder / FOLDS_FILE
     if (folder / WEIGHTS).exists():  # of a training without folds
-        raise RunError(f"{printable(folder)} is a run folder itself: give another --out")
+        raise RunError(f"{folder} is a run folder itself: give another --out")
     if overwrite:
         for run in fold_runs(folder):
             if foreign := [file for file in foreign_files(run) if file.name != ROWS_FILE]:
                 raise RunError(
-                    f"{printable(foreign[0])} was written by no training, and its folder is "
+                    f"{foreign[0]} was written by no training, and its folder is "
                     "deleted: move it, or give another --out"
                 )
         return {}
     if not path.is_file():
         return {}
     if not resume:
-        raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
+        raise RunError(f"{path} exists: --resume continues it, --overwrite starts anew")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         before = with_effect(dict(record["settings"]))
         scores = dict(record["scores"])
         done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); delete it") from None
+        raise RunError(f"{path} is damaged ({error}); delete it") from None
     settings, before = with_effect(settings), located(before, folder / "fold-1")
     names = sorted({*settings, *before} - {*settings_with(resumable=True)})
     now, then = (
@@ -214,7 +214,7 @@ def finished_folds(
         name = changed[0]
         raise ConfigError(
             f"{name}={settings.get(name)!r} differs from {before.get(name)!r} in "
-            f"{printable(path)}: all folds have the same settings; give another --out"
+            f"{path}: all folds have the same settings; give another --out"
         )
     return {fold: row for fold, row in done.items() if (folder / f"fold-{fold}" / WEIGHTS).exists()}
 

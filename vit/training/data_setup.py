@@ -22,7 +22,7 @@ from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits,
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
 from vit.tasks.task import Task, get_task
-from vit.text import Notify, printable
+from vit.text import Notify
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
 from vit.training.finetune.finetuning import (
@@ -58,7 +58,7 @@ def prepare_data(
     config = complete_for_data(config, splits, notify)
     error = undecodable_error(splits.classes) if config.model.num_classes else ""
     if error and resumed is None:
-        raise DataError(f"{printable(config.data.data)}: {error}")
+        raise DataError(f"{config.data.data}: {error}")
     if source is not None:
         config = complete_for_added_classes(
             config, source, splits.classes, len(splits.train), notify

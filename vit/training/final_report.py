@@ -165,7 +165,7 @@ def report(
         task = get_task(config.training.task).with_data(found, splits)
         if tuple(task.output_names(splits)) != tuple(loaded.classes):
             raise DataError(
-                f"{printable(config.data.data)} has other classes than the run; vit evaluate "
+                f"{config.data.data} has other classes than the run; vit evaluate "
                 "measures it on them, matched by name"
             )
         splits = with_held_out(splits, folder)
@@ -192,13 +192,12 @@ def finished_config(folder: Path) -> Config:
     if missing:
         hint = did_you_mean(folder) if not folder.exists() else ""
         raise RunError(
-            f"{printable(folder)} is no run folder with a finished epoch: it has no "
-            f"{missing[0]}{hint}"
+            f"{folder} is no run folder with a finished epoch: it has no {missing[0]}{hint}"
         )
     log = read_event_log(folder / METRICS_FILE, "epoch")
     if not log.events:
         why = log.damage or "nothing to report"
-        raise RunError(f"{printable(folder)} has no finished epoch: {why}")
+        raise RunError(f"{folder} has no finished epoch: {why}")
     return stored_config(folder)
 
 
@@ -218,6 +217,6 @@ def with_held_out(splits: Splits, folder: Path) -> Splits:
         return splits
     held = [one for one in every if one.path in match.paths]
     if not held:
-        raise DataError(f"none of the images that {printable(folder)} held out is there")
+        raise DataError(f"none of the images that {folder} held out is there")
     train = [one for one in splits.train if one.path not in match.paths]
     return dataclasses.replace(splits, train=tuple(train), val=tuple(held))

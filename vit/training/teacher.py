@@ -191,7 +191,7 @@ def exported_teacher(name: str, engine: str) -> Teacher:
             found = network.run([arrays[index] for index in group])["probabilities"]
             rows[group] = torch.as_tensor(found)
         if not rows.isfinite().all():
-            raise RunError(f"teacher {printable(name)}: the network overflowed")
+            raise RunError(f"teacher {name}: the network overflowed")
         return rows
 
     return Teacher(
@@ -225,7 +225,7 @@ def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Te
     if teacher.multilabel != config.training.multilabel:
         gives = "any number of classes" if teacher.multilabel else "one class"
         raise ConfigError(
-            f"teacher={printable(name)}: it gives an image {gives}, and the data are for "
+            f"teacher={name}: it gives an image {gives}, and the data are for "
             f"task={config.training.task}: give a teacher of the same task"
         )
     return teacher
@@ -234,7 +234,7 @@ def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Te
 def no_classifier(name: str, why: str) -> ConfigError:
     """The error of a teacher that has no probabilities of classes."""
     return ConfigError(
-        f"teacher={printable(name)}: {why}, and a teacher is a classifier: give the run of one, "
+        f"teacher={name}: {why}, and a teacher is a classifier: give the run of one, "
         "weights with a head, or a classifier's file of vit export"
     )
 
@@ -244,7 +244,7 @@ def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
     outputs = {name: column for column, name in enumerate(teacher.classes)}
     if missing := [name for name in classes if name not in outputs]:
         raise ConfigError(
-            f"teacher={printable(teacher.name)}: it lacks "
+            f"teacher={teacher.name}: it lacks "
             f"{plural(len(missing), 'class', 'classes')} of the data ({join_names(missing)}; it "
             f"knows {join_names(teacher.classes, 3)}): classes are matched by name, so rename the "
             "data's, or give a teacher that was trained on them"
@@ -306,13 +306,11 @@ def read_answers(path: Path, shape: tuple[int, int]) -> Tensor:
     except WeightsError as error:
         raise RunError(f"{error}; delete it, and the teacher answers again") from None
     if answers is None or answers.ndim != 2 or answers.dtype != torch.float16:
-        raise RunError(
-            f"{printable(path)} holds no answers of a teacher; delete it, and it answers again"
-        )
+        raise RunError(f"{path} holds no answers of a teacher; delete it, and it answers again")
     if tuple(answers.shape) != shape:
         rows, classes = answers.shape
         raise DataError(
-            f"the data set changed since this run began: {printable(path)} is for "
+            f"the data set changed since this run began: {path} is for "
             f"{plural(rows, 'training image')} of {classes} classes, and there are {shape[0]} of "
             f"{shape[1]}: restore it to resume, or {train_on(path.parent)}"
         )

@@ -320,7 +320,7 @@ def claim_run_folder(
     """
     stack.enter_context(lock_folder(folder))
     if check() == new:
-        raise RunError(f"a run began in {printable(folder)} meanwhile: start again")
+        raise RunError(f"a run began in {folder} meanwhile: start again")
     if claimed is not None:
         claimed()
     if new:

@@ -218,9 +218,7 @@ def resumed_settings(
         values = {**record["settings"], **values}
         trials = record["asked"] if trials is None else trials
     if not values.get("data"):
-        raise ConfigError(
-            f"{printable(folder)}: no tuning to resume there; give the --out of one, or DATA"
-        )
+        raise ConfigError(f"{folder}: no tuning to resume there; give the --out of one, or DATA")
     return values, trials, folder
 
 
@@ -296,12 +294,12 @@ def claim_tuning(
         raise RunError(f"{where} has files that no tuning wrote ({others[0]}): give another --out")
     stack.enter_context(lock_folder(folder))
     if path.is_file() and not (resume or overwrite):
-        raise RunError(f"{printable(path)} exists: --resume continues it, --overwrite starts anew")
+        raise RunError(f"{path} exists: --resume continues it, --overwrite starts anew")
     if not path.is_file() or overwrite:
         for run in search_runs(folder):
             if foreign := foreign_files(run):
                 raise RunError(
-                    f"{printable(foreign[0])} was written by no tuning, which trains there: move "
+                    f"{foreign[0]} was written by no tuning, which trains there: move "
                     "it, or give another --out"
                 )
         return None  # the new one deletes what is there, if its plan is no refusal
@@ -349,9 +347,7 @@ def read_record(path: Path) -> Record:
             raise KeyError(min(missing))
         record["settings"] = checked(record["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(
-            f"{printable(path)} is damaged ({printable(error)}); start anew with --overwrite"
-        ) from None
+        raise RunError(f"{path} is damaged ({error}); start anew with --overwrite") from None
     return record
 
 
@@ -374,7 +370,7 @@ def require_same(
     if changed:
         name = changed[0]
         raise ConfigError(
-            f"{name}={now.get(name)!r} differs from {before.get(name)!r} in {printable(path)}: a "
+            f"{name}={now.get(name)!r} differs from {before.get(name)!r} in {path}: a "
             "tuning resumes with its own settings; leave the flag out, or give another --out"
         )
 

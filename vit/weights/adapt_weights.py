@@ -27,7 +27,7 @@ from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
@@ -220,7 +220,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     check_feedforward(pretrained, config.feedforward)
     if source.stem == config.stem == "conv" and source.patch_size != config.patch_size:
         raise WeightsError(
-            f"patch_size={config.patch_size}: the convolutions of {printable(pretrained.origin)} "
+            f"patch_size={config.patch_size}: the convolutions of {pretrained.origin} "
             f"make tokens of patch_size={source.patch_size} alone; leave it out"
         )
     free = (
@@ -245,7 +245,7 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
         )
         it = "it" if len(others) == 1 else "them"
         raise WeightsError(
-            f"{mine}: {printable(pretrained.origin)} has {theirs}; leave {it} out, or start "
+            f"{mine}: {pretrained.origin} has {theirs}; leave {it} out, or start "
             "without its weights"
         )
 

@@ -37,7 +37,7 @@ class Repository:
         match = NAME_PATTERN.fullmatch(text)
         if match is None or ".." in text or "--" in match["repo"]:
             raise WeightsError(
-                f"{printable(text)} is no name on the Hugging Face Hub; write OWNER/NAME or "
+                f"{text} is no name on the Hugging Face Hub; write OWNER/NAME or "
                 "OWNER/NAME@REVISION"
             )
         return cls(match["repo"], match["revision"])
@@ -203,6 +203,6 @@ def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
         else:
             return str(address)
     raise WeightsError(
-        f"{printable(folder)} is written, but was not pushed to {printable(name)}: {reason}; "
+        f"{folder} is written, but was not pushed to {name}: {reason}; "
         f"later: `hf upload {quoted(name)} {quoted(folder)}`"
     )

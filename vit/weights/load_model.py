@@ -105,7 +105,7 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
             pretrained = _read_bare_timm(file, model, open_clip, where)
         else:
             raise WeightsError(
-                f"{printable(where)} has tensors that no known Vision Transformer has "
+                f"{where} has tensors that no known Vision Transformer has "
                 f"({join_names(file.tensors, 3)}); give the folder with its config.json"
             )
     return dataclasses.replace(
@@ -264,8 +264,8 @@ def load_model(
         run = load_run(found.folder)
         if not (headless or run.classes or run.tokenizer):
             raise WeightsError(
-                f"{printable(source)} was pretrained without classes: vit predict --embeddings "
-                f"FILE writes its features, and vit train DATA --weights {printable(source)} adds "
+                f"{source} was pretrained without classes: vit predict --embeddings "
+                f"FILE writes its features, and vit train DATA --weights {source} adds "
                 "classes"
             )
         return run
@@ -282,7 +282,7 @@ def load_model(
     if config.channels != 3:
         why = f"is for images of {config.channels} channels, and images are read as RGB"
     if why:
-        raise WeightsError(f"{printable(source)} ({pretrained.origin}) {why}")
+        raise WeightsError(f"{source} ({pretrained.origin}) {why}")
     lines = describe_source(source, pretrained)
     preprocessing, line = preprocessing_or_default(pretrained)
     lines += [line] if line else []

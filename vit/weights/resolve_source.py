@@ -124,8 +124,7 @@ def _name_of_page(url: str) -> str:
     page = HUB_PAGE.fullmatch(url)
     if page is None:
         raise WeightsError(
-            f"{printable(url)} is no page of the Hugging Face Hub; download the file, and give its "
-            "path"
+            f"{url} is no page of the Hugging Face Hub; download the file, and give its path"
         )
     return f"{HUB[0]}{page['repo']}" + (f"@{page['revision']}" if page["revision"] else "")
 
@@ -186,8 +185,7 @@ def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
         )
     if entry.hub_id is None:
         raise WeightsError(
-            f"{printable(text)} is not on the Hugging Face Hub; fetch {entry.url}, and give "
-            "the file"
+            f"{text} is not on the Hugging Face Hub; fetch {entry.url}, and give the file"
         )
     repository = hub.Repository.parse(f"{entry.hub_id}@{revision}" if revision else entry.hub_id)
     return _from_hub(repository, text, offline, entry=entry)
@@ -259,7 +257,7 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:
-        raise WeightsError(f"{printable(folder)} cannot be read: {error.strerror}") from None
+        raise WeightsError(f"{folder} cannot be read: {error.strerror}") from None
     if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
         return _describe_files(folder / PREFERRED_FILES[0])
     try:
@@ -274,16 +272,16 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
             if folder / SOUP_FOLDER in runs:
                 remedy = f"the network of all folds, {printable(folder / SOUP_FOLDER)}"
             reason = f": the folds of a cross-validation, which measure the settings; give {remedy}"
-        raise WeightsError(f"{printable(folder)}{reason}") from None
+        raise WeightsError(f"{folder}{reason}") from None
     return replace(_describe_files(folder / name), notes=notes)
 
 
 def locate_file(path: Path) -> WeightsLocation:
     """Locate the weights in the file `path`, described by the config.json next to it, if any."""
     if path.suffix.lower() == ".onnx":
-        raise WeightsError(f"{printable(path)} is {ONNX}")
+        raise WeightsError(f"{path} is {ONNX}")
     if path.name in SETTINGS:
-        raise WeightsError(f"{printable(path)} has settings and no weights; give its folder")
+        raise WeightsError(f"{path} has settings and no weights; give its folder")
     return _describe_files(path)
 
 
@@ -300,7 +298,7 @@ def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     if not found:
         onnx = next((name for name in names if name.endswith(".onnx")), None)
         if onnx is not None:
-            raise WeightsError(f"{printable(onnx)} is {ONNX}")
+            raise WeightsError(f"{onnx} is {ONNX}")
         there = f"it has {join_names(sorted(names), 3)}" if names else "it has no files"
         raise WeightsError(f"no file of weights ({there}); give a folder with {PREFERRED_FILES[0]}")
     first = found[0]

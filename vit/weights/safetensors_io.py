@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vit.atomic_files import atomic_file
 from vit.errors import WeightsError
-from vit.text import printable
 
 DIGEST = "sha256"
 SAFETENSORS_FULL = ("os error 28", "code: 28")  # its versions word it differently
@@ -48,7 +47,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read tensors and metadata of a file written by `write_tensors`."""
     tensors, metadata = read_any_tensors(path)
     if metadata.pop(DIGEST, None) is None:
-        raise WeightsError(f"{printable(path)} has no {DIGEST}: it was not written by vit")
+        raise WeightsError(f"{path} has no {DIGEST}: it was not written by vit")
     return tensors, metadata
 
 
@@ -61,12 +60,12 @@ def read_any_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             names = file.keys()
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
-        raise WeightsError(f"{printable(path)} is missing") from None
+        raise WeightsError(f"{path} is missing") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{printable(path)} is damaged: {printable(error)}") from None
+        raise WeightsError(f"{path} is damaged: {error}") from None
     content = {name: text for name, text in metadata.items() if name != DIGEST}
     if DIGEST in metadata and digest(tensors, content) != metadata[DIGEST]:
-        raise WeightsError(f"{printable(path)} is damaged: its content does not match its {DIGEST}")
+        raise WeightsError(f"{path} is damaged: its content does not match its {DIGEST}")
     return tensors, metadata
 
 

@@ -180,8 +180,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
     weights = where / WEIGHTS_FILE
     if not weights.is_file():
         raise WeightsError(
-            f"{printable(weights)} is missing: the training saved no model yet, or a copy is "
-            "incomplete"
+            f"{weights} is missing: the training saved no model yet, or a copy is incomplete"
         )
     state, notes = read_tensors(weights)
     with _name_folder(where):
@@ -248,7 +247,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         raise WeightsError(f"depth={config.depth}, but there are only {len(state)} tensors")
     task = own.get("task", "")
     if task not in ("", *TASKS):
-        raise WeightsError(f"task {printable(task)} is not known to this vit: {', '.join(TASKS)}")
+        raise WeightsError(f"task {task} is not known to this vit: {', '.join(TASKS)}")
     decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
     if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
         raise WeightsError(
@@ -300,7 +299,7 @@ def read_config(folder: Path) -> bytes:
         return read_bytes(path, MAX_JSON_BYTES)
     there = "has no config.json" if os.path.isdir(folder) else "is not a folder"
     hint = "" if os.path.exists(folder) else did_you_mean(folder)
-    raise RunError(f"{printable(folder)} {there}{hint or '; give the run folder of a training'}")
+    raise RunError(f"{folder} {there}{hint or '; give the run folder of a training'}")
 
 
 def vit_section(content: Any) -> dict[str, Any]:
@@ -377,7 +376,7 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
     if known and distance is not None:
         known = distance.pooled.mean.shape == (1, config.pooled_dim)
     if distance is None or not known:
-        raise WeightsError(f"{printable(folder / DISTANCE_FILE)} is of another network")
+        raise WeightsError(f"{folder / DISTANCE_FILE} is of another network")
     return distance
 
 
@@ -391,7 +390,7 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
     raw = read_bytes(path, MAX_JSON_BYTES)
     if digest is not None and digest != sha256(raw):
         raise WeightsError(
-            f"{printable(path)} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
+            f"{path} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "
             "both from one copy"
         )
     return Tokenizer.from_json(raw.decode())

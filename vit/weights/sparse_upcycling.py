@@ -14,7 +14,7 @@ from vit.config import ModelConfig
 from vit.config.model_config import EXPERT_SETTINGS
 from vit.errors import WeightsError
 from vit.model.initialization import init_weights
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import State, meta_model
 
@@ -39,7 +39,7 @@ def check_feedforward(source: Pretrained, feedforward: str) -> None:
         else "one part cannot do what many did"
     )
     raise WeightsError(
-        f"feedforward={feedforward}: {printable(source.origin)} has feedforward={has}, and {why}; "
+        f"feedforward={feedforward}: {source.origin} has feedforward={has}, and {why}; "
         "leave it out, or start without its weights"
     )
 
@@ -89,7 +89,7 @@ def _check_router_weights(source: Pretrained, config: ModelConfig) -> None:
     raise WeightsError(
         f"router_weights=softmax with top_k={config.top_k} of num_experts={config.num_experts}: "
         "the weights of a token's experts sum to less than one, so copies of the mlp of "
-        f"{printable(source.origin)} would answer less than it does; use {remedy}"
+        f"{source.origin} would answer less than it does; use {remedy}"
     )
 
 

@@ -72,7 +72,7 @@ def detect_format(path: Path) -> FileFormat:
         size = os.fstat(file.fileno()).st_size
         start = file.read(HEADER_BYTES)
     if not start:
-        raise WeightsError(f"{printable(path)} is empty; fetch it again")
+        raise WeightsError(f"{path} is empty; fetch it again")
     header_length = int.from_bytes(start[:8], "little")
     if start[8:9] == b"{" and 8 + header_length <= size:
         return "safetensors"
@@ -83,10 +83,10 @@ def detect_format(path: Path) -> FileFormat:
     if start.lstrip()[:1] == b"{" and path.name.endswith(".json"):
         return "index"
     if path.suffix == ".safetensors" and not describe_foreign_format(start):
-        raise WeightsError(f"{printable(path)} is cut or damaged: it has no header; fetch it again")
+        raise WeightsError(f"{path} is cut or damaged: it has no header; fetch it again")
     shape = describe_foreign_format(start) or f"nothing known here ({size:,} bytes)"
     remedy = "" if ";" in shape else f"; {WANTED}"
-    raise WeightsError(f"{printable(path)} looks like {shape}{remedy}")
+    raise WeightsError(f"{path} looks like {shape}{remedy}")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -94,17 +94,17 @@ def open_file(path: Path) -> BinaryIO:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise WeightsError(f"{printable(path)} is a folder; give a file in it")
+            raise WeightsError(f"{path} is a folder; give a file in it")
         if not stat.S_ISREG(mode):  # opening a pipe would block
-            raise WeightsError(f"{printable(path)} is no regular file; {WANTED}")
+            raise WeightsError(f"{path} is no regular file; {WANTED}")
         return path.open("rb")
     except FileNotFoundError:
-        raise WeightsError(f"{printable(path)} is missing") from None
+        raise WeightsError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise WeightsError(f"{printable(path)} cannot be read: {printable(reason)}") from None
+        raise WeightsError(f"{path} cannot be read: {reason}") from None
 
 
 def describe_foreign_format(start: bytes) -> str:
@@ -136,7 +136,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     with open_file(path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
-        raise WeightsError(f"{printable(path)} is larger than {most:,} bytes")
+        raise WeightsError(f"{path} is larger than {most:,} bytes")
     return raw
 
 
@@ -147,11 +147,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{printable(path)} is no JSON: {printable(error)[:160]}; if it was downloaded, it is "
+            f"{path} is no JSON: {str(error)[:160]}; if it was downloaded, it is "
             "incomplete: fetch it again"
         ) from None
     if not isinstance(content, dict):
-        raise WeightsError(f"{printable(path)} is no JSON object")
+        raise WeightsError(f"{path} is no JSON object")
     return content
 
 
@@ -221,7 +221,7 @@ def _read_one(path: Path) -> StateFile:
             raise WeightsError(f"{error}; fetch it again") from None
         return _classify_entries(tensors, path)
     if content == "zip" and is_npz(path):
-        raise WeightsError(f"{printable(path)} holds numpy arrays and no torch tensors")
+        raise WeightsError(f"{path} holds numpy arrays and no torch tensors")
     return _read_pickle(path, zipped=content == "zip")
 
 
@@ -230,13 +230,12 @@ def _check_header(path: Path) -> None:
     with open_file(path) as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     if header.count(b"data_offsets") > MAX_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} tensors")
+        raise WeightsError(f"{path} has more than {MAX_ENTRIES:,} tensors")
     try:
         json.loads(header, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{printable(path)} is damaged: its header is no JSON ({printable(error)[:160]}); "
-            "fetch it again"
+            f"{path} is damaged: its header is no JSON ({str(error)[:160]}); fetch it again"
         ) from None
 
 
@@ -251,7 +250,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
     checkpoint = read_checkpoint(path, zipped=zipped)
     if isinstance(checkpoint, Tensor) or not isinstance(checkpoint, Mapping):
         raise WeightsError(
-            f"{printable(path)} holds one {type(checkpoint).__name__} and no named tensors; "
+            f"{path} holds one {type(checkpoint).__name__} and no named tensors; "
             "give the file of a state_dict"
         )
     inside = [key for key, value in checkpoint.items() if _has_tensors(value)]
@@ -269,7 +268,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
         entries = f"; it has {join_names(map(str, state), 3)}" if state else ""
         name = printable(inside[0]) if inside else "NAME"
         raise WeightsError(
-            f"{printable(path)} holds no tensors by name{entries}; save its state dict alone: "
+            f"{path} holds no tensors by name{entries}; save its state dict alone: "
             f'torch.save(ckpt["{name}"], "weights.pth")'
         )
     _check_extent(state, path)
@@ -288,8 +287,7 @@ def _check_extent(state: Mapping[Any, object], path: Path) -> None:
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise WeightsError(
-                f"{printable(path)} holds sparse, quantised or empty tensors; {NO_CODE} with "
-                "plain ones"
+                f"{path} holds sparse, quantised or empty tensors; {NO_CODE} with plain ones"
             )
     _check_size(sum(tensor.nbytes for tensor in tensors), "tensors of ", path)
 
@@ -302,23 +300,22 @@ def _classify_entries(
     others = []
     for name, value in state.items():
         if not isinstance(name, str):
-            raise WeightsError(f"{printable(path)} names a tensor {printable(name)[:80]}, not text")
+            raise WeightsError(f"{path} names a tensor {str(name)[:80]}, not text")
         if not isinstance(value, Tensor):
             others.append(name)
         elif value.dtype in FLOAT_TYPES:
             tensors[name] = value.detach().float().contiguous()
             if not torch.isfinite(tensors[name]).all():
-                raise WeightsError(f"{printable(path)}: {printable(name)} {NOT_FINITE}")
+                raise WeightsError(f"{path}: {name} {NOT_FINITE}")
         elif value.dtype in INTEGER_TYPES:
             integers[name] = value.contiguous()
         else:
             kind = str(value.dtype).removeprefix("torch.")
             raise WeightsError(
-                f"{printable(path)}: {printable(name)} is of type {kind}; give weights in float32, "
-                "float16 or bfloat16"
+                f"{path}: {name} is of type {kind}; give weights in float32, float16 or bfloat16"
             )
     if not tensors:
-        raise WeightsError(f"{printable(path)} holds no weights: no floating point numbers in it")
+        raise WeightsError(f"{path} holds no weights: no floating point numbers in it")
     if others:
         notes = (
             *notes,
@@ -346,13 +343,11 @@ def _read_shards(index: Path) -> StateFile:
     for file, listed in sorted(names.items()):
         path = index.with_name(file)
         if not path.exists():
-            raise WeightsError(
-                f"{printable(path)} is missing; the download is incomplete: fetch it again"
-            )
+            raise WeightsError(f"{path} is missing; the download is incomplete: fetch it again")
         shard = _read_one(path)
         if odd := listed ^ (shard.tensors.keys() | shard.integers.keys()):
             raise WeightsError(
-                f"{printable(index)} and {printable(file)} disagree about "
+                f"{index} and {file} disagree about "
                 f"{join_names(sorted(odd), 3)}; fetch both from one place"
             )
         found = StateFile(
@@ -367,13 +362,11 @@ def shard_map(index: Path) -> dict[str, str]:
     """Shard file of each tensor in `index`."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise WeightsError(f"{printable(index)} is JSON, but no index of weights; {WANTED}")
+        raise WeightsError(f"{index} is JSON, but no index of weights; {WANTED}")
     for file in files.values():
         # a plain name beside the index, and no other index, which could be recursive
         if not isinstance(file, str) or not re.fullmatch(r"[^./\\:\0][^/\\:\0]*(?<!\.json)", file):
-            raise WeightsError(
-                f"{printable(index)} names {printable(file)[:80]!r}, which is no file beside it"
-            )
+            raise WeightsError(f"{index} names {str(file)[:80]!r}, which is no file beside it")
     return dict(files)
 
 
@@ -399,7 +392,7 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
             try:
                 return torch.load(file, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError:
-                raise WeightsError(f"{printable(path)} cannot be read safely; {NO_CODE}") from None
+                raise WeightsError(f"{path} cannot be read safely; {NO_CODE}") from None
 
 
 @contextlib.contextmanager
@@ -412,13 +405,10 @@ def _explain_damage(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise WeightsError(
-                f"{printable(path)} asks for more memory than there is; use a larger machine, or "
-                f"{NO_CODE}"
+                f"{path} asks for more memory than there is; use a larger machine, or {NO_CODE}"
             ) from None
         reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
-        raise WeightsError(
-            f"{printable(path)} is cut or damaged ({reason}); fetch it again"
-        ) from None
+        raise WeightsError(f"{path} is cut or damaged ({reason}); fetch it again") from None
 
 
 def _check_size(declared: int, what: str, path: Path) -> None:
@@ -426,7 +416,7 @@ def _check_size(declared: int, what: str, path: Path) -> None:
     size = path.stat().st_size
     if declared > MAX_EXPANSION * size + EXPANSION_ALLOWANCE:
         raise WeightsError(
-            f"{printable(path)} declares {what}{declared:,} bytes in a file of {size:,}: it is no "
+            f"{path} declares {what}{declared:,} bytes in a file of {size:,}: it is no "
             "honest file of weights"
         )
 
@@ -434,7 +424,7 @@ def _check_size(declared: int, what: str, path: Path) -> None:
 def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
     _check_size(sum(entry.file_size for entry in archive.infolist()), "", path)
     if len(archive.infolist()) > MAX_ENTRIES:
-        raise WeightsError(f"{printable(path)} has more than {MAX_ENTRIES:,} entries")
+        raise WeightsError(f"{path} has more than {MAX_ENTRIES:,} entries")
 
 
 def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
@@ -442,13 +432,13 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     names = archive.namelist()
     if any(name.endswith("/constants.pkl") for name in names):
         raise WeightsError(
-            f"{printable(path)} is a TorchScript program; {NO_CODE} of its state_dict, or for "
+            f"{path} is a TorchScript program; {NO_CODE} of its state_dict, or for "
             "OpenAI's CLIP give timm/vit_base_patch32_clip_224.openai or another *_clip_*.openai"
         )
     found = [name for name in names if re.fullmatch(r"[^/]+/data\.pkl", name)]
     if len(found) != 1:
         raise WeightsError(
-            f"{printable(path)} is a zip archive, but none of torch.save; unpack it, or {NO_CODE}"
+            f"{path} is a zip archive, but none of torch.save; unpack it, or {NO_CODE}"
         )
     return found[0]
 
@@ -456,7 +446,7 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
 def _check_legacy(file: IO[bytes], path: Path) -> None:
     magic = _check_pickle(file, path)
     if magic != LEGACY_MAGIC:
-        raise WeightsError(f"{printable(path)} is a Python pickle, but not of torch; {NO_CODE}")
+        raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
     for _ in range(LEGACY_PICKLES - 1):
         _check_pickle(file, path)
 
@@ -467,7 +457,7 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
     number: object = None
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
         if step == MAX_OPCODES:
-            raise WeightsError(f"{printable(path)} is a program too long for weights; {NO_CODE}")
+            raise WeightsError(f"{path} is a program too long for weights; {NO_CODE}")
         if code.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(value)):
             foreign[str(value).replace(" ", ".")] = None
         elif code.name in OTHER_GLOBAL_OPCODES:
@@ -478,7 +468,7 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
         names = ", ".join(printable(name)[:80] for name in list(foreign)[:3])
         more = " and others" if len(foreign) > 3 else ""
         raise WeightsError(
-            f"{printable(path)} holds Python objects ({names}{more}), which could run code; "
+            f"{path} holds Python objects ({names}{more}), which could run code; "
             f"{NO_CODE}, or for one that torch.save made of a state_dict"
         )
     return number
@@ -497,12 +487,12 @@ def is_npz(path: Path) -> bool:
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """Read the arrays of a .npz file by name; floats are converted to float32."""
     if detect_format(path) != "zip":
-        raise WeightsError(f"{printable(path)} is no .npz file")
+        raise WeightsError(f"{path} is no .npz file")
     with _explain_damage(path), zipfile.ZipFile(path) as archive:
         _check_archive(archive, path)
         entries = {entry.filename: entry for entry in archive.infolist()}
         if len(entries) != len(archive.infolist()):
-            raise WeightsError(f"{printable(path)} has two arrays of one name")
+            raise WeightsError(f"{path} has two arrays of one name")
         return {
             name.removesuffix(".npy"): _read_array(archive, entry, path)
             for name, entry in entries.items()

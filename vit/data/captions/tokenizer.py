@@ -188,18 +188,17 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         file = file / FILE if file.is_dir() else file
         if not file.is_file():
-            raise DataError(f"{printable(file)}: no such file; give a {FILE}, or a folder with one")
+            raise DataError(f"{file}: no such file; give a {FILE}, or a folder with one")
         if file.stat().st_size > MAX_BYTES:
             raise DataError(
-                f"{printable(file)} is larger than {MAX_BYTES:,} bytes; "
-                f"give a {FILE}, or a folder with one"
+                f"{file} is larger than {MAX_BYTES:,} bytes; give a {FILE}, or a folder with one"
             )
         return Tokenizer(_parse(file.read_bytes().decode()))
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{printable(file)} is no usable {FILE} ({printable(error)}); "
+            f"{file} is no usable {FILE} ({error}); "
             f"give one that save_pretrained() of transformers wrote, or vit train"
         ) from None
 

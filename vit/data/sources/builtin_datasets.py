@@ -32,7 +32,6 @@ from vit.data.random_seed import random_seed
 from vit.errors import DataError
 from vit.file_lock import locked
 from vit.paths import user_cache
-from vit.text import printable
 
 SHAPES_SIDE = 64
 """Side of an image, in pixels."""
@@ -253,7 +252,7 @@ def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Pat
                         (new / DIGEST).write_text(_digest(new), encoding="ascii")
     except OSError as error:
         raise DataError(
-            f"{printable(folder)}: the built-in {name} cannot be written ({error.strerror}); "
+            f"{folder}: the built-in {name} cannot be written ({error.strerror}); "
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder

@@ -105,10 +105,7 @@ def _check_no_overlap(index: DatasetIndex, out: Path) -> None:
         folder, name = os.path.split(file)
         link = os.path.join(os.path.realpath(folder), name)
         if link.startswith(target) or os.path.realpath(file).startswith(target):
-            raise DataError(
-                f"{printable(out)} holds images of the data, such as {printable(file)}; "
-                "give another --out"
-            )
+            raise DataError(f"{out} holds images of the data, such as {file}; give another --out")
 
 
 @accepts_settings(SourceConfig)
@@ -143,7 +140,7 @@ def export_data(
     spec = as_dataset_spec(data, {"all_splits": True}, task=task, source=source)
     out = Path(path_argument("out", out, "the folder to write"))
     if shard_size is not None and to == "folder":
-        raise ConfigError(f"shard_size={printable(shard_size)}: a folder has no shards")
+        raise ConfigError(f"shard_size={shard_size}: a folder has no shards")
     max_bytes = parse_shard_size(shard_size or SHARD_SIZE)
     check_target(out, spec.data.removeprefix(huggingface_datasets.PREFIX), overwrite=overwrite)
     from vit.data.sources.open_dataset import read_source  # which imports this module
@@ -156,11 +153,11 @@ def parse_shard_size(size: str) -> int:
     """Bytes of a size such as 256MB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", size.strip().upper())
     if found is None:
-        raise ConfigError(f"shard_size={printable(size)}: expected a size such as 256MB or 1GB")
+        raise ConfigError(f"shard_size={size}: expected a size such as 256MB or 1GB")
     base = 1024 if found[3] else 1000
     number = int(float(found[1]) * base ** "_KMG".index(found[2] or "_"))
     if number < MIN_SHARD_BYTES:
-        raise ConfigError(f"shard_size={printable(size)}: must be at least 1MB")
+        raise ConfigError(f"shard_size={size}: must be at least 1MB")
     return number
 
 
@@ -209,7 +206,7 @@ def export_dataset(
             report.add(counts)
         if not report.images:
             first = f", such as {report.bad[0]}" if report.bad else ""
-            raise DataError(f"{printable(source)}: none of its images can be read{first}")
+            raise DataError(f"{source}: none of its images can be read{first}")
         marker = {"source": source, "pictures": report.images, "left_out": len(report.bad)}
         (folder / MARKER_FILE).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         if os.path.isdir(source) and Path(source).resolve() in folder.resolve().parents:

@@ -50,10 +50,10 @@ def refuse_mistaken(data: str) -> None:
         suffix = _suffix(stored[0] if stored else data)
         for suffixes, kind in MISTAKEN.items():
             if suffix in suffixes.split():
-                raise DataError(f"{printable(data)} {'has' if stored else 'is'} {kind}")
+                raise DataError(f"{data} {'has' if stored else 'is'} {kind}")
     if is_run_folder(data):
         raise DataError(
-            f"{printable(data)} is a run folder, a trained network: give a folder or list of images"
+            f"{data} is a run folder, a trained network: give a folder or list of images"
         )
 
 
@@ -91,9 +91,9 @@ def has_json_key(path: str, key: str) -> bool:
 def refuse_single_images(data: str) -> None:
     """Refuse a single image or a glob of images, where one folder or list is expected."""
     if is_image(data) and os.path.isfile(data):
-        raise DataError(f"{EXPECTED}, not a single image: {printable(data)}")
+        raise DataError(f"{EXPECTED}, not a single image: {data}")
     if WILDCARDS.search(data) and not os.path.lexists(data):
-        raise DataError(f"{EXPECTED}, not a pattern: {printable(data)}")
+        raise DataError(f"{EXPECTED}, not a pattern: {data}")
 
 
 def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
@@ -282,9 +282,7 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
             f"a file, not a folder; {LAYOUT}; or a list of images and their classes in .csv or "
             ".jsonl; or, for a list of captions, --task caption"
         )
-        raise DataError(f"{printable(data)} is {kind}")
+        raise DataError(f"{data} is {kind}")
     names = ", ".join(builtin_datasets.DATASETS)
     hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
-    raise DataError(
-        f"{printable(data)}: no such folder or file, and no built-in dataset ({names}){hint}"
-    )
+    raise DataError(f"{data}: no such folder or file, and no built-in dataset ({names}){hint}")

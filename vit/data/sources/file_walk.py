@@ -112,7 +112,7 @@ def unsupported_advice(suffixes: Collection[str]) -> str:
 def _cannot_list(folder: str, error: OSError) -> DataError:
     denied = isinstance(error, PermissionError)
     advice = "; allow reading it (chmod u+rwx), or move it out of the data" if denied else ""
-    return DataError(f"{printable(folder)}: cannot be listed ({error.strerror}){advice}")
+    return DataError(f"{folder}: cannot be listed ({error.strerror}){advice}")
 
 
 @dataclass

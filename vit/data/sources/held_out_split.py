@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vit.data.archives import MAX_BYTES, content_digest, relative, size_of
 from vit.errors import BadImage, RunError
-from vit.text import plural, printable
+from vit.text import plural
 
 SPLIT_FILE = "split.json"
 
@@ -135,4 +135,4 @@ def read_split(run: Path) -> HeldOutSplit | None:
             raise ValueError("a digest is no text, or a name has a NUL character")
         return HeldOutSplit(Path(record["root"]), names, digests)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{printable(path)} is damaged ({printable(error)}); restore it") from None
+        raise RunError(f"{path} is damaged ({error}); restore it") from None

@@ -96,9 +96,9 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
         has_groups.append(bool(columns.group))
     if not any(splits.values()):
         kind = "captioned " if spec.captions else "labelled " if spec.labels else ""
-        raise DataError(f"{printable(data)}: no {kind}images in it")
+        raise DataError(f"{data}: no {kind}images in it")
     if any(has_groups) and not all(has_groups):
-        raise DataError(f"group={printable(spec.group)}: a column of some splits, not of all")
+        raise DataError(f"group={spec.group}: a column of some splits, not of all")
     if spec.captions:
         splits = drop_uncaptioned(splits, notes)
     if set(splits) == {"train"}:
@@ -127,7 +127,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     image = _pick_column(IMAGES._replace(usual=IMAGE_NAMES), features, _is_image_feature, spec)
     feature = features[image]
     if not _is_image_feature(feature) or "/" in image:
-        raise DataError(f"{printable(data)}: column {printable(image)} has no images ({feature!r})")
+        raise DataError(f"{data}: column {image} has no images ({feature!r})")
     is_bytes = getattr(feature, "dtype", "") in BINARY_DTYPES
     columns = ColumnSelection(image, is_bytes)
     if spec.labels:
@@ -138,7 +138,7 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
         is_class_label = _type_name(inner) == "ClassLabel"
         if not (is_class_label or is_number or _is_text(inner)):
             name = printable(label)
-            raise DataError(f"{printable(data)}: column {name} has no classes ({inner!r})")
+            raise DataError(f"{data}: column {name} has no classes ({inner!r})")
         columns = columns._replace(
             label=label,
             class_names=tuple(inner.names) if is_class_label else (),
@@ -215,11 +215,11 @@ def _classes(cell: Any, columns: ColumnSelection, where: str) -> tuple[str, ...]
         numbers = cell if isinstance(cell, list) else [cell]
         if wrong := [x for x in numbers if not isinstance(x, int) or not 0 <= x < len(known)]:
             what = "has no label" if wrong[0] in (None, -1) else f"has the label {wrong[0]}"
-            raise DataError(f"{printable(where)} {what}, none of its {len(known)} classes")
+            raise DataError(f"{where} {what}, none of its {len(known)} classes")
         cell = [known[number] for number in numbers]
     labels = cell_labels(cell, where, 0)
     if labels is None:
-        raise DataError(f"{printable(where)} has no label, and others have")
+        raise DataError(f"{where} has no label, and others have")
     return labels
 
 
@@ -245,16 +245,14 @@ def _load(data: str) -> dict[Any, Any]:
     try:
         import datasets
     except ImportError:
-        raise DataError(
-            f'{printable(data)} needs datasets: pip install "vit-toolkit[datasets]"'
-        ) from None
+        raise DataError(f'{data} needs datasets: pip install "vit-toolkit[datasets]"') from None
     name = data.removeprefix(PREFIX)
     if not name:
         raise DataError("hf: without a name; expected hf:NAME, hf:NAME:CONFIG or hf:PATH")
     options: dict[str, Any] = {}
     if os.path.isfile(name):
         if not name.lower().endswith(PARQUET_SUFFIXES):
-            raise DataError(f"{printable(data)}: a file that is no .parquet; give its folder")
+            raise DataError(f"{data}: a file that is no .parquet; give its folder")
         options |= {"path": "parquet", "data_files": name}
     elif os.path.isdir(name):
         options["path"] = name
@@ -263,7 +261,7 @@ def _load(data: str) -> dict[Any, Any]:
                 saved = datasets.load_from_disk(name)
             return dict(saved) if isinstance(saved, dict) else {"train": saved}
     elif name.startswith(("/", ".", "~")) or name.endswith(PARQUET_SUFFIXES):
-        raise DataError(f"{printable(data)}: no such file or folder")
+        raise DataError(f"{data}: no such file or folder")
     else:
         path, _, config = name.partition(":")
         options |= {"path": path, "name": config or None}
@@ -294,9 +292,7 @@ class readable_errors:  # noqa: N801
         remedy = "check its name, and that this machine reaches the hub or has it in its cache"
         if os.path.exists(self.data.removeprefix(PREFIX)):
             remedy = "repair its files, or give files that the library reads"
-        raise DataError(
-            f"{printable(self.data)}: cannot be loaded ({printable(message)}); {remedy}"
-        ) from None
+        raise DataError(f"{self.data}: cannot be loaded ({message}); {remedy}") from None
 
 
 def _image_paths(
@@ -312,15 +308,13 @@ def _image_paths(
         paths = [path or "" for path in pc.struct_field(images, "path").to_pylist()]
         is_file = pc.is_null(pc.struct_field(images, "bytes")).to_pylist()
     if rows._indices is not None:
-        raise DataError(f"{printable(data)}: its rows are a selection; save it as Parquet first")
+        raise DataError(f"{data}: its rows are a selection; save it as Parquet first")
     tables = [file["filename"] for file in rows.cache_files]
     table_rows = [
         (file, row) for file in tables for row in range(len(archives.open_arrow_table(file)))
     ]
     if len(table_rows) != len(rows):
-        raise DataError(
-            f"{printable(data)}: its tables do not have the declared number of rows; load it anew"
-        )
+        raise DataError(f"{data}: its tables do not have the declared number of rows; load it anew")
     names = row_names(paths, labels)
     return [
         _resolve_file(paths[at], data)
@@ -345,7 +339,7 @@ def _resolve_file(path: str, data: str) -> str:
     path = os.path.abspath(os.path.join(folders[0], path))
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.realpath(folder) + os.sep) for folder in folders):
-        raise DataError(f"{printable(data)}: a row names a file outside of it: {printable(path)}")
+        raise DataError(f"{data}: a row names a file outside of it: {path}")
     return path
 
 

@@ -309,7 +309,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
     for name in ("images", "image_column", "label_column"):
         if (value := getattr(spec, name)) is not None:
             raise ConfigError(
-                f"{name}={value!r}: {printable(spec.data)} is a folder of class folders, not a "
+                f"{name}={value!r}: {spec.data} is a folder of class folders, not a "
                 "list; leave it out, or give a list (.csv, .jsonl, .xlsx)"
             )
     root, notes = resolve_folder(spec.data)
@@ -336,7 +336,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
             continue
         classes = read_classes(folders, walker, spec)
         if spec.optional_labels and walker.left_out["loose_picture"]:
-            raise DataError(f"{printable(folders.parent)} has images outside of class folders")
+            raise DataError(f"{folders.parent} has images outside of class folders")
         if spec.split is None and name in ("train", ""):
             kept = {label: paths for label, paths in classes.items() if paths}
             classes = kept if spec.skip_empty and kept else classes
@@ -364,7 +364,7 @@ def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:
     paths = walker.images(str(folder))
     if not paths:
         hint = walker.other_files(str(folder)) + _list_hint(folder)
-        raise DataError(f"{printable(folder)}: no images in this folder{hint}")
+        raise DataError(f"{folder}: no images in this folder{hint}")
     return [ImageRecord(path, ()) for path in paths]
 
 
@@ -414,7 +414,7 @@ def check_classes(
         walker.left_out["empty_folder"] = unsaid
     if len(images) == 1 and spec.problems is None:
         raise DataError(
-            f"{printable(where)}: only one class ({names}), nothing to classify; "
+            f"{where}: only one class ({names}), nothing to classify; "
             f"add a folder for each other class{_list_hint(where)}"
         )
 

@@ -364,7 +364,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
         notes += unlisted_notes(named, folders, str(root))
     grouped = [bool(contents.columns and contents.columns.group) for contents in lists]
     if any(grouped) and not all(grouped):
-        raise DataError(f"group={printable(spec.group)}: a column of some lists, not of all")
+        raise DataError(f"group={spec.group}: a column of some lists, not of all")
     splits: dict[str, dict[str, ImageRecord]] = {}
     locations: dict[str, str] = {}
     for one in placed:

@@ -70,7 +70,7 @@ class ImageNames:
             ]
         if len(folders) > 1:
             raise DataError(
-                f"{printable(spelling)}: CSV files and workbooks write several names so: "
+                f"{spelling}: CSV files and workbooks write several names so: "
                 f"{join_names(sorted(folders))}; rename one of the files, or give JSON lines"
             )
         return folders[0] if folders else None
@@ -154,7 +154,7 @@ def index_finder(index: DatasetIndex) -> Find:
         found = named.get(name, [])
         if len(found) > 1:
             raise DataError(
-                f"{printable(name)} is the name of several images, such as "
+                f"{name} is the name of several images, such as "
                 f"{' and '.join(map(printable, found[:2]))}: give their whole paths"
             )
         if found:

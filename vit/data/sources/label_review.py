@@ -77,8 +77,8 @@ def _placed_list(
     if named and len(lacking) == len(named) and required:
         what = plural(len(named), "labelled image" if setting == "labels" else "image")
         raise DataError(
-            f"{setting}={printable(columns.data)}: none of its {what}, such as "
-            f"{printable(lacking[0])}, is in the data; names are relative to the folder of the data"
+            f"{setting}={columns.data}: none of its {what}, such as "
+            f"{lacking[0]}, is in the data; names are relative to the folder of the data"
         )
     return contents, lacking
 

@@ -79,7 +79,7 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
     """Find the lists of classes or captions in DATA, a list, a folder or a built-in dataset."""
     if spec.images is not None and not os.path.isdir(spec.images):
         hint = did_you_mean(spec.images)
-        raise DataError(f"{printable(spec.images)}: no such folder of images{hint}")
+        raise DataError(f"{spec.images}: no such folder of images{hint}")
     if spec.captions:
         return _find_caption_lists(spec)
     if not os.path.isdir(spec.data):
@@ -144,7 +144,7 @@ def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     elif here:
         raise _ambiguous([*here, *(path for found in files.values() for path in found)])
     elif "train" not in files:
-        raise DataError(f"{printable(root)} has captions for {join_names(files)}, not for train")
+        raise DataError(f"{root} has captions for {join_names(files)}, not for train")
     else:
         others = [name for name in folders if name not in files and name != "annotations"]
         if others:
@@ -162,7 +162,7 @@ def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
             return {"": here}
         tables = [x for x in _visible(root) if os.path.splitext(x)[1] in CAPTION_SUFFIXES]
         hint = f" ({join_names(tables)}: give one to see what is wrong with it)" if tables else ""
-        raise DataError(f"{printable(root)}: no list of captions in it{hint}; {LAYOUT}")
+        raise DataError(f"{root}: no list of captions in it{hint}; {LAYOUT}")
     if len(here) == 1:
         return {"": here}
     named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
@@ -209,7 +209,7 @@ def _visible(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
-        raise DataError(f"{printable(folder)}: cannot be listed ({error.strerror})") from None
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from None
 
 
 def _metadata_under(folder: Path) -> list[str]:
@@ -255,7 +255,7 @@ def images_folder(
         if len(found) > 1:
             folders = join_names(found)
             raise DataError(
-                f"{printable(path)}: its images are in several folders: {folders}; write the "
+                f"{path}: its images are in several folders: {folders}; write the "
                 "folder before each name, or say which with --images"
             )
         if not found and _has_any(os.curdir, sample, is_table):  # as rows of vit predict

@@ -77,7 +77,7 @@ def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
         for name in refused:
             if (value := getattr(spec, name)) is not None:
                 raise ConfigError(
-                    f"{name}={value!r}: {printable(spec.data)} is not a list; leave it out, or "
+                    f"{name}={value!r}: {spec.data} is not a list; leave it out, or "
                     "give a list (.csv, .jsonl, .xlsx)"
                 )
         index = read(spec)
@@ -126,7 +126,7 @@ def check_source_exists(data: str) -> None:
 def refuse_captions(data: str) -> None:
     """Refuse a list of captions, where no captions are read."""
     if os.path.isfile(data) and is_folder_source(data) and has_captions(data):
-        raise DataError(f"{printable(data)} is a list of captions: learn them with --task caption")
+        raise DataError(f"{data} is a list of captions: learn them with --task caption")
 
 
 def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
@@ -151,7 +151,7 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     if not spec.captions:
         refuse_captions(spec.data)
     if spec.allow_outside and read is not read_lists:
-        raise ConfigError(f"allow_outside: {printable(spec.data)} is not a list; leave it out")
+        raise ConfigError(f"allow_outside: {spec.data} is not a list; leave it out")
     if spec.caption_column is not None and not spec.captions:
         raise ConfigError(
             f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
@@ -160,7 +160,7 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     if spec.label_list is not None:
         if spec.captions:
             raise ConfigError(
-                f"labels={printable(spec.label_list)}: a list of classes, and captions are learned "
+                f"labels={spec.label_list}: a list of classes, and captions are learned "
                 "here; leave it out"
             )
         index = read(_unlabelled_source(spec))
@@ -168,8 +168,7 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
         index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
-            f"{printable(spec.data)}: images with several classes, or none; "
-            "--task multilabel learns them"
+            f"{spec.data}: images with several classes, or none; --task multilabel learns them"
         )
     index = dataclasses.replace(index, multilabel=index.multilabel or bool(spec.multilabel))
     # the column of images is that of a table of images, else of the list of labels
@@ -241,12 +240,12 @@ def open_splits(
         lists = join_names(filter(None, (spec.label_list, spec.exclude)))
         named = join_names(filter(None, index.locations))
         end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
-        raise DataError(f"{printable(spec.data)} has no images for train{end}; give some")
+        raise DataError(f"{spec.data} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
     if spec.labels and not spec.optional_labels and len(classes) < 1 + (not index.multilabel):
         names = join_names(classes)
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
-        raise DataError(f"{printable(index.root)}: {problem}; add images of others")
+        raise DataError(f"{index.root}: {problem}; add images of others")
     notes = [*index.notes]
     own = validation_split(index.splits)
     held_out = own is None or fold is not None
@@ -272,7 +271,7 @@ def open_splits(
         notes.append(f"{plural(len(test), 'test image')} kept for the end")
     if not val:
         reason = ": each class has one image or group, or copies" if held_out and classes else ""
-        raise DataError(f"{printable(spec.data)}: no images left to validate on{reason}; add some")
+        raise DataError(f"{spec.data}: no images left to validate on{reason}; add some")
     total = len(train) if index.multilabel else None
     if classes:
         counts = {name: len(paths) for name, paths in _by_class(train, classes).items()}
@@ -363,7 +362,7 @@ def open_eval_split(
         names = join_names(index.locations) if others else single
         hint = "" if available or spec.captions else "; leave the split out for held-out images"
         raise DataError(
-            f"{index.locations.get('') or printable(index.root)}: no {printable(split)} "
+            f"{index.locations.get('') or index.root}: no {split} "
             f"{index.split_kind}; it has {names}{hint}"
         )
     name = name or ("train" if "train" in index.splits else "")
@@ -607,7 +606,7 @@ def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
         return packed
     if not images:
         there = walker.other_files(folder)
-        raise DataError(f"{printable(folder)}: no images in this folder{there}")
+        raise DataError(f"{folder}: no images in this folder{there}")
     if notes is not None:
         notes += [f"{printable(folder)}: {note}" for note in walker.notes()]
     return images

@@ -90,9 +90,7 @@ class BadLines:
         more = self.count - len(self.first)
         rest = f"; and {more:,} more" if more else ""
         path = printable(self.first[0].path)  # type: ignore[attr-defined]
-        raise DataError(
-            f"{path}: {self.count:,} lines cannot be read: {printable('; '.join(groups))}{rest}"
-        )
+        raise DataError(f"{path}: {self.count:,} lines cannot be read: {'; '.join(groups)}{rest}")
 
 
 def text_lines(path: str) -> Iterator[str]:

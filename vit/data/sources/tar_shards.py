@@ -90,7 +90,7 @@ def shard_files(data: str) -> list[str]:
         files += matches
     if missing:
         names = join_names(missing, 3)
-        raise DataError(f"{printable(data)}: no such shard ({names}); give the existing ones")
+        raise DataError(f"{data}: no such shard ({names}); give the existing ones")
     if compressed := [name for name in files if COMPRESSED.search(name)]:
         return compressed[:1]  # reading it raises, with the command that unpacks it
     return sorted(set(files))
@@ -122,7 +122,7 @@ def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
     if compressed:
         names = join_names(sorted(compressed), 2)
         raise DataError(
-            f"{printable(folder)}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
+            f"{folder}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
             "images are compressed already"
         )
     return sorted(paths)
@@ -148,9 +148,7 @@ def expand_braces(pattern: str) -> list[str]:
             for choice in _expand_innermost(name, pattern):
                 expanded[choice] = None
                 if len(expanded) > MAX_SHARDS:
-                    raise DataError(
-                        f"{printable(pattern)}: more than {MAX_SHARDS:,} shards; use fewer"
-                    )
+                    raise DataError(f"{pattern}: more than {MAX_SHARDS:,} shards; use fewer")
         names = [*expanded]
     return names
 
@@ -160,7 +158,7 @@ def _expand_innermost(name: str, pattern: str) -> Iterator[str]:
     if found is None:
         if "{" in name:
             text = "a brace is not closed; expected such as {000..099}"
-            raise DataError(f"{printable(pattern)}: {text}")
+            raise DataError(f"{pattern}: {text}")
         yield name
         return
     choices: Iterable[str] = found[1].split(",")
@@ -246,7 +244,7 @@ def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> Datase
         if not any(record.captions for records in splits.values() for record in records):
             key = f" (--caption-column {spec.caption_column})" if spec.caption_column else ""
             shards = plural(len(files), "shard")
-            raise DataError(f"{data}: no captions in {shards}; {CAPTIONS_LAYOUT}{printable(key)}")
+            raise DataError(f"{data}: no captions in {shards}; {CAPTIONS_LAYOUT}{key}")
         splits = drop_uncaptioned(splits, notes)
     # By name in the shards, as folders are walked; shards are only the last key.
     keys = {image.path: (image.name_in_split.split("/"), image.file) for image in images}
@@ -270,7 +268,7 @@ def list_shard_images(files: Sequence[str], data: str) -> tuple[list[str], list[
     """
     images, _, _, notes = _list_members(files, IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     if not images:
-        raise DataError(f"{printable(data)}: no images in {plural(len(files), 'shard')}")
+        raise DataError(f"{data}: no images in {plural(len(files), 'shard')}")
     order = {file: number for number, file in enumerate(files)}
     images.sort(key=lambda image: (order[image.file], image.name.split("/")))
     return [image.path for image in images], notes
@@ -403,7 +401,7 @@ class _Annotations:
                 note = f"left out {plural(len(lone), 'file')} {suffix} beside no image"
                 members.notes.append(note)
             for path in lone if spec.problems is not None else ():
-                error = DataError(f"{printable(path)}: no image beside, so it is left out")
+                error = DataError(f"{path}: no image beside, so it is left out")
                 skip_or_raise(spec.problems, "lone_label", error, path)
         self.class_names = _read_class_tables(members.class_tables) if spec.labels else {}
         suffixes = [s for s in LABEL_SUFFIXES if spec.labels and any(self.files[s].values())]
@@ -519,7 +517,7 @@ def _sidecar(image: ShardImage, stems: Collection[tuple[str, str]], suffix: str)
 
 
 def _error(image: ShardImage, problem: str) -> DataError:
-    return DataError(f"{printable(image.path)}: {printable(problem)}")
+    return DataError(f"{image.path}: {problem}")
 
 
 def _read_text(file: str, name: str) -> str:
@@ -529,9 +527,7 @@ def _read_text(file: str, name: str) -> str:
             raise ValueError("too long")
         return content.decode("utf-8-sig")
     except ValueError as error:
-        raise DataError(
-            f"{printable(file)}/{printable(name)}: not UTF-8 text ({printable(error)})"
-        ) from None
+        raise DataError(f"{file}/{name}: not UTF-8 text ({error})") from None
 
 
 def _read_object(image: ShardImage, name: str) -> dict[str, Any]:
@@ -566,7 +562,7 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
     )
     if not valid or len(set(table.values())) != len(table):
         shape = "expected a list of different names, or an object of them by number"
-        raise DataError(f"{printable(location)}: not the names of classes; {shape}")
+        raise DataError(f"{location}: not the names of classes; {shape}")
     return dict(table)
 
 
@@ -630,13 +626,11 @@ def download_shards(data: str) -> tuple[list[str], list[str]]:
 def _list_addresses(data: str) -> tuple[Any, list[str]]:
     """The fsspec file system of `data`, and the sorted paths of its shards there."""
     if COMPRESSED.search(data):
-        raise DataError(f"{printable(data)}: compressed; unpack such shards once, where they are")
+        raise DataError(f"{data}: compressed; unpack such shards once, where they are")
     try:
         from fsspec import core
     except ImportError:
-        raise DataError(
-            f'{printable(data)} needs fsspec: pip install "vit-toolkit[shards]"'
-        ) from None
+        raise DataError(f'{data} needs fsspec: pip install "vit-toolkit[shards]"') from None
     addresses: list[str] = []
     filesystem = None
     for name in expand_braces(data):
@@ -648,7 +642,7 @@ def _list_addresses(data: str) -> tuple[Any, list[str]]:
             else:
                 matches = filesystem.glob(path) if set("*?[") & set(path) else [path]
         if not matches:
-            raise DataError(f"{printable(name)}: there are no shards (*.tar)")
+            raise DataError(f"{name}: there are no shards (*.tar)")
         addresses += map(str, matches)
     return filesystem, sorted(set(addresses))
 
@@ -661,7 +655,7 @@ def _local_path(filesystem: Any, address: str, cache: Path) -> tuple[Path, int]:
         versions = (str(info[name]) for name in VERSION_KEYS if info.get(name))
         version = next(versions, None) or filesystem.ukey(address)
     if not isinstance(size, int) or info.get("type") != "file":
-        raise DataError(f"{printable(address)}: no file of a known size")
+        raise DataError(f"{address}: no file of a known size")
     identity = "\0".join([str(filesystem.protocol), address, str(size), version])
     key = hashlib.blake2b(identity.encode("utf-8", "replace"), digest_size=12).hexdigest()
     folder, name = address.rstrip("/").split("/")[-2:] if "/" in address else ("", address)
@@ -686,10 +680,10 @@ def _check_space(cache: Path, total: int) -> None:
         cache.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free
     except OSError as error:
-        raise DataError(f"{printable(cache)}: cannot be written ({error.strerror})") from None
+        raise DataError(f"{cache}: cannot be written ({error.strerror})") from None
     if total + RESERVED_BYTES > free:
         raise DataError(
-            f"{printable(cache)}: the shards take {format_megabytes(total)} and "
+            f"{cache}: the shards take {format_megabytes(total)} and "
             f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on a "
             "larger disk"
         )
@@ -704,9 +698,7 @@ def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
         with open_atomic(path) as target, filesystem.open(address, "rb") as source:
             shutil.copyfileobj(source, target, COPY_BYTES)
             if (copied := target.tell()) != size:
-                raise DataError(
-                    f"{printable(address)}: {copied:,} of {size:,} bytes were received; try again"
-                )
+                raise DataError(f"{address}: {copied:,} of {size:,} bytes were received; try again")
 
 
 @contextlib.contextmanager
@@ -717,7 +709,7 @@ def _readable_errors(address: str) -> Iterator[None]:
     except DataError:
         raise
     except FileNotFoundError:
-        raise DataError(f"{printable(address)}: no such shard") from None
+        raise DataError(f"{address}: no such shard") from None
     except Exception as error:  # each kind of storage has exceptions of its own
         reason = f"{type(error).__name__}: {error_text(error)}"
-        raise DataError(f"{printable(address)}: cannot be reached ({reason})") from None
+        raise DataError(f"{address}: cannot be reached ({reason})") from None

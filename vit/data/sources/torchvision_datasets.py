@@ -41,7 +41,7 @@ def read_torchvision(spec: DatasetSpec) -> DatasetIndex:
     data = spec.data
     if spec.captions:
         expected = "give a list of captions, tar shards or hf:NAME"
-        raise DataError(f"{printable(data)}: no captions, it has one class an image; {expected}")
+        raise DataError(f"{data}: no captions, it has one class an image; {expected}")
     name = data.removeprefix(PREFIX)
     dataset_class = _find_class(name, data)
     cache = user_cache() / "torchvision"
@@ -50,7 +50,7 @@ def read_torchvision(spec: DatasetSpec) -> DatasetIndex:
         return read_shards(DatasetSpec(str(shards)))
     datasets = dict(_build_splits(dataset_class, data, cache))
     if not datasets:
-        raise DataError(f"{printable(data)}: it has neither train nor test")
+        raise DataError(f"{data}: it has neither train nor test")
     files = {split: _image_files(dataset) for split, dataset in datasets.items()}
     if all(found is not None for found in files.values()):
         classes = {split: _class_names(dataset) for split, dataset in datasets.items()}
@@ -83,10 +83,10 @@ def _find_class(name: str, data: str) -> Any:
     if dataset_class is None or not inspect.isclass(dataset_class):
         near = difflib.get_close_matches(name, downloadable, n=1, cutoff=0.5)
         hint = f"; is it {PREFIX}{near[0]}?" if near else f"; expected one such as {PREFIX}CIFAR10"
-        raise DataError(f"{printable(data)}: torchvision has no dataset of that name{hint}")
+        raise DataError(f"{data}: torchvision has no dataset of that name{hint}")
     if name not in downloadable:
         raise DataError(
-            f"{printable(data)}: torchvision does not download this dataset; get its images, and "
+            f"{data}: torchvision does not download this dataset; get its images, and "
             "give their folder"
         )
     return dataset_class
@@ -127,8 +127,7 @@ def _build(dataset_class: Any, data: str, cache: Path, **settings: Any) -> Any:
         if "split" in settings and isinstance(error, ValueError) and "split" in message:
             return None
         raise DataError(
-            f"{printable(data)}: cannot be downloaded ({message}); copy it to "
-            f"{printable(cache)}, or go online once"
+            f"{data}: cannot be downloaded ({message}); copy it to {cache}, or go online once"
         ) from None
 
 
@@ -160,10 +159,10 @@ def _class_name(label: Any, names: list[str], data: str) -> str:
         number = int(label)
     except (TypeError, ValueError):
         raise DataError(
-            f"{printable(data)}: an image of this dataset has no single class ({label!r:.60})"
+            f"{data}: an image of this dataset has no single class ({label!r:.60})"
         ) from None
     if names and not 0 <= number < len(names):
-        raise DataError(f"{printable(data)}: label {number} is none of its {len(names)} classes")
+        raise DataError(f"{data}: label {number} is none of its {len(names)} classes")
     return names[number] if names else str(number)
 
 

@@ -258,9 +258,9 @@ def find_groups(names: Sequence[str], pattern: str, columns: Sequence[str] = ())
     if names and not any(found):
         others = f" (columns that are not read: {join_names(columns, 8)})" if columns else ""
         raise DataError(
-            f"group={printable(pattern)}: no column of that name{others}, and as a regular "
+            f"group={pattern}: no column of that name{others}, and as a regular "
             f"expression it matches none of {plural(len(names), 'path')} such as "
-            f"{printable(names[0])}{nearest(pattern, columns)}"
+            f"{names[0]}{nearest(pattern, columns)}"
         )
     bracket = 1 if expression.groups else 0
     return [(match[bracket] or "") if match else "" for match in found]
@@ -284,7 +284,7 @@ def check_group_leakage(
     if shared:
         names = join_names(shared, 3)
         raise DataError(
-            f"{location}: {plural(len(shared), 'group')} ({printable(group)}) in training too: "
+            f"{location}: {plural(len(shared), 'group')} ({group}) in training too: "
             f"{names}; move each to one side, or leave the validation images out and we hold "
             "some out"
         )

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
-from vit.text import Notify, printable
+from vit.text import Notify
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.training_state import TrainingState
 from vit.weights.safetensors_io import read_tensors, write_tensors
@@ -189,14 +189,14 @@ def load_checkpoint(folder: Path, run: TrainingState, notify: Notify) -> Checkpo
         state: dict[str, Any] = json.loads(metadata["state"])
         if state.pop("version", None) != VERSION:
             raise WeightsError(
-                f"{printable(path)} was written by another version of vit: finish its run with "
+                f"{path} was written by another version of vit: finish its run with "
                 "that, or start anew with --overwrite"
             )
         snapshot = Snapshot(tensors, state.pop("optimizer"), state.pop("groups"))
         _restore(path, snapshot, run)
         return CheckpointState(**state, damaged=damaged)
     if paths:
-        raise RunError(f"{printable(folder)}: every checkpoint is damaged; start with --overwrite")
+        raise RunError(f"{folder}: every checkpoint is damaged; start with --overwrite")
     return None
 
 
@@ -237,7 +237,7 @@ def require_same(
     ]
     if faults:
         raise WeightsError(
-            f"{printable(path)} does not fit {what}: {', '.join(sorted(faults)[:3])}"
+            f"{path} does not fit {what}: {', '.join(sorted(faults)[:3])}"
             f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}"
         )
 
@@ -302,7 +302,7 @@ def _restore_optimizer(
         )
     if not fits:
         raise WeightsError(
-            f"{printable(path)} is of another optimiser: resume with the settings and the version "
+            f"{path} is of another optimiser: resume with the settings and the version "
             "of vit that it was written with, or start anew with --overwrite"
         )
     sharded = {

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from vit.errors import RunError
-from vit.text import printable
 from vit.training.checkpoint.best_checkpoints import BestEpochs, Event
 from vit.training.checkpoint.checkpoint import (
     CHECKPOINTS,
@@ -87,7 +86,7 @@ class CheckpointManager:
         self.has_checkpoint = True
         if self.best.events and not (self.folder / WEIGHTS).is_file():
             raise RunError(
-                f"{printable(self.folder / WEIGHTS)} is missing, and epoch "
+                f"{self.folder / WEIGHTS} is missing, and epoch "
                 f"{self.best.first['epoch']}, whose weights it had, is over: restore it, or start "
                 "anew with --overwrite"
             )

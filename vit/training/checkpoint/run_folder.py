@@ -172,7 +172,7 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
         match = split.find((one.path for one in splits.val), splits.root)
         if len(match.paths) < match.recorded and match.known:
             there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
-            raise DataError(f"data={printable(ours['data'])} has {there}; leave DATA out")
+            raise DataError(f"data={ours['data']} has {there}; leave DATA out")
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]

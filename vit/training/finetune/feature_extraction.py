@@ -43,7 +43,7 @@ from vit.errors import BadImage, DataError, RunError, WeightsError, error_text
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import user_cache
 from vit.precision import autocast
-from vit.text import Notify, plural, printable
+from vit.text import Notify, plural
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
 from vit.weights.safetensors_io import digest, read_tensors, write_tensors
@@ -412,6 +412,6 @@ def read_vectors(path: Path) -> tuple[list[Key], Tensor]:
         or values.ndim != 2
         or keys.shape != (len(values), KEY_BYTES)
     ):
-        raise WeightsError(f"{printable(path)} is damaged: it holds no features")
+        raise WeightsError(f"{path} is damaged: it holds no features")
     flat = keys.numpy().tobytes()
     return [flat[at : at + KEY_BYTES] for at in range(0, len(flat), KEY_BYTES)], values

@@ -135,10 +135,10 @@ def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[
     for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:
         a, b, weight = (state.get(f"{path}.{name}") for name in (A, B, "weight"))
         if a is None or b is None or weight is None:
-            raise WeightsError(f"{printable(path)} must have {A}, {B} and weight to be merged")
+            raise WeightsError(f"{path} must have {A}, {B} and weight to be merged")
         if a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
             raise WeightsError(
-                f"{printable(path)}: {A} {tuple(a.shape)} and {B} {tuple(b.shape)} are not a "
+                f"{path}: {A} {tuple(a.shape)} and {B} {tuple(b.shape)} are not a "
                 f"difference of rank {rank} for a weight {tuple(weight.shape)}"
             )
         difference = alpha / rank * (b.double() @ a.double())

@@ -66,7 +66,7 @@ def read_vision_config(config: Mapping[str, Any]) -> tuple[str, Values]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WeightsError(
-            f"config.json: model_type={printable(repr(model_type))} (transformers) cannot be "
+            f"config.json: model_type={model_type!r} (transformers) cannot be "
             f"loaded; there are {', '.join(FAMILIES)}"
         )
     if "quantization_config" in config:
@@ -106,7 +106,7 @@ def _checked(name: str, value: Any, default: Any) -> Any:
 
 def invalid(name: str, value: Any, why: str) -> WeightsError:
     """Error for a value of config.json."""
-    return WeightsError(f"config.json: {name}={printable(repr(value))}: {why}")
+    return WeightsError(f"config.json: {name}={value!r}: {why}")
 
 
 def model_fields(model_type: str, values: Values, *, classifies: bool) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def read_custom_model(
     """The inverse of `write_custom_model`."""
     unknown = [name for name in state if not name.startswith(PREFIX)]
     if unknown:
-        raise WeightsError(f"{printable(unknown[0])} is no tensor of model_type={MODEL_TYPE}")
+        raise WeightsError(f"{unknown[0]} is no tensor of model_type={MODEL_TYPE}")
     config = parse_model_config(content.get("network"))
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 

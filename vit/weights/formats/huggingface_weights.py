@@ -283,7 +283,7 @@ def read_huggingface(
             antialias = kind == "dinov2_with_registers"
         classes, class_notes = _classes(config, found.num_classes)
     except (ConfigError, WeightsError) as error:
-        raise WeightsError(f"{printable(where)}: {error}") from None
+        raise WeightsError(f"{where}: {error}") from None
     preprocessing, processor_notes = read_processor(
         processor, found.image_size, config.get("model_type")
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from vit.config import DataConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
@@ -79,7 +79,7 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
         state = flatten_patches(state)
         check_fit(state, meta_model(config))
     except FAULTS as error:
-        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+        raise WeightsError(f"{where}: {error}") from None
     return Pretrained(
         state=state,
         config=config,

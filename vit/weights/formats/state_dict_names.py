@@ -18,7 +18,7 @@ from vit.errors import WeightsError
 from vit.model.build import assemble_captioner, assemble_model
 from vit.model.relative_position_bias import PREFIX_ROWS
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import join_names, printable
+from vit.text import join_names
 
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]
@@ -75,7 +75,7 @@ def substitute(state: Mapping[str, Tensor], table: Table) -> State:
 
 def _put(state: State, name: str, tensor: Tensor) -> None:
     if name in state:
-        raise WeightsError(f"two tensors are both {printable(name)}")
+        raise WeightsError(f"two tensors are both {name}")
     state[name] = tensor
 
 
@@ -92,7 +92,7 @@ def rename(state: Mapping[str, Tensor], table: Table, source: str) -> State:
             continue
         ours = ours.format(**match.groupdict())
         if ours in renamed:
-            raise WeightsError(f"{printable(name)} is a second tensor for {ours}")
+            raise WeightsError(f"{name} is a second tensor for {ours}")
         renamed[ours] = tensor
     if unknown:
         raise WeightsError(f"{source} has no {join_names(unknown, 3)}")
@@ -122,9 +122,9 @@ def to_float32(state: Mapping[str, Tensor]) -> State:
     """Convert the tensors to float32 on the CPU; those without data stay on the meta device."""
     for name, tensor in state.items():
         if not tensor.is_floating_point():
-            raise WeightsError(f"{printable(name)} holds {tensor.dtype}, expected floats")
+            raise WeightsError(f"{name} holds {tensor.dtype}, expected floats")
         if not tensor.ndim:
-            raise WeightsError(f"{printable(name)} is a single number")
+            raise WeightsError(f"{name} is a single number")
     return {
         name: tensor.detach().to("meta" if tensor.is_meta else "cpu", torch.float32)
         for name, tensor in state.items()
@@ -228,7 +228,7 @@ def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
     ours = substitute(state, TIMM_NAMES)
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
-            raise WeightsError(f"{printable(name)} is there beside a whole qkv")
+            raise WeightsError(f"{name} is there beside a whole qkv")
     whole = fuse_qkv(expand_shared_bias(_fill_key_biases(join_heads(ours))))
     return whole if packed else _unpack(whole)
 

@@ -133,7 +133,7 @@ def timm_facts(
             small = replace(config, **few, image_size=pixels // side * side)
             prove(shallow, small, facts.rotary_order)
     except (ConfigError, WeightsError, *REFUSALS) as error:
-        raise WeightsError(f"{printable(name)} (timm): {printable(error)}") from None
+        raise WeightsError(f"{name} (timm): {error}") from None
     if not named and not about.get("label_names"):
         classes, more = imagenet_names(name, about, config.num_classes)
         facts = facts._replace(classes=classes, notes=(*notes, *more))
@@ -261,7 +261,7 @@ def _build(
         raise WeightsError(f"{printable(name)!r} is no network of timm {timm.__version__}{hint}")
     if not timm.models.is_model_in_modules(base, MODULES):
         raise WeightsError(
-            f"{printable(name)} (timm) is not one of its plain Vision Transformers, "
+            f"{name} (timm) is not one of its plain Vision Transformers, "
             f"which are in {', '.join(MODULES)}"
         )
     args = {key: value for key, value in model_args.items() if key not in DECIDED}
@@ -269,12 +269,11 @@ def _build(
         args.setdefault("global_pool", about["global_pool"])
     unknown = [key for key in args if key not in _arguments()]
     if unknown:
-        raise WeightsError(f"{printable(name)} (timm) takes no argument {join_names(unknown, 3)}")
+        raise WeightsError(f"{name} (timm) takes no argument {join_names(unknown, 3)}")
     patch, head = state.get(PATCH_WEIGHT), state.get("head.weight")
     if patch is None:
         raise WeightsError(
-            f"{printable(name)} (timm): {PATCH_WEIGHT} is missing: not weights of a Vision "
-            "Transformer"
+            f"{name} (timm): {PATCH_WEIGHT} is missing: not weights of a Vision Transformer"
         )
     first = state.get(FIRST_CONVOLUTION, patch)
     if timm.models.is_model_in_modules(base, ["naflexvit"]):
@@ -291,9 +290,7 @@ def _build(
         with torch.device("meta"):
             return timm.create_model(base, pretrained=False, **args), args
     except REFUSALS as error:
-        raise WeightsError(
-            f"{printable(name)} (timm) cannot be built: {printable(error)}"
-        ) from None
+        raise WeightsError(f"{name} (timm) cannot be built: {error}") from None
 
 
 def _arguments() -> set[str]:
@@ -505,11 +502,9 @@ def search(pattern: str) -> list[RegistryEntry]:
     if len(_proven()) > known:
         _save(cache_file("supported"), _proven())
     if named and not found:
-        raise WeightsError(f"no supported timm model matches '{printable(pattern)}'")
+        raise WeightsError(f"no supported timm model matches '{pattern}'")
     if not found:
-        raise WeightsError(
-            f"no pretrained timm model matches '{printable(pattern)}'{suggest_names(word)}"
-        )
+        raise WeightsError(f"no pretrained timm model matches '{pattern}'{suggest_names(word)}")
     return [entry for name in found if (entry := find_entry(name)) is not None]
 
 

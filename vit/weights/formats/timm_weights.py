@@ -61,7 +61,7 @@ def read_timm(
         about = dict(pretrained_cfg)
         return _read(state, architecture, model_args, about, label_names, other_names)
     except FAULTS as error:
-        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+        raise WeightsError(f"{where}: {error}") from None
 
 
 def looks_like_timm(state: Mapping[str, Tensor]) -> bool:

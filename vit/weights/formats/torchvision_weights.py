@@ -12,7 +12,6 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.preprocessing import IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.text import printable
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
@@ -71,7 +70,7 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
                 f"has the width {config.dim}; they have {', '.join(map(str, WIDTHS))}"
             )
     except (ConfigError, WeightsError, LookupError) as error:
-        raise WeightsError(f"{printable(where)}: {printable(error)}") from None
+        raise WeightsError(f"{where}: {error}") from None
     classes, notes = _classes(config.num_classes)
     prepared, on_images = _preprocessing(config)
     return Pretrained(
