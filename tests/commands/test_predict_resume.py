@@ -1,6 +1,5 @@
 """A kill in the middle and --resume: every row once, and every byte as if nothing had been."""
 
-import json
 import os
 import resource
 import signal
@@ -11,7 +10,6 @@ import torch
 
 from tests.commands.interruptions import interrupt_at, run_interrupted
 from tests.training.children import Job
-from vit.inference.predictor import Predictor
 from vit.inference.torch_engine import TorchEngine
 from vit.output.resumable_output import ResumableOutput, merge_blocks
 
@@ -119,6 +117,7 @@ def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
         (["--format", "csv"], "format (jsonl, now csv)"),
         (["--threshold", "0.5"], "threshold (None, now 0.5)"),
         (["--precision", "bf16"], "precision (fp32, now bf16)"),
+        (["-b", "2"], "batch size (4, now 2)"),
         (["--keep-aspect"], "keep aspect (False, now True)"),
         (["--merge-tokens", "1"], "merge tokens (None, now 1)"),
         (["more.jpg"], "images (34, now 35); another list of images"),
@@ -138,16 +137,6 @@ def test_only_the_same_is_continued(predict, inputs, tmp_path, monkeypatch, word
     assert f"a.jsonl.partial was begun with {reason}" in err[0]
     assert "--overwrite" in err[0]
     assert (tmp_path / "a.jsonl.partial").read_bytes() == left
-
-
-def test_another_batch_size_does_not_continue(predict, inputs, tmp_path, monkeypatch):
-    words = (*inputs, "--out", tmp_path / "a.csv")
-    with monkeypatch.context() as patch:
-        interrupt_at(1, "fail", patch.setattr)
-        assert predict(*words, "-b", SIZE)[0] == 2
-    code, _, err = predict(*words, "-b", 2, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "begun with batch size (4, now 2)" in err[0]
 
 
 def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, monkeypatch):
@@ -283,16 +272,6 @@ def test_progress_is_told_now_and_then(predict, input_images, tmp_path, monkeypa
     ]
     assert all("images/s" in line for line in err)
     assert err[-1].endswith("images/s, 0 failed")
-
-
-def test_an_uninterrupted_file_is_what_the_predictor_says(
-    predict, input_images, tiny_run, tmp_path
-):
-    out = tmp_path / "a.jsonl"
-    assert predict(*input_images, "-b", SIZE, "--out", out)[0] == 0
-    expected = Predictor(tiny_run, batch_size=SIZE)(input_images)
-    for line, prediction in zip(out.read_text().splitlines(), expected, strict=True):
-        assert json.loads(line)["predictions"][0]["score"] == prediction.predictions[0][1]
 
 
 def test_what_is_complete_is_not_predicted_again(predict, inputs, tmp_path, monkeypatch):

@@ -251,10 +251,6 @@ def test_patch_size_applies_to_any_run(tiny_run, input_images, size):
     assert [p.predictions for p in found] != [p.predictions for p in usual]
 
 
-def test_the_own_patch_size_changes_nothing(tiny_run, input_images):
-    assert Predictor(tiny_run, patch_size=8)(input_images) == Predictor(tiny_run)(input_images)
-
-
 @pytest.mark.parametrize("change", [{"merge_tokens": 1}, {"patch_size": 4}])
 def test_a_changed_network_does_not_keep_the_promises_of_its_calibration(
     distance_run, input_images, change
@@ -398,11 +394,6 @@ def test_images_unlike_those_of_training_are_unknown(distance_run, input_images)
     }
     embedded = Predictor(distance_run, precision="fp32", batch_size=8, embeddings=True)
     assert [one.unknown for one in embedded(input_images, reject=True)] == reasons
-
-
-def test_distances_are_of_square_images(distance_run, input_images):
-    with pytest.raises(ConfigError, match="leave keep_aspect out"):
-        Predictor(distance_run, keep_aspect=True)(input_images, reject=True)
 
 
 @pytest.mark.parametrize("option", [{"reject": True}, {"sets": 0.9}])

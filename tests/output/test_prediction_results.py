@@ -167,18 +167,6 @@ def test_a_workbook_has_names_as_they_are_and_percentages(tmp_path):
     assert cells[1][2].number_format == "0.00%"
 
 
-@pytest.mark.parametrize("style", FORMATS)
-def test_every_format_writes_answers_and_errors(style):
-    header, line = FORMATS[style](Layout(top_k=1, classes=["cat"], images=["a.jpg"]))
-    answer = line(Prediction("a.jpg", (("cat", 0.5),)))
-    error = line(Prediction("a.jpg", error="is empty"))
-    assert all("a.jpg" in row and row.endswith("\n") for row in (answer, error))
-    assert "cat" in answer
-    assert ("50.00%" if style == "table" else "0.5") in answer
-    assert "is empty" in error
-    assert header == "" or header.endswith("\n")
-
-
 @pytest.mark.parametrize("answer", SPEECHES)
 def test_json_gives_every_caption_back(answer):
     line = json_of(answer, n_best=2)

@@ -168,13 +168,11 @@ class Application:
         model = self.registry.get(query.get("model"))
         options = row_options(query)
         explain = query.get("explain")
-        if explain not in (None, "json", "png"):
-            raise ConfigError(f"explain={printable(explain[:40])!r}: choose json or png")
+        if explain not in (None, "json"):
+            raise ConfigError(f"explain={printable(explain[:40])!r}: give json")
         model.check(options, explain=explain is not None)
         with self._body(request) as body:
             uploads = await body.images(self.scheduler, query.get("name", "image"))
-            if explain == "png" and len(uploads) > 1:
-                raise RequestError(400, "explain=png draws one image: send one, or explain=json")
             names = [one.name for one in uploads]
             pending: list[Upload] = [*uploads]
             del uploads  # the scheduler empties `pending`, and so frees bytes as they are decoded
@@ -194,23 +192,15 @@ class Application:
             if len(failed) == len(outputs):
                 error = to_json(f"none of the {len(outputs)} images can be read")
                 return json_text(f'{{"error": {error}, {results}}}', 422)
-        if explain == "png":
-            drawing = await self.scheduler.call(model.draw, names[0], outputs[0], options)
-            return Response(drawing, media_type="image/png")
-        if explain == "json":
+        if explain is not None:
             maps = [
-                await self._explain(model, *one, options)
-                for one in zip(names, outputs, strict=True)
+                None
+                if isinstance(output, BadImage)
+                else await self.scheduler.call(model.explain, name, output, options)
+                for name, output in zip(names, outputs, strict=True)
             ]
             results += f', "explanations": {to_json(maps)}'
         return json_text(f"{{{results}}}")
-
-    async def _explain(
-        self, model: ServedModel, name: str, output: Any, options: RowOptions
-    ) -> Any:
-        if isinstance(output, BadImage):
-            return None
-        return await self.scheduler.call(model.explain, name, output, options)
 
     # --- KServe ------------------------------------------------------------------------------
 

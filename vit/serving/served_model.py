@@ -7,7 +7,6 @@ format_row     one prediction -> one line, byte for byte that of `vit predict`
 """
 
 import contextlib
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -222,26 +221,6 @@ class ServedModel:
             )
         ]
         return {"image": name, "seen": seen, "classes": classes}
-
-    def draw(self, name: str, output: Any, options: RowOptions) -> bytes:
-        """The same maps over the image, as a PNG file."""
-        import torch
-
-        from vit.inference.attribution import view_lines
-        from vit.inference.attribution_plot import plot_attributions
-
-        record = self.explain(name, output, options)
-        parts = record.get("classes") or record["words"]
-        texts = [
-            [one["label"], f"{one['probability']:.2%}"] if "label" in one else [one["text"]]
-            for one in parts
-        ]
-        maps = [torch.tensor(one["weights"], dtype=torch.float64) for one in parts]
-        lines = view_lines(self.predictor)
-        plot = plot_attributions(output.pixels, maps, [lines, *texts])
-        file = io.BytesIO()
-        plot.save(file, format="PNG")
-        return file.getvalue()
 
 
 def split_name(word: str) -> tuple[str, str]:
