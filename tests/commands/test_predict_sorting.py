@@ -45,7 +45,7 @@ def test_a_threshold_leaves_classes_unnamed(predict, tiny_run, input_images, bes
     assert [line.split()[1:] == ["-"] for line in out[1:]] == empty
 
 
-@pytest.mark.parametrize("way", ["copy", "symlink", "hardlink"])
+@pytest.mark.parametrize("way", ["copy", "symlink"])
 def test_images_are_sorted_by_their_best_class(
     predict, input_images, bad_images, best, tmp_path, way
 ):

@@ -100,7 +100,7 @@ class PredictionConfig(Section):
     sort_into: str | None = setting(None, incompatible_with=RAY)
     """Folder: copy each image into its subfolder <predicted class>, or _unsure if the class is
     below --threshold; originals are not changed."""
-    sort_with: Literal["copy", "symlink", "hardlink"] | None = setting(
+    sort_with: Literal["copy", "symlink"] | None = setting(
         None, needs={"sort_into": "it places images there"}
     )
     """How images are placed in --sort-into (default: copy)."""

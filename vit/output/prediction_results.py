@@ -381,7 +381,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             rejected = place == 0 and prediction.unknown is not None and not layout.multilabel
             cells += [
                 pad(UNKNOWN if rejected else printable(label), label_width),
-                share_text(score) if layout.shares else f"{score:7.4g}",
+                f"{score:7.2%}" if layout.shares else f"{score:7.4g}",
             ]
         if prediction.error is None:
             most = 1 if layout.multilabel else layout.top_k
@@ -404,11 +404,6 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
     return "  ".join(header).rstrip() + "\n", line
-
-
-def share_text(share: float) -> str:
-    """A probability in percent, of the width of a column: ` 25.85%`."""
-    return f"{share:7.2%}"
 
 
 def column_width(*names: str) -> int:

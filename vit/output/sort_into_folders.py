@@ -4,7 +4,6 @@ Target paths depend only on the list of images, the classes and the prediction, 
 sorting after a kill is idempotent.
 """
 
-import errno
 import fnmatch
 import glob
 import hashlib
@@ -24,7 +23,7 @@ from vit.output.prediction_results import Prediction
 from vit.paths import casefold_name, is_device_name
 from vit.text import join_names
 
-SortMethod = Literal["copy", "symlink", "hardlink"]
+SortMethod = Literal["copy", "symlink"]
 UNSURE = "_unsure"
 PUNCTUATION = " -_.,+=@()[]&'!#"
 ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
@@ -147,17 +146,12 @@ class ImageSorter:
                 self._check_identical(prediction.image, target)
         except OSError as error:
             what = f"{prediction.image} could not be put at {target}"
-            remedy = ""
-            if error.errno == errno.EXDEV:
-                remedy = "; take --sort-with copy or symlink"
-            raise RunError(f"{what}: {error.strerror}{remedy}") from None
+            raise RunError(f"{what}: {error.strerror}") from None
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
         if self.method == "symlink":
             target.symlink_to(os.path.abspath(image))
-        elif self.method == "hardlink":
-            os.link(os.path.realpath(image), target)
         elif os.path.lexists(target):
             raise FileExistsError
         else:
@@ -174,8 +168,6 @@ class ImageSorter:
         """Accept what an earlier, interrupted run has placed there, and nothing else."""
         if self.method == "symlink":
             same = target.is_symlink() and os.readlink(target) == os.path.abspath(image)
-        elif self.method == "hardlink":
-            same = not target.is_symlink() and os.path.samefile(image, target)
         else:
             same = target.is_file() and not target.is_symlink()
             same = same and same_bytes(image, target)

@@ -33,17 +33,12 @@ from vit.errors import BadImage, ConfigError, VitError
 from vit.generation.generation_config import Search
 from vit.output.prediction_results import to_json
 from vit.serving import kserve_protocol
-from vit.serving.dynamic_batching import (
-    BatchScheduler,
-    ComputeFailed,
-    QueueFull,
-    ServerFailed,
-)
-from vit.serving.model_registry import ModelRegistry, UnknownModel
+from vit.serving.dynamic_batching import BatchScheduler, QueueFull
+from vit.serving.model_registry import ModelRegistry
 from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
-from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, RequestError, check_name
+from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, check_name
 from vit.serving.served_model import RowOptions, ServedModel, Upload
-from vit.serving.server_config import ServerConfig
+from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import printable
 
@@ -97,7 +92,7 @@ class Application:
         )
         for name, model in registry.models.items():
             metrics.add_model(name, rejects=model.allows(RowOptions(reject=True)))
-        self.budget = MemoryBudget(config.max_memory_bytes, metrics)
+        self.budget = MemoryBudget(int(config.max_memory_mb * MEGABYTE), metrics)
         self.stopping = False
         self.document = openapi_document(config, [*registry.models], OPEN_PATHS)
         gets: dict[str, Handler] = {
@@ -241,7 +236,8 @@ class Application:
     def _kserve_model(self, request: Request) -> ServedModel:
         version = request.path_params.get("version", kserve_protocol.VERSION)
         if version != kserve_protocol.VERSION:
-            raise UnknownModel(f"version {printable(version[:40])!r}: models have version 1 only")
+            shown = printable(version[:40])
+            raise RequestError(404, f"version {shown!r}: models have version 1 only")
         return self.registry.get(request.path_params["name"])
 
     # --- requests ----------------------------------------------------------------------------
@@ -258,27 +254,21 @@ class Application:
             request.scope[ROUTE] = path
             try:
                 return await handler(request)
-            except RequestError as error:
-                status, reason, headers = error.status, error.reason, error.headers
-            except QueueFull as full:
-                self.metrics.limits_reached.labels(full.limit).inc()
-                status, headers = 429, {"retry-after": str(full.retry_after)}
-                reason = f"the server is busy; try again in {full.retry_after} s"
-            except UnknownModel as error:
-                status, reason, headers = 404, str(error), {}
             except ClientGone:
                 self.metrics.refused.labels("client gone").inc()
                 return Response(status_code=400)  # nobody reads it
-            except ComputeFailed as error:
-                status, reason = 503 if isinstance(error, ServerFailed) else 500, str(error)
-                headers = {}
+            except RequestError as error:
+                if isinstance(error, QueueFull):
+                    self.metrics.limits_reached.labels(error.limit).inc()
+                refused = error
             except VitError as error:
-                status, reason, headers = 400, str(error), {}
+                refused = RequestError(400, str(error))
             except Exception:  # Starlette would answer in plain text
                 traceback.print_exc(file=sys.stderr)
-                status, reason, headers = 500, "the server failed; its log has the reason", {}
-            self.metrics.refused.labels(str(status)).inc()
-            return Refusal(status, reason, headers, getattr(request.state, "body", None))
+                refused = RequestError(500, "the server failed; its log has the reason")
+            self.metrics.refused.labels(str(refused.status)).inc()
+            unread = getattr(request.state, "body", None)
+            return Refusal(refused.status, refused.reason, refused.headers, unread)
 
         return answer
 

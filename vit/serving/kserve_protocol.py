@@ -28,9 +28,9 @@ from vit.data.image_objects import Array
 from vit.errors import BadImage
 from vit.inference.predictor import ranked_classes
 from vit.output.prediction_results import to_json
-from vit.serving.request_body import RequestError, check_count, check_size
+from vit.serving.request_body import check_count, check_size
 from vit.serving.served_model import RowOptions, ServedModel, Upload
-from vit.serving.server_config import ServerConfig
+from vit.serving.server_config import RequestError, ServerConfig
 from vit.text import printable
 from vit.version import __version__
 

@@ -15,14 +15,11 @@ from vit.errors import ConfigError, VitError
 from vit.inference.predictor import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
+from vit.serving.server_config import RequestError
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import Notify, printable
 
 POLL_SECONDS = 2.0
-
-
-class UnknownModel(Exception):
-    """A request names a model that is not served."""
 
 
 class ModelRegistry:
@@ -78,9 +75,8 @@ class ModelRegistry:
         """The model of a request."""
         model = self.models.get(self.default if name is None else name)
         if model is None:
-            raise UnknownModel(
-                f"model={printable((name or '')[:100])}: served are {', '.join(self.models)}"
-            )
+            served = ", ".join(self.models)
+            raise RequestError(404, f"model={printable((name or '')[:100])}: served are {served}")
         return model
 
     async def reload(self, metrics: ServerMetrics, names: Sequence[str] | None = None) -> None:

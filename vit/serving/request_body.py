@@ -14,7 +14,7 @@ from python_multipart.multipart import MultipartState, parse_options_header
 
 from vit.data.image_io import EncodedImage
 from vit.serving.dynamic_batching import BatchScheduler, QueueFull
-from vit.serving.server_config import MEGABYTE, ServerConfig
+from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 
 FIELD = "file"
@@ -22,14 +22,6 @@ MAX_NAME = 1000
 """Characters of an image's name."""
 MAX_PART_HEADERS, MAX_PART_HEADER_BYTES = 8, 4096
 Message = Mapping[str, Any]
-
-
-class RequestError(Exception):
-    """A request that is answered with a status of 4xx and a sentence."""
-
-    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(status, reason)
-        self.status, self.reason, self.headers = status, reason, headers or {}
 
 
 class ClientGone(Exception):
@@ -113,7 +105,7 @@ class BodyReader:
     async def discard(self, seconds: float = 1.0) -> None:
         """Drop what a refused client still sends, so that it can read its answer."""
         loop = asyncio.get_running_loop()
-        deadline, left = loop.time() + seconds, self.config.max_request_bytes
+        deadline, left = loop.time() + seconds, self.config.max_request_mb * MEGABYTE
         while not self.complete and left > 0 and loop.time() < deadline:
             try:
                 message = await asyncio.wait_for(self.receive(), deadline - loop.time())
