@@ -1,4 +1,4 @@
-"""Files and folders that appear when they are complete."""
+"""Files and folders that appear when they are complete, and locks on files."""
 
 import errno
 import os
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vit.atomic_files import atomic_folder, open_atomic, write_text
+from vit.atomic_files import HAS_LOCKS, atomic_folder, lock_file, locked, open_atomic, write_text
 from vit.errors import RunError
+
+needs_locks = pytest.mark.skipif(not HAS_LOCKS, reason="no locks on Windows")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -61,3 +63,24 @@ def test_a_folder_that_cannot_be_replaced_is_restored(tmp_path, monkeypatch, tim
         assert (folder / "mine.txt").read_text() == "mine"
     else:
         assert (Path(str(refused.value).split(" is now ")[1]) / "mine.txt").is_file()
+
+
+# two open files of one process stand for two processes
+@needs_locks
+@pytest.mark.parametrize(
+    ("first", "second", "both"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_only_shared_locks_are_held_together(first, second, both, tmp_path):
+    with (tmp_path / "lock").open("ab") as one, (tmp_path / "lock").open("ab") as other:
+        assert lock_file(one, shared=first)
+        assert lock_file(other, shared=second) == both
+        one.close()
+        assert lock_file(other, shared=second)
+
+
+@needs_locks
+def test_a_locked_path_is_free_again_after_the_block(tmp_path):
+    with locked(tmp_path / "lock"), (tmp_path / "lock").open("ab") as other:
+        assert not lock_file(other)
+    with (tmp_path / "lock").open("ab") as other:
+        assert lock_file(other)

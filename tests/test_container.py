@@ -23,8 +23,7 @@ from packaging.requirements import Requirement
 
 from tests.exported.test_onnx_classifier import written
 from vit.commands import serve_command
-from vit.commands.command_options import options_of
-from vit.commands.command_parser import CommandParser
+from vit.commands.command_parser import CommandParser, options_of
 from vit.serving.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[1]

@@ -32,7 +32,7 @@ def tasks_with(attribute: str) -> Callable[[], str]:
     """Names of the tasks of which an attribute is true."""
 
     def names() -> str:
-        from vit.config.config_section import PRETRAINING_TASKS
+        from vit.config.settings import PRETRAINING_TASKS
         from vit.config.training_config import TASKS as KNOWN
         from vit.tasks.task import get_task
 
@@ -95,7 +95,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
-        "model/pixel_decoder model/projection_head config/pretraining_config data/multi_view "
+        "model/pixel_decoder model/projection_head data/multi_view "
         "evaluation/pretraining_report evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
@@ -106,7 +106,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Fine-tune, probe, LoRA, new classes",
-        "training/finetune config/finetune_config ",
+        "training/finetune ",
         *("train", LABELS, DATA, "torch"),
         tests="training/finetune",
     ),
@@ -137,7 +137,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Stop, resume, keep the best",
-        "training/checkpoint training/ema stop_signals file_lock",
+        "training/checkpoint training/ema stop_signals",
         *("train pretrain tune", TASKS, DATA, "torch"),
         tests="training/checkpoint commands/interruptions training/test_old_run training/disks",
     ),
@@ -343,7 +343,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Command line, Python functions, messages, devices",
         "__init__ __main__ version errors atomic_files json_values text paths precision cpu_cores "
         "memory_allocator quick_imports commands config/parser config/merge_settings "
-        "config/config_section config/stored_config",
+        "config/settings config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),
     Capability(

@@ -1,7 +1,7 @@
-"""Files and folders that appear when they are complete.
+"""Files and folders that appear when they are complete, and locks on files.
 
 They are written beside their path, flushed to disk and renamed, so that either the old or the
-complete new version exists at any time.
+complete new version exists at any time. Locks hold against other processes; Windows has none.
 """
 
 import contextlib
@@ -9,10 +9,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vit.errors import DISK_FULL, RunError
+
+HAS_LOCKS = find_spec("fcntl") is not None
+"""Whether this system locks files, and deletes open ones."""
 
 
 @contextlib.contextmanager
@@ -120,3 +124,27 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock_file(
+    file: BinaryIO, *, wait: bool = False, shared: bool = False, inherited: bool = True
+) -> bool:
+    """Lock `file` until it and its mappings are closed; False if another process holds it."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    lock = fcntl.flock if inherited else fcntl.lockf
+    try:
+        lock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of the file at `path`, which is created; wait for other processes."""
+    with path.open("ab") as file:
+        lock_file(file, wait=True)
+        yield

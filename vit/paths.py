@@ -8,12 +8,10 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from vit.errors import ConfigError, RunError
 from vit.text import nearest_names, printable
 
-MODEL_FILES = ("config.json", "model.safetensors")
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""
 MAX_NAME_LENGTH = 255
@@ -38,31 +36,17 @@ def did_you_mean(path: str | os.PathLike[str]) -> str:
     Only its folder, or the nearest parent that exists, is searched.
     """
     text = os.fspath(path)
-    # as a shell, a browser, a text or Windows has it
-    spellings = [os.path.expandvars(os.path.expanduser(text)), text.strip(" '\"")]
-    spellings += [unquote(text.removeprefix("file:").removeprefix("//")), text.replace("\\", "/")]
-    for spelling in spellings:
-        if spelling != text and os.path.exists(spelling):
-            return f"; did you mean {printable(spelling)}?"
+    home = os.path.expanduser(text)
+    if home != text and os.path.exists(home):
+        return f"; did you mean {printable(home)}?"
     folder, name = os.path.split(os.path.normpath(text))
-    rest = ""
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        rest = os.path.join(name, rest) if rest else name
         folder, name = os.path.split(folder)
     if os.path.lexists(os.path.join(folder, name)):  # a broken link, or a path inside a file
         return ""
     near = nearest_names(name[:MAX_NAME_LENGTH], names_in(folder or os.curdir))
-    paths = []
-    for one in near:
-        found = os.path.join(folder, one)
-        whole = os.path.join(found, rest)
-        paths.append(whole if rest and os.path.exists(whole) else found)
-    return f"; did you mean {' or '.join(map(printable, paths))}?" if paths else ""
-
-
-def is_saved_model(path: str) -> bool:
-    """Whether `path` is a folder with a network in the format of run folders and timm."""
-    return all(os.path.isfile(os.path.join(path, name)) for name in MODEL_FILES)
+    paths = [printable(os.path.join(folder, name)) for name in near]
+    return f"; did you mean {' or '.join(paths)}?" if paths else ""
 
 
 def is_run_folder(folder: str) -> bool:

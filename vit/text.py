@@ -49,12 +49,14 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(map(printable, names[:limit])) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def nearest_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
+def nearest_names(
+    word: str, names: Iterable[str], limit: int = 3, cutoff: float = 0.6
+) -> list[str]:
     """The names that are most like `word`, in any case of letters: one, or equally similar ones."""
     known: dict[str, str] = {}
     for name in names:
         known.setdefault(name.casefold(), name)
-    near = difflib.get_close_matches(word.casefold(), known, n=limit)
+    near = difflib.get_close_matches(word.casefold(), known, n=limit, cutoff=cutoff)
     # arguments in the order of get_close_matches: the measure is not symmetric
     scores = [difflib.SequenceMatcher(None, name, word.casefold()).ratio() for name in near]
     best = scores.count(scores[0]) if scores else 0

@@ -1,14 +1,22 @@
-"""The help of one screen, of a group, of a flag, and of everything."""
+"""The help of one screen, of a group, of a flag, and of everything; the flags of DATA."""
 
+import csv
 import importlib
+import json
+import os
+import shutil
 
 import pytest
 
-from vit.commands.command_parser import CommandParser
+from vit.commands.command_parser import CommandParser, dataset_spec
 from vit.commands.main import COMMANDS, main
 from vit.commands.train_command import TITLES
+from vit.config import SourceConfig
 from vit.config.parser import all_settings
+from vit.config.settings import settings_of
 
+POSITIONAL = {"compare": ["A", "B"], "evaluate": ["RUN"], "calibrate": ["RUN"]}
+FIXED = ["--device", "cpu", "--precision", "fp32", "-j", "1"]
 SHORT = ("train", "plan", "tune", "predict")
 
 
@@ -77,10 +85,72 @@ def test_a_topic_that_is_none_is_an_error_with_the_nearest(capsys):
     assert "fine-tuning" in err
 
 
-def test_a_name_that_begins_with_a_dash_is_written_with_its_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["check", "data", "evaluate", "compare", "calibrate"])
+def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
+    module = importlib.import_module(f"vit.commands.{command}_command")
+    parser = CommandParser(prog=command)
+    module.add_arguments(parser)
+    fixed = ("data", "exclude", "corrections", *(["group"] if command == "data" else []))
+    names = [name for name in settings_of(SourceConfig) if name not in fixed]
+    values = [name for name in names if name != "allow_outside"]
+    flags = [word for name in values for word in (f"--{name.replace('_', '-')}", name.upper())]
+    words = [*POSITIONAL.get(command, ()), "DATA", *flags, "--allow-outside"]
+    more = ["--to", "folder", "--out", str(tmp_path)] if command == "data" else []
+    spec = dataset_spec(parser.parse([*words, *more]))
+    found = {**vars(spec), "labels": spec.label_list}
+    assert {name: found[name] for name in values} == {name: name.upper() for name in values}
+    assert spec.allow_outside
+    assert spec.split == (None if command in ("check", "data") else "val")
+
+
+@pytest.fixture
+def photos(tiny_data, tmp_path, monkeypatch):
+    """The images of tiny_data straight in a folder, some of them with hostile names."""
+    hostile = [b"=1+1", b"-a", b"\\x1b", b"\x1b", b" a", b"\xff", b"a\n", b"\xe2\x80\xae", b"a,'b"]
+    (tmp_path / "photos").mkdir()
+    for path in tiny_data.rglob("*.*"):
+        name = hostile[int(path.stem)] + os.fsencode(path.suffix)
+        to = os.fsencode(tmp_path / "photos") + b"/" + path.parent.name.encode() + name
+        shutil.copy(path, to)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "-kleider").mkdir()
-    assert main(["predict", "runs/x", "-kleider"]) == 2
-    assert "of this name, write ./-kleider" in capsys.readouterr().err
-    assert main(["predict", "runs/x", "-keks"]) == 2
-    assert "./" not in capsys.readouterr().err
+    return "photos"
+
+
+def rows(path):
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        return [*csv.DictReader(file)] if path.endswith("csv") else [*map(json.loads, file)]
+
+
+def test_lists_go_from_command_to_command(photos, tiny_run, monkeypatch, capsys):
+    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
+        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
+    run = shutil.copytree(tiny_run, "run")
+    for suffix in ("csv", "jsonl"):
+        lists = f"first.{suffix}", f"second.{suffix}"
+        assert main(["predict", str(run), photos, "--out", lists[0], *FIXED]) == 0
+        assert main(["predict", str(run), lists[0], "--out", lists[1], *FIXED]) == 0
+        first, second = map(rows, lists)
+        assert [row["image"] for row in first] == [row["image"] for row in second]
+        answer = "label_1" if suffix == "csv" else "predictions"
+        assert [row[answer] for row in first] == [row[answer] for row in second]
+    names = [row["image"] for row in rows("first.csv")]
+    assert len(names) == 27
+    labels = ["--labels", "first.csv", "--label-column", "label_1"]
+    assert main(["evaluate", str(run), photos, *labels, "--json", "e.json", *FIXED]) == 0
+    with open("e.json", encoding="utf-8") as file:
+        assert (found := json.load(file))["top1"] == 1.0  # the labels are its own answers
+        assert found["count"] == 27
+    assert main(["calibrate", str(run), photos, *labels, "--json", "c.json", *FIXED]) == 0
+    with open("c.json", encoding="utf-8") as file:
+        assert json.load(file)["calibration"]["images"] == 27
+    assert main(["compare", str(run), str(tiny_run), photos, *labels, *FIXED]) == 0
+    assert main(["data", photos, *labels, "--to", "folder", "--out", "copied"]) == 0
+    assert sum(len(files) for _, _, files in os.walk("copied")) == 28  # and vit-data.json
+    capsys.readouterr()
+    words = ["suggest", photos, "--weights", str(run), "--out", "list.csv", "-n", "9", *FIXED]
+    assert main([*words, "--exclude", "first.csv"]) == 2
+    assert "no images to suggest from" in capsys.readouterr().err
+    assert main(words) == 0
+    assert main(["predict", str(run), "list.csv", "--out", "third.csv", *FIXED]) == 0
+    with open("third.csv", "rb") as file:
+        assert file.read().count(b"\r\n") == 10

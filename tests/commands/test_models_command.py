@@ -1,13 +1,10 @@
 """`vit models` names every preset, with the numbers of the network that is built."""
 
-from dataclasses import fields
-from typing import get_args, get_type_hints
-
 import pytest
 import torch
 
 from vit.commands.main import main
-from vit.config import DecoderConfig, ModelConfig
+from vit.config import ModelConfig
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import create_model
@@ -52,51 +49,9 @@ def test_every_preset_is_listed_with_its_size(capsys):
     assert small.split() == words.split()
 
 
-def test_options_lists_every_model_setting_with_its_choices(capsys):
-    assert main(["models", "--options"]) == 0
-    text = capsys.readouterr().out
-    rows = dict(line.split(": ", 1) for line in text.splitlines() if line[:1] not in ("", " ", "["))
-    hints = get_type_hints(ModelConfig)
-    choices = {name: get_args(kind) for name, kind in hints.items() if "Literal" in str(kind)}
-    assert len(choices) >= 9
-    for name, words in choices.items():
-        assert [word.strip("[]") for word in rows[name].split()] == [*words]
-    for field in fields(ModelConfig):
-        if field.name in choices or hints[field.name] is bool:
-            assert f"[{str(field.default).lower()}]" in rows[field.name].split()
-    every = [field.name for kind in (ModelConfig, DecoderConfig) for field in fields(kind)]
-    assert [*rows] == every
-    assert rows["merge_tokens"] == "a whole number [0]"
-    assert rows["patch_sizes"] == "a whole number, or several with commas [none]"
-    assert rows["depth"] == "a whole number [the preset's]"
-    assert rows["norm_eps"] == "a finite number [1e-06]"
-    assert "    Position embedding.\n" in text
-
-
-def test_a_flag_name_selects_one_option(capsys):
-    assert main(["models", "--options", "--", "--norm-order"]) == 0
-    assert capsys.readouterr().out.startswith("norm_order: [pre] post")
-
-
-@pytest.mark.parametrize(
-    ("word", "names"),
-    [
-        ("capacity", ["capacity_factor"]),
-        ("merge", ["merge_tokens"]),
-        ("experts", ["num_experts", "top_k"]),
-    ],
-)
-def test_options_are_found_by_parts_of_their_names_and_aliases(word, names, capsys):
-    assert main(["models", "--options", word]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines if line[:1] not in ("", " ", "[")] == names
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--options", "pozition"], "did you mean position?"),
-        (["--options", "--pretrained"], "not allowed with"),
         (["vit_smal_patch16_224"], "vit_small_patch16_224"),
         (["--pretrained", "vit_smal_patch16_224"], "timm/vit_small_patch16_224."),
     ],
@@ -149,11 +104,3 @@ def test_pretrained_models_of_other_architectures_are_not_listed(capsys):
     assert not timm_network.is_supported("vit_relpos_base_patch16_224.sw_in1k")
     assert main(["models", "--pretrained", "vit_relpos_base_patch16_224"]) == 2
     assert "no supported timm model matches" in capsys.readouterr().err
-
-
-def test_an_unknown_pretrained_model_is_an_error_with_the_nearest_name(capsys):
-    assert main(["models", "--pretrained", "vit_smal_patch16_224"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "timm/vit_small_patch16_224." in captured.err
-    assert len(captured.err.splitlines()) == 1

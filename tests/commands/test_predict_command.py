@@ -51,13 +51,6 @@ def test_bad_images_are_errors_at_their_place(predict, input_images, bad_images,
             assert bool(next(csv.reader([row]))[-1]) == (path in bad_images)
 
 
-def test_the_table_is_for_reading(predict, input_images):
-    code, out, _ = predict(input_images[0])
-    assert code == 0
-    assert out[0].split() == ["image", *["label", "score"] * 3]
-    assert out[1].split()[0] == input_images[0]
-
-
 def test_folders_patterns_and_lists_keep_their_order(predict, tiny_data, input_images, monkeypatch):
     folder = tiny_data / "val"
     give_input(monkeypatch, os.fsencode(f"{input_images[3]}\r\n\n{input_images[1]}\n"))
@@ -184,19 +177,6 @@ def test_an_empty_list_is_one_line(predict, monkeypatch):
     give_input(monkeypatch, b"\n")
     code, out, err = predict("-")
     assert (code, out, len(err)) == (2, [], 1)
-
-
-@pytest.mark.parametrize("command", ["predict", "evaluate", "models"])
-def test_help_needs_no_torch(command):
-    code = (
-        "import sys; from vit.commands.main import main; main(sys.argv[1:]);"
-        "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "(default: None)" not in run.stdout
 
 
 def test_names_are_the_same_in_every_locale(tiny_run, tiny_data, tmp_path):

@@ -35,9 +35,8 @@ def test_the_list_is_filled_in_and_read_by_training(tiny_data, tiny_run, tmp_pat
     capsys.readouterr()
     assert main([*words, *more]) == 0
     assert (
-        "more.csv written; fill in its column label, append its rows, without the names of "
-        f"columns, to {out}, then vit train {data} --labels {out} --weights {tiny_run}"
-        in capsys.readouterr().err
+        f"more.csv written; fill in its column label, append it to {out}, "
+        f"then vit train {data} --labels {out} --weights {tiny_run}" in capsys.readouterr().err
     )
 
     assert main(words) == 2  # the labels of an annotator are not replaced

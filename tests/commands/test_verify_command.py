@@ -136,19 +136,6 @@ def test_images_are_drawn_if_the_run_has_no_validation_images(check, tiny_run, m
     assert out.startswith("images     2\n")
 
 
-def test_a_run_and_a_file_side_by_side_are_refused_with_the_right_command(
-    check, tiny_run, tmp_path
-):
-    for words, message in (
-        (["RUN", "x.onnx", "a b.png"], "vit verify x.onnx --run RUN 'a b.png'"),
-        (["x.xml", "RUN", "a.png"], "vit verify x.xml --run RUN a.png"),
-        (["x.onnx", "y.onnx"], "y.onnx is no image"),
-    ):
-        code, out, err = check(*[tiny_run if word == "RUN" else word for word in words])
-        assert (code, out, len(err)) == (2, "", 1)
-        assert message.replace("RUN", str(tiny_run)) in err[0]
-
-
 def test_invalid_arguments_are_one_line_errors(check, tmp_path):
     (tmp_path / "run").mkdir()
     for words, message in (

@@ -13,10 +13,9 @@ from vit.config.inference_config import (
     EvaluationConfig,
     InferenceConfig,
     PredictionConfig,
-    check_together,
     inference_config,
 )
-from vit.config.parser import settings_of, split_settings
+from vit.config.settings import settings_of, split_settings
 from vit.errors import ConfigError
 from vit.serving.server_config import ServerConfig
 
@@ -39,9 +38,9 @@ def test_every_field_is_a_flag_with_its_sentence(command, kinds):
         for name, setting in settings_of(kind).items():
             if name not in HIDDEN or (kind is PredictionConfig and name == "embeddings"):
                 action = flags["allow_host" if name == "allowed_hosts" else name]
-                assert setting.help.replace("%", "%%") in action.help
+                assert setting.help.removesuffix(".").replace("%", "%%") in action.help
                 assert action.default == argparse.SUPPRESS
-                assert {*setting.aliases} <= {*action.option_strings}
+                assert {*setting.properties.aliases} <= {*action.option_strings}
                 assert not isinstance(action, argparse.BooleanOptionalAction)
 
 
@@ -85,7 +84,7 @@ def test_the_signature_shows_the_settings(function, kind):
 )
 def test_refusals(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_together(split_settings(settings, "a test", PredictionConfig, InferenceConfig)[0])
+        split_settings(settings, "a test", PredictionConfig, InferenceConfig)
 
 
 def test_a_value_goes_to_the_first_that_has_its_name_and_text_stays(tmp_path):
@@ -94,7 +93,6 @@ def test_a_value_goes_to_the_first_that_has_its_name_and_text_stays(tmp_path):
     assert config.embeddings == str(tmp_path / "a.npy")
     assert (config.csv_digits, config.out) == ("full", "none")
     assert (inference.embeddings, inference.tta) == (False, None)
-    check_together(config)
     with pytest.raises(ConfigError, match="top_k=2: needs out: it is the number of classes"):
         split_settings({"top_k": 2}, "a test", EvaluationConfig)
 

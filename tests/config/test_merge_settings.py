@@ -89,6 +89,44 @@ def test_the_time_of_a_resumed_run_is_noted_as_unused(file, tmp_path, stored, ke
     assert notes == [f"note: time=2h is not used: the run keeps {kept}"]
 
 
+PLAN = "epochs: 30\nwarmup_epochs: 3\n"
+TIMED = """
+steps: 40
+epochs: 4
+schedule: wsd
+warmup_epochs: 0.4
+cooldown_epochs: 3
+cooldown_shares: [0.5]
+cooldown_steps: [10]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected", "left_out"),
+    [
+        (PLAN, {}, {"epochs": 30, "warmup_epochs": 3}, ""),
+        (PLAN, {"epochs": 30}, {"epochs": 30, "warmup_epochs": 3}, ""),
+        (PLAN, {"epochs": 2}, {"epochs": 2}, "warmup_epochs"),
+        (PLAN, {"epochs": 5, "warmup_epochs": 2}, {"epochs": 5, "warmup_epochs": 2}, ""),
+        ("warmup_epochs: 3", {"epochs": 40}, {"epochs": 40, "warmup_epochs": 3}, ""),
+        (
+            *(TIMED, {"steps": 20, "cooldown_epochs": 1}),
+            {"steps": 20, "epochs": 4, "schedule": "wsd", "cooldown_epochs": 1},
+            "cooldown_shares, cooldown_steps, warmup_epochs",
+        ),
+        (TIMED, {"time": "5m"}, {"time": "5m", "schedule": "wsd"}, ""),
+    ],
+)
+def test_the_schedule_of_a_file_is_for_its_length(file, text, flags, expected, left_out):
+    file.write_text(text)
+    notes = []
+    found = call_settings(file, {"data": "photos", **flags}, notify=notes.append)
+    make_config(found)
+    assert found == {"data": "photos", **expected}
+    note = f"note: without the file's {left_out}: they are for another length"
+    assert notes == ([note] if left_out else [])
+
+
 def test_a_config_is_left_alone():
     config = make_config({"data": "photos"})
     assert call_settings(config, {}) is config

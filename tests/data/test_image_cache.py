@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.atomic_files import locked
 from vit.config import AugmentConfig
 from vit.data import image_cache as cache_module
 from vit.data.dataloader import TrainingLoader
@@ -24,7 +25,6 @@ from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import TrainingTransform
 from vit.errors import DataError
-from vit.file_lock import locked
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from google.protobuf import text_format
 from tests.exported.test_onnx_classifier import NAMES, written
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
+from vit.config.inference_config import ExportOptions
 from vit.errors import ConfigError, RunError
 from vit.export import export_formats, export_triton
 from vit.export.export_formats import export_model
-from vit.export.export_options import Exported, ExportOptions
+from vit.export.export_options import Exported
 from vit.export.export_triton import check_repository_folder, model_config
 from vit.exported.onnx_session import OnnxSession
 from vit.weights.saved_model import load_run

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config, ModelConfig
-from vit.config.pretraining_config import PretrainingConfig
+from vit.config.training_config import PretrainingConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
 from vit.model import grouped_linear

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.parser import make_config
+from vit.config.settings import PRETRAINING_TASKS
 from vit.data.image_objects import to_rgb_image
 from vit.training.train import train
 

@@ -275,9 +275,8 @@ def test_settings_without_meaning_are_refused(config_of, method, settings, messa
 def test_networks_that_the_method_cannot_train_are_refused(
     config_of, tmp_path, method, settings, message
 ):
-    given = [*settings]
     with pytest.raises(ConfigError, match=message):
-        train(config_of(method, **settings), tmp_path / "run", given=given)
+        train(config_of(method, **settings), tmp_path / "run")
 
 
 SMALL = "--image-size 16 --patch-size 8 --dim 16 --depth 1 --num-heads 2 --batch-size 12"
@@ -424,7 +423,7 @@ def sklearn_neighbours(features):
 def test_pretraining_goes_on_from_other_weights(pretrained, config_of, tmp_path, method):
     chosen = {"epochs": 1, "lr": 1e-4, "weights": str(pretrained[method])}
     config = config_of(method, **chosen)
-    done = train(config, tmp_path / "run", given=[*chosen, "task", "data", "batch_size"])
+    done = train(config, tmp_path / "run")
     ours, theirs = (load_run(folder).model for folder in (done.folder, pretrained[method]))
     changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
     assert 0 < changed < 0.01

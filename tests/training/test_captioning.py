@@ -269,7 +269,7 @@ def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
     words = tmp_path / "words.json"
     words.write_text(train_tokenizer(["other words", "other words"]).to_json(), encoding="utf-8")
     other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer=str(words))
-    train_here(other, tmp_path / "other", given=["tokenizer", "epochs", "warmup_epochs", "weights"])
+    train_here(other, tmp_path / "other")
     assert "decoder reinitialised" in capsys.readouterr().err
     classify = caption_config(
         task="classify",
@@ -376,7 +376,7 @@ def test_experts_in_the_decoder_are_balanced_too(caption_config, tmp_path):
 
 def test_an_encoder_learns_slower_than_what_was_chosen(caption_config, colour_run, tmp_path):
     config = caption_config(weights=str(colour_run), lr=1e-4, epochs=1, warmup_epochs=0)
-    train_here(config, tmp_path / "run", given=["weights", "lr", "epochs", "warmup_epochs"])
+    train_here(config, tmp_path / "run")
     stored = read_settings(tmp_path / "run/config.yaml")
     assert stored["encoder_lr"] == pytest.approx(1e-5)
     frozen = caption_config(weights=str(colour_run), method="linear", encoder_lr=1e-3)

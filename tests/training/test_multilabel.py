@@ -132,14 +132,16 @@ def test_without_a_labelled_validation_image_the_loss_ranks_epochs(several_list,
 
 
 @pytest.mark.parametrize("name", ["task", "method"])
-def test_what_needs_one_class_an_image_is_refused(config, tiny_run, tmp_path, name):
-    asked = config() if name == "task" else config(weights=str(tiny_run), method="probe")
+def test_what_needs_one_class_an_image_is_refused(several_list, tiny_run, tmp_path, name):
+    asked = {"data": str(several_list), "device": "cpu", "precision": "fp32"}
+    more = {"task": {"task": "classify", **TINY}}
+    more["method"] = {"weights": str(tiny_run), "method": "probe"}
     words = {
         "task": "task=classify: the images have several classes, or none",
         "method": "method=probe: a probe fits one class an image",
     }
     with pytest.raises(ConfigError, match=words[name]):
-        train(asked, tmp_path / "run", given=["data", "device", "weights", name])
+        train(make_config({**asked, **more[name]}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -244,7 +246,7 @@ def test_groups_that_cannot_be_read_again_prove_nothing(several_run, tmp_path):
 
 def test_weights_of_one_class_an_image_are_fine_tuned(config, tiny_run, tmp_path):
     asked = config(weights=str(tiny_run), epochs=2, warmup_epochs=0)
-    train(asked, tmp_path / "run", given=["data", "weights", "epochs", "batch_size", "device"])
+    train(asked, tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.classes == ("blue", "green", "red")
     assert run.thresholds is not None

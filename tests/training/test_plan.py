@@ -17,7 +17,6 @@ import vit
 from tests.training import searches
 from vit.commands.main import main
 from vit.config import Config
-from vit.config.merge_settings import collect_settings
 from vit.config.parser import flatten, make_config
 from vit.errors import ConfigError, RunError
 from vit.evaluation.model_summary import FlopCounter
@@ -559,74 +558,6 @@ def test_the_command_that_began_a_run_resumes_it(photos, tmp_path, capsys):
     again = [*words[:1], "-c", str(tmp_path / "run" / "config.yaml"), "--time", "1s"]
     assert main([*again, "--out", str(tmp_path / "again")]) == 2
     assert "time=1s: start, one step" in capsys.readouterr().err  # not the steps of the file
-
-
-@pytest.mark.parametrize(
-    ("flags", "warmup"),
-    [
-        ({"epochs": 1}, 0.1),
-        ({"epochs": 15}, 1.5),
-        ({"epochs": 60}, 3),
-        ({}, 3),
-        ({"epochs": 5, "warmup_epochs": 2}, 2),
-        ({"epochs": 15, "steps": 100}, 1.5),
-    ],
-)
-def test_the_warmup_of_a_file_shrinks_with_the_epochs_of_a_flag(tmp_path, flags, warmup):
-    (tmp_path / "recipe.yaml").write_text("epochs: 30\nwarmup_epochs: 3\n")
-    notes = []
-    values = collect_settings(
-        {"data": "digits", **flags}, config=tmp_path / "recipe.yaml", notify=notes.append
-    )
-    assert values.complete
-    assert make_config(values).training.warmup_epochs == pytest.approx(warmup)
-    noted = any("instead of 3: the file has it for 30 epochs" in note for note in notes)
-    assert noted is (warmup < 2)
-
-
-TIMED = """
-steps: 40
-epochs: 4
-epoch_steps: 10
-schedule: wsd
-warmup_epochs: 0.4
-start_image_size: 112
-growth_epochs: 2
-cooldown_epochs: 3
-cooldown_shares: [0.5]
-cooldown_steps: [10]
-"""
-
-
-@pytest.mark.parametrize(
-    ("flags", "settings", "note"),
-    [
-        (
-            {"steps": 20},
-            (0.2, 1, 1.5, ()),
-            "the file has them for 40 steps, and this training has 20",
-        ),
-        (
-            {"epochs": 2, "steps": None, "growth_epochs": 1.8},
-            (0.2, 1.8, 1.5, ()),
-            "without cooldown_steps: the file has them for 4 epochs, and --epochs is 2",
-        ),
-        ({"steps": 80}, (0.4, 2, 3, ()), "for 40 steps, and this training has 80"),
-        ({"steps": 20, "epoch_steps": 5}, (0.4, 2, 3, (10,)), None),
-        ({"steps": 40}, (0.4, 2, 3, (10,)), None),
-    ],
-)
-def test_the_schedule_of_a_timed_run_fits_another_length(tmp_path, flags, settings, note):
-    (tmp_path / "config.yaml").write_text(TIMED)
-    notes = []
-    values = collect_settings(
-        {"data": "digits", **flags}, config=tmp_path / "config.yaml", notify=notes.append
-    )
-    training = make_config(values).training
-    found = training.warmup_epochs, training.growth_epochs, training.cooldown_epochs
-    assert (*found, training.cooldown_steps) == settings
-    assert len(notes) == (note is not None)
-    assert note is None or notes[0].endswith(note)
 
 
 def test_a_warmup_that_a_flag_chose_stays_and_is_refused(tmp_path, capsys):

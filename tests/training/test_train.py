@@ -698,7 +698,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", "--device", "tpu"], "device='tpu'"),
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
         (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["DATA", *NAMED, "--opt", "adamww"], "some that are: adamw"),
+        (["DATA", *NAMED, "--opt", "adamww"], "did you mean adamw"),
         (["DATA", *NAMED, "--opt", "kron"], "its state cannot be resumed"),
         (["DATA", *NAMED, "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),

@@ -3,7 +3,8 @@
 import argparse
 import os
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_json_option,
     add_network_options,
@@ -11,7 +12,6 @@ from vit.commands.command_options import (
     data_files,
     probability,
 )
-from vit.commands.command_output import Progress, notify, print_result
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig
 from vit.output.output_file import check_outputs

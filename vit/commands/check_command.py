@@ -3,7 +3,8 @@
 import argparse
 from dataclasses import dataclass
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_fields,
     add_json_option,
@@ -13,8 +14,7 @@ from vit.commands.command_options import (
     dataset_spec,
     options_of,
 )
-from vit.commands.command_output import Progress, notify, print_result
-from vit.config.config_section import Section, setting
+from vit.config.settings import Section, setting
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
 from vit.text import plural, printable
@@ -39,7 +39,7 @@ class Options(Section):
     vit train --exclude FILE leaves its images out, --corrections FILE takes its labels."""
     overwrite: bool = False
     """Replace an older file of --write-list."""
-    device: str | None = None
+    device: str | None = setting(None, needs={"weights": "a network computes there"})
     """Where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)."""
     workers: int | None = setting(None, "-j", least=1)
     """Processes that read images (default: one a core, at most 16), and threads with --weights (at
@@ -49,8 +49,6 @@ class Options(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.device is not None and self.weights is None:
-            self.refuse("device", "is where a network computes: give --weights SOURCE as well")
         if self.write_list is not None and self.weights is None and self.rows is None:
             why = "suspected labels are found by --weights SOURCE or --rows FILE; give one"
             self.refuse("write_list", why)

@@ -27,11 +27,17 @@ def print_result(
 ) -> None:
     """Print a result, write it as JSON to `path`, and `write` what else it has.
 
-    If one fails, such as where nobody reads what is printed, the others are still there.
+    JSON for `-`, standard output, replaces the text. If one fails, such as where nobody reads what
+    is printed, the others are still there.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(write)
-        stack.callback(write_json, path, content)
+        if path == "-":
+            from vit.output.prediction_results import to_json
+
+            text = to_json(content, indent=2)
+        else:
+            stack.callback(write_json, path, content)
         print(text, file=standard_output(), flush=True)
 
 

@@ -4,7 +4,8 @@ import argparse
 from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_json_option,
     add_network_options,
@@ -12,11 +13,8 @@ from vit.commands.command_options import (
     data_files,
     dataset_spec,
 )
-from vit.commands.command_output import Progress, notify, print_result
 from vit.config.inference_config import InferenceConfig
-from vit.errors import ConfigError
 from vit.output.output_file import check_outputs, open_output
-from vit.paths import is_saved_model
 from vit.text import align_columns, printable
 
 if TYPE_CHECKING:
@@ -57,11 +55,6 @@ def run(args: argparse.Namespace) -> int:
     settings = checked_settings(args, InferenceConfig)
     outputs = {"--json": args.json, "--html": args.html}
     check_outputs(outputs, (args.run_a, args.run_b, *args.more, *data_files(args)))
-    if is_saved_model(args.data):
-        raise ConfigError(
-            f"{args.data} is a run folder: the images come last, "
-            "vit compare RUN_A RUN_B [RUN_C ...] DATA"
-        )
 
     from vit.inference.compare import compare_runs
 

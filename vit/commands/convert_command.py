@@ -3,9 +3,9 @@
 import argparse
 from dataclasses import dataclass
 
-from vit.commands.command_options import add_fields, options_of
 from vit.commands.command_output import notify
-from vit.config.config_section import Section, setting
+from vit.commands.command_parser import add_fields, options_of
+from vit.config.settings import Section, setting
 from vit.text import printable
 
 

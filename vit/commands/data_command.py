@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify
+from vit.commands.command_parser import (
     add_data_options,
     add_max_pixels,
     add_task_option,
     dataset_spec,
 )
-from vit.commands.command_output import Progress, notify
 from vit.text import printable
 
 MAX_NAMED = 20  # bad images with a line of their own

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, print_result
+from vit.commands.command_parser import (
     add_data_options,
     add_fields,
     add_json_option,
@@ -13,7 +14,6 @@ from vit.commands.command_options import (
     checked_settings,
     data_files,
 )
-from vit.commands.command_output import Progress, notify, print_result
 from vit.config import SourceConfig
 from vit.config.inference_config import EvaluationConfig, InferenceConfig
 from vit.output.output_file import check_outputs, open_output

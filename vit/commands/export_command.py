@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from vit.commands.command_options import add_fields, add_max_pixels, options_of
 from vit.commands.command_output import notify, write_json
-from vit.config.config_section import Section
+from vit.commands.command_parser import add_fields, add_max_pixels, options_of
+from vit.config.inference_config import ExportOptions
 from vit.errors import VitError
 from vit.output.output_file import check_distinct, check_output
 from vit.quick_imports import quick_imports
@@ -17,34 +17,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Section):
+class Options(ExportOptions):
     """Options of `vit export`, those of `vit.export_model`."""
 
     to: Literal["onnx", "openvino", "torch", "triton"] | None = None
     """Format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a repository
     of Triton (default: by the ending of --out)."""
-    precision: Literal["fp32", "fp16", "int8"] = "fp32"
-    """Weights and arithmetic of the network."""
-    tokens: bool = False
-    """Add the outputs tokens, embedding and attention."""
-    opset: int | None = None
-    """Version of ONNX's operators (default: 20)."""
-    calibration: str | None = None
-    """Dataset whose training images int8 is fitted to."""
-    samples: int | None = None
-    """Calibration images (default: 200)."""
-    dynamic: bool = False
-    """int8 without calibration images: less exact."""
-    static: bool = False
-    """int8 with the ranges that activations have on the calibration images, as OpenVINO fuses them
-    best: less exact."""
-    validation: str | None = None
-    """Labelled images on which top-1 (or mAP) of run and file are compared (default: those of
-    --calibration)."""
-    max_drop: float | None = None
-    """Write no file that loses more of top-1, or of mAP, than this (default: 0.01)."""
-    no_calibration: bool = False
-    """Write raw scores, not calibrated ones."""
     overwrite: bool = False
     """Replace files that exist."""
 

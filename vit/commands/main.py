@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
-from vit.config.parser import nearest
 from vit.cpu_cores import limit_active_waiting
 from vit.errors import DISK_FULL, REFUSED_PATH, VitError
 from vit.memory_allocator import keep_freed_memory
-from vit.text import printable
+from vit.text import nearest, printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()
 COMMANDS = {
@@ -34,7 +33,7 @@ COMMANDS = {
     "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",
     "data": "write images of any source as a folder or as tar shards",
-    "models": "list the networks that can be built or loaded by name, and their options",
+    "models": "list the networks that can be built or loaded by name",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
 DISTRIBUTED = ("train", "tune", "pretrain", "predict")

@@ -4,14 +4,15 @@ import argparse
 import os
 import sys
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify
+from vit.commands.command_parser import (
+    SETTING,
+    CommandParser,
     add_fields,
     add_network_options,
     add_search_options,
     checked_settings,
 )
-from vit.commands.command_output import Progress, notify
-from vit.commands.command_parser import SETTING, CommandParser
 from vit.config.inference_config import InferenceConfig, PredictionConfig
 from vit.errors import VitError
 from vit.exported.engine import EXPORTED

@@ -11,18 +11,16 @@ from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import (
     add_run_flags,
     add_settings,
-    check_show_batch,
     chosen_settings,
     notify_on_main,
     require_data,
+    run_training,
 )
-from vit.config.config_section import PRETRAINING_TASKS
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import Settings, default_run_folder
+from vit.config.settings import PRETRAINING_TASKS
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
-from vit.output.output_file import resolve_link
-from vit.quick_imports import quick_imports
 
 USUAL = "simclr"
 """The method where none is chosen."""
@@ -91,24 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     task = chosen_method(values.get("task"), args.method)
     values = Settings(**values.layers, command={"task": task})
-    if args.show_batch is not None:
-        check_show_batch(args)
-        from vit.training.show_batch import show_batch
-
-        show_batch(values, resolve_link(args.show_batch))
-        return 0
-    with quick_imports():
-        from vit.training.train import train
-
-    result = train(
-        values,
-        out,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        began=began,
-        resumed_by=("vit pretrain", out),
-    )
-    return int(bool(result.failed))
+    return run_training(values, args, out, began=began, resumed_by=("vit pretrain", out))
 
 
 def run_folder(data: str) -> Path:

@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit.commands.command_options import add_fields, options_of
 from vit.commands.command_output import Progress
-from vit.config.config_section import Section, setting
+from vit.commands.command_parser import add_fields, options_of
+from vit.config.settings import Section, setting
 from vit.text import printable
 
 
@@ -19,12 +19,8 @@ class Options(Section):
     corruptions: bool = False
     """A section on corrupted images, as of vit evaluate --corruptions: 31 passes over the
     validation images."""
-    workers: int | None = setting(None, "-j")
+    workers: int | None = setting(None, "-j", least=0)
     """Loader processes (default: as in training)."""
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 0:
-            self.refuse("workers", "must be at least 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,11 +3,10 @@
 import argparse
 import shutil
 
-from vit.commands.command_options import add_json_option
-from vit.commands.command_output import write_json
+from vit.commands.command_output import print_result
+from vit.commands.command_parser import add_json_option
 from vit.evaluation.runs_table import COLUMNS, runs
 from vit.output.output_file import check_outputs, open_output, standard_output
-from vit.output.prediction_results import to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,18 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shown = args.json == "-"
-    check_outputs({"--html": args.html, "--json": None if shown else args.json})
+    check_outputs({"--html": args.html, "--json": args.json})
     table = runs(args.folder, sort=args.sort, reverse=args.reverse)
-    if args.html is not None:
-        with open_output(args.html) as out:
-            out.write(table.page(args.html))
-    if shown:
-        with open_output(None) as out:
-            out.write(to_json(table.to_dict(), indent=2) + "\n")
-    else:
-        write_json(args.json, table.to_dict())
-        stream = standard_output()
-        width = shutil.get_terminal_size().columns if stream.isatty() else None
-        print("\n".join(line[:width] for line in table.lines()), file=stream, flush=True)
+
+    def write() -> None:
+        if args.html is not None:
+            with open_output(args.html) as out:
+                out.write(table.page(args.html))
+
+    width = shutil.get_terminal_size().columns if standard_output().isatty() else None
+    text = "\n".join(line[:width] for line in table.lines())
+    print_result(text, args.json, table.to_dict(), write=write)
     return 0

@@ -10,16 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vit.commands.command_options import (
+from vit.commands.command_output import notify
+from vit.commands.command_parser import (
+    SETTING,
+    CommandParser,
     add_fields,
     add_search_options,
     checked_settings,
     settings_from_args,
 )
-from vit.commands.command_output import notify
-from vit.commands.command_parser import SETTING, CommandParser
 from vit.config.inference_config import InferenceConfig
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig

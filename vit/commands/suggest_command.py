@@ -1,11 +1,11 @@
 """`vit suggest`: names the images that are worth labelling first."""
 
 import argparse
-import os
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.commands.command_options import (
+from vit.commands.command_output import Progress, notify, write_json
+from vit.commands.command_parser import (
     add_data_options,
     add_fields,
     add_json_option,
@@ -15,11 +15,10 @@ from vit.commands.command_options import (
     options_of,
     positive_int,
 )
-from vit.commands.command_output import Progress, notify, write_json
 from vit.config import SourceConfig
-from vit.config.config_section import Section
 from vit.config.inference_config import InferenceConfig
 from vit.config.parser import all_settings
+from vit.config.settings import Section
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
 from vit.text import printable, quoted
@@ -114,18 +113,11 @@ def run(args: argparse.Namespace) -> int:
     for line in found.lines():
         notify(f"vit suggest: {line}")
     if out is not None:
-        append, flags = "", ""
-        if labels is not None:
-            same = os.path.splitext(labels)[1].lower() == os.path.splitext(out)[1].lower()
-            what = "rows, without the names of columns," if same else "images and labels"
-            append = f" append its {what} to {printable(labels)},"
-        for name in ("images", "image_column", "label_column"):
-            if name in settings:
-                flags += f" --{name.replace('_', '-')} {quoted(settings[name])}"
         column = next(name for name, content in found.columns if content == "label")
+        append = f" append it to {printable(labels)}," if labels is not None else ""
         notify(
             f"vit suggest: {printable(out)} written; fill in its column {printable(column)},"
             f"{append} then vit train {quoted(args.data)} --labels "
-            f"{quoted(labels or out)}{flags} --weights {quoted(args.weights)}"
+            f"{quoted(labels or out)} --weights {quoted(args.weights)}"
         )
     return int(bool(found.failed))

@@ -7,17 +7,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.commands.command_options import (
+from vit.commands.command_output import notify, print_result
+from vit.commands.command_parser import (
     add_json_option,
     add_setting,
     positive_int,
     settings_from_args,
 )
-from vit.commands.command_output import notify
 from vit.config import ModelConfig
 from vit.config.parser import all_settings, checked, make_config, model_settings
 from vit.config.presets import PRESETS
-from vit.output.output_file import check_outputs, open_output
+from vit.output.output_file import check_outputs
 from vit.paths import path_argument
 
 if TYPE_CHECKING:
@@ -49,27 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    to_file = args.json not in (None, "-")
-    check_outputs({"--json": args.json if to_file else None}, [args.model])
+    check_outputs({"--json": args.json}, [args.model])
     config = network_config(args.model, checked(settings_from_args(args)))
     if (Path(args.model) / "tokenizer.json").is_file():
         notify("vit summary: this is the encoder alone; the decoder of its captions is not counted")
 
     from vit.evaluation.model_summary import cost_of, summary_lines
-    from vit.output.prediction_results import to_json
 
     cost = cost_of(config, batch_size=args.batch_size)
-    if args.json is not None:
-        content = {
-            "model": args.model,
-            "settings": dataclasses.asdict(config),
-            **dataclasses.asdict(cost),
-        }
-        with open_output(args.json if to_file else None) as out:
-            out.write(to_json(content, indent=2) + "\n")
-    if args.json != "-":
-        with open_output(None) as out:
-            out.write("\n".join(summary_lines(args.model, config, cost)) + "\n")
+    settings = {"model": args.model, "settings": dataclasses.asdict(config)}
+    text = "\n".join(summary_lines(args.model, config, cost))
+    print_result(text, args.json, {**settings, **dataclasses.asdict(cost)})
     return 0
 
 

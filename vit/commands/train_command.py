@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.commands.command_options import add_setting, settings_from_args
 from vit.commands.command_output import notify
-from vit.commands.command_parser import SETTING, CommandParser
+from vit.commands.command_parser import SETTING, CommandParser, add_setting, settings_from_args
 from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings
 from vit.config.parser import Settings, all_settings, checked, default_run_folder
@@ -108,6 +107,11 @@ def run(args: argparse.Namespace) -> int:
         notify=notify_on_main,
     )
     require_data(values, args, "run")
+    return run_training(values, args, args.out, began=began)
+
+
+def run_training(values: Settings, args: argparse.Namespace, out: Any, **options: Any) -> int:
+    """Train, or draw the first batch; `options` are arguments of `train`."""
     if args.show_batch is not None:
         check_show_batch(args)
         from vit.training.show_batch import show_batch
@@ -115,17 +119,14 @@ def run(args: argparse.Namespace) -> int:
         show_batch(values, resolve_link(args.show_batch))
         return 0
     if values.get("folds") is not None and values.get("fold") is None:
-        return run_folds(values, args)
+        record = cross_validate(values, out, resume=args.resume, overwrite=args.overwrite)
+        if os.environ.get("RANK", "0") == "0":
+            print(format_folds(record), flush=True)
+        return int(bool(record["failed"]))
     with quick_imports():
         from vit.training.train import train
 
-    result = train(
-        values,
-        args.out,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        began=began,
-    )
+    result = train(values, out, resume=args.resume, overwrite=args.overwrite, **options)
     return int(bool(result.failed))
 
 
@@ -166,21 +167,12 @@ def check_show_batch(args: argparse.Namespace) -> None:
     check_output(args.show_batch, overwrite=args.overwrite)
 
 
-def run_folds(values: Settings, args: argparse.Namespace) -> int:
-    """Train every fold, and print their scores with mean and interval."""
-    record = cross_validate(values, args.out, resume=args.resume, overwrite=args.overwrite)
-    if os.environ.get("RANK", "0") == "0":
-        print(format_folds(record), flush=True)
-    return int(bool(record["failed"]))
-
-
 def cross_validate(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     out: str | Path | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train once for each fold, and evaluate it on the images held out: `vit train --folds`.
@@ -195,7 +187,6 @@ def cross_validate(
             omitted.
         resume: Skip finished folds, and resume the one that is not.
         overwrite: Delete all existing runs of folds, once the first fold begins.
-        given: Names of the settings that the user chose, as for `vit.train`.
         settings: More settings by name, unless `config` is a Config.
 
     Returns:
@@ -214,9 +205,7 @@ def cross_validate(
     folds = config.data.folds if isinstance(config, Config) else config.get("folds")
     if folds is None:
         raise ConfigError("folds is missing: give the number of folds, such as folds=5")
-    record = train_folds(
-        config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite, given=given
-    )
+    record = train_folds(config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") == "0":
         data = config.data.data if isinstance(config, Config) else str(config["data"])
         labels = config.data.labels if isinstance(config, Config) else config.get("labels")

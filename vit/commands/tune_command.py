@@ -4,8 +4,7 @@ import argparse
 import os
 import time
 
-from vit.commands.command_options import positive_int
-from vit.commands.command_parser import SETTING, CommandParser
+from vit.commands.command_parser import SETTING, CommandParser, positive_int
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings, require_data
 from vit.quick_imports import quick_imports
 

@@ -1,14 +1,11 @@
 """`vit verify`: compares the exported file and the predictor with the evaluated network."""
 
 import argparse
-import os
 
-from vit.commands.command_options import add_json_option, add_max_pixels
 from vit.commands.command_output import notify, print_result
-from vit.errors import VitError
-from vit.exported.engine import exported_engine
+from vit.commands.command_parser import add_json_option, add_max_pixels
 from vit.output.output_file import check_outputs
-from vit.text import printable, quoted
+from vit.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,25 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
 
 
-def check_order(model: str, images: list[str]) -> None:
-    """Raise if a run and an exported file are given side by side, without --run."""
-    exported = [word for word in images if exported_engine(word)]
-    runs = [word for word in images if os.path.isfile(os.path.join(word, "model.safetensors"))]
-    if not exported and not runs:
-        return
-    is_run = os.path.isdir(model)
-    if len(exported) + len(runs) > 1 or bool(runs) == is_run:
-        word = printable((exported + runs)[0])
-        raise VitError(f"{word} is no image: give one MODEL, its run with --run, then IMAGEs")
-    file, run = (exported[0], model) if is_run else (model, runs[0])
-    rest = [quoted(word) for word in images if word not in (file, run)]
-    words = " ".join(["vit verify", quoted(file), "--run", quoted(run), *rest[:3]])
-    more = " ..." if len(rest) > 3 else ""
-    raise VitError(f"an exported file comes first, and its run with --run: {words}{more}")
-
-
 def run(args: argparse.Namespace) -> int:
-    check_order(args.model, args.images)
     check_outputs({"--json": args.json}, [args.model, args.run_folder, *args.images])
     from vit.export.verification import verify
 

@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vit.config.config_section import Section, check_read
 from vit.config.data_config import AugmentConfig, DataConfig, SourceConfig
 from vit.config.decoder_config import DecoderConfig
-from vit.config.finetune_config import DistillationConfig, FinetuneConfig, PartialModelConfig
-from vit.config.model_config import ModelConfig
-from vit.config.pretraining_config import PretrainingConfig
-from vit.config.training_config import RunConfig, TrainingConfig
+from vit.config.model_config import ModelConfig, PartialModelConfig
+from vit.config.settings import Section, check_read
+from vit.config.training_config import (
+    DistillationConfig,
+    FinetuneConfig,
+    PretrainingConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from vit.errors import ConfigError
 
 __all__ = [

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Other, Section, setting
+from vit.config.settings import LABEL_TASKS, ON, Other, Section, setting
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -26,7 +26,7 @@ class SourceConfig(Section):
 
     shared: ClassVar[Mapping[str, Any]] = {"before_plan": True}
 
-    data: str = ""
+    data: str = setting("", listed=False)
     """Image folder, list (CSV, JSON lines), tar shards, or the name of a dataset."""
     images: str | None = None
     """Folder that file names in a list are relative to; the list's own when left empty."""
@@ -70,7 +70,7 @@ class DataConfig(SourceConfig):
     """Unreadable images: stop the run, or skip and count them."""
     max_pixels: int = setting(100_000_000, least=1)
     """Most pixels of one image that are decoded; a larger JPEG is decoded at a part of its size."""
-    workers: int | None = setting(None, "-j", least=0, resumable=True)
+    workers: int | None = setting(None, "-j", least=0, resumable=True, listed=False)
     """Loader processes per device; chosen by measuring the image loading when left empty."""
     batch_size: int = setting(128, "-b", least=1, decided_by="data")
     """Images per optimiser step, over all devices; auto keeps this and chooses accumulate."""

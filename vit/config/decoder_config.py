@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.config_section import CAPTION_TASKS, Other, Section, setting
 from vit.config.model_config import EXPERT_SETTINGS, ModelConfig
+from vit.config.settings import CAPTION_TASKS, Other, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,6 @@ class DecoderConfig(Section):
     """bpe, trained on the captions; or a file tokenizer.json, or a folder with one."""
     vocab_size: int | None = setting(None, least=4, decided_by="data")
     """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
 
     def check_with(self, encoder: ModelConfig) -> None:
         """Check the settings against those of the encoder."""

@@ -9,9 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from vit.config.config_section import Section, SectionClass, properties_of, setting
 from vit.config.data_config import check_intensity_range
-from vit.config.parser import settings_of, split_settings
+from vit.config.settings import (
+    Section,
+    setting,
+    settings_of,
+    split_settings,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -154,36 +158,69 @@ class EvaluationConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_row_settings(self)
-        check_together(self)
+
+
+INT8 = ({"precision": ("int8",)},)
+CALIBRATED = (*INT8, {"dynamic": (False,)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Section):
+    """What `vit export` makes of a network."""
+
+    precision: Literal["fp32", "fp16", "int8"] = "fp32"
+    """Weights and arithmetic of the network."""
+    tokens: bool = False
+    """Add the outputs tokens, embedding and attention."""
+    opset: int | None = setting(None, least=18, most=23)
+    """Version of ONNX's operators (default: 20)."""
+    calibration: str | None = setting(None, read_by=CALIBRATED)
+    """Dataset whose training images int8 is fitted to."""
+    samples: int | None = setting(None, least=1, read_by=CALIBRATED)
+    """Calibration images (default: 200)."""
+    dynamic: bool = setting(False, read_by=INT8)
+    """int8 without calibration images: less exact."""
+    static: bool = setting(
+        False, read_by=INT8, needs={"calibration": "its ranges are those of calibration images"}
+    )
+    """int8 with the ranges that activations have on the calibration images, as OpenVINO fuses them
+    best: less exact."""
+    validation: str | None = None
+    """Labelled images on which top-1 (or mAP) of run and file are compared (default: those of
+    --calibration)."""
+    max_drop: float | None = setting(None, least=0, most=1)
+    """Write no file that loses more of top-1, or of mAP, than this (default: 0.01)."""
+    no_calibration: bool = False
+    """Write raw scores, not calibrated ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision == "int8" and not self.dynamic and self.calibration is None:
+            why = "give --calibration DATA, such as the data of the training, or --dynamic"
+            self.refuse("precision", f"it is calibrated with images: {why}")
+        if self.static and (self.opset or 0) > 20:
+            why = "onnxruntime cannot open static int8 of it on CPUs without VNNI; at most 20"
+            self.refuse("opset", why)
+        if self.max_drop is not None and self.measured_on is None:
+            why = "nothing is measured without validation data; give --validation DATA"
+            self.refuse("max_drop", why)
+
+    @property
+    def measured_on(self) -> str | None:
+        """Data for the comparison of the accuracy."""
+        return self.validation or self.calibration
+
+    def check_unused(self, why: str, *read: str) -> None:
+        """Raise ConfigError if an option that is not in `read` differs from its default."""
+        for field in fields(self):
+            if field.name not in read and getattr(self, field.name) != field.default:
+                self.refuse(field.name, f"{why}; leave it out")
 
 
 def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
     """Check the settings of rows that both have."""
     if isinstance(config.csv_digits, int) and not 0 <= config.csv_digits <= 17:
         config.refuse("csv_digits", "choose 0 to 17, or full")
-
-
-def check_together(config: Section) -> None:
-    """Refuse settings without what they need, or with what excludes them, as beside the fields.
-
-    Either is the name of another setting, or `name=value`.
-    """
-
-    def is_chosen(words: str) -> bool:
-        name, _, wanted = words.partition("=")
-        value = getattr(config, name)
-        return value == wanted if wanted else value is not None and value is not False
-
-    kind: SectionClass = type(config)
-    for name, known in properties_of(kind).items():
-        if not is_chosen(name):
-            continue
-        for other, why in known.needs.items():
-            if not is_chosen(other):
-                config.refuse(name, f"needs {other}: {why}")
-        for other, why in known.incompatible_with.items():
-            if is_chosen(other):
-                config.refuse(name, f"does not work with {other}{why and ': '}{why}")
 
 
 def inference_config(

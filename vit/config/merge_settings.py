@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.config.config_section import as_typed
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.parser import (
     Settings,
     all_settings,
@@ -19,16 +17,19 @@ from vit.config.parser import (
     settings_with,
     with_effect,
 )
+from vit.config.settings import as_typed
 from vit.config.stored_config import (
     is_stored_file,
     located,
     stored_settings,
 )
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
 from vit.text import Notify, join_names, print_to_stderr, printable
 
 YAML_SUFFIXES = (".yaml", ".yml")
+LENGTH = {"epochs", "steps", "epoch_steps"}
 FOLDS_FILE = "folds.json"
 """Record of a cross-validation, in the folder of its runs."""
 SOUP_FOLDER = "soup"
@@ -66,10 +67,7 @@ def call_settings(
     if isinstance(first, Mapping):
         if twice := [name for name in settings if name in first]:
             raise ConfigError(f"{join_names(twice)} is given twice, in the dict and by name")
-        every = {**first, **settings}
-        if not resume:
-            return Settings(call=every)
-        return collect_settings(every, out=out, resume=True, notify=notify)
+        return collect_settings({**first, **settings}, out=out, resume=resume, notify=notify)
     chosen, config = dict(settings), None
     if first is not None:
         path = path_argument("data", first, "a folder, a list, a name, a dict or a Config")
@@ -123,13 +121,10 @@ def collect_settings(
     values = _checked_file(config)
     if is_stored_file(config):
         values = _settings_of_run(config, values, notify)
-    if "time" in chosen and values.get("steps") is not None:  # another time decided them
-        timed = settings_with(decided_by="time")
-        values = {name: value for name, value in values.items() if name not in timed}
+    values = _of_that_length(values, chosen, notify)
     # what a flag switches off, but not what a file does itself
     kept = with_effect({**values, **chosen}).keys() | (values.keys() - with_effect(values).keys())
     values = {name: value for name, value in values.items() if name in kept}
-    values |= _scaled_schedule(values, chosen, notify)
     return _over_stored("file", values, chosen)
 
 
@@ -186,49 +181,17 @@ def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[
     return {name: value for name, value in chosen.items() if not (known and name == "weights")}
 
 
-def _scaled_schedule(
+def _of_that_length(
     values: Mapping[str, Any], chosen: Mapping[str, Any], notify: Notify
 ) -> dict[str, Any]:
-    """Epochs of warm-up, growth and cooldown of a file, scaled to a shorter training.
-
-    Chosen ones stay as they are. What a time settled in the cooldown holds for its length alone.
-    """
-    share, lengths = _share_of_length(values, chosen)
-    if share == 1:
-        return {}
-    settled = {name: () for name in ("cooldown_shares", "cooldown_steps") if values.get(name)}
-    scaled = {
-        name: round(values[name] * share, 4)
-        for name in ("warmup_epochs", "growth_epochs", "cooldown_epochs")
-        if share < 1 and values.get(name) and name not in chosen
-    }
-    changes = [f"{name}={value:g} instead of {values[name]:g}" for name, value in scaled.items()]
-    changes += [f"without {name}" for name in settled]
-    if changes:
-        them = "it" if len(changes) == 1 else "them"
-        notify(f"note: {', '.join(changes)}: the file has {them} for {lengths}")
-    return {**settled, **scaled}
-
-
-def _share_of_length(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[float, str]:
-    """The length of a training by that of a file, and both in words; 1 where it is not known."""
-
-    def value(name: str, settings: Mapping[str, Any]) -> Any:
-        return settings.get(name, all_settings()[name].default)
-
-    steps, each = values.get("steps"), values.get("epoch_steps")
-    if steps is None or chosen.get("steps", steps) is None:  # in epochs
-        epochs = value("epochs", values) if steps is None or not each else steps / each
-        if (chosen.get("epochs") or 0) <= 0 or epochs <= 0:
-            return 1.0, ""
-        words = f"{epochs:,g} epochs, and --epochs is {chosen['epochs']:,}"
-        return chosen["epochs"] / epochs, words
-    both = {**values, **chosen}
-    if (each is None) != (both.get("epoch_steps") is None) or both["steps"] <= 0:
-        return 1.0, ""
-    if each is None:  # an epoch is a pass over the images
-        factor = value("batch_size", both) / value("batch_size", values)
-    else:
-        factor = each / both["epoch_steps"]
-    words = f"{steps:,} steps, and this training has {both['steps']:,}"
-    return both["steps"] * factor / steps, words
+    """`values` of a file without those that are for the length of its training, if `chosen` has
+    another length: the time that decided them, or the epochs of its schedule."""
+    timed = settings_with(decided_by="time")
+    if "time" in chosen and values.get("steps") is not None:  # another time decided them
+        return {name: value for name, value in values.items() if name not in timed}
+    if all(chosen.get(name, values.get(name)) == values.get(name) for name in LENGTH & {*values}):
+        return dict(values)
+    schedule = [name for name in timed if name not in LENGTH and name not in chosen]
+    if left_out := [name for name in schedule if values.get(name)]:
+        notify(f"note: without the file's {join_names(left_out)}: they are for another length")
+    return {name: value for name, value in values.items() if name not in schedule}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vit.config.config_section import LABEL_TASKS, ON, Other, Section, check_read, setting
+from vit.config.settings import LABEL_TASKS, ON, Other, Section, check_read, setting
 
 ROTARY = ("rotary", "learned_rotary")
 EXPERT_SETTINGS = (
@@ -22,9 +22,9 @@ HAS_MLP = {"feedforward": ("mlp", "moe"), "pooling": ("attention", "attention_al
 class ModelConfig(Section):
     """The architecture of the network."""
 
-    image_size: int = setting(224, "--img-size", least=1)
+    image_size: int = setting(224, "--img-size", least=1, decided_by="preset")
     """Side of the square input image, in pixels; a multiple of patch_size."""
-    patch_size: int = setting(16, least=1)
+    patch_size: int = setting(16, least=1, decided_by="preset")
     """Side of one square patch, in pixels."""
     patch_sizes: tuple[int, ...] = setting((), read_by=(LINEAR_STEM,), unused_by=("probe",))
     """Additional patch sizes, such as 8,32; each step draws one (FlexiViT, arXiv:2212.08013)."""
@@ -44,14 +44,19 @@ class ModelConfig(Section):
     channels: int = setting(3, "--in-chans", least=1)
     """Channels of an image; `vit train` reads images as RGB and accepts only 3."""
     num_classes: int = setting(
-        1000, least=0, read_by=({"task": LABEL_TASKS},), off=(0,), decided_by="data"
+        1000,
+        least=0,
+        read_by=({"task": LABEL_TASKS},),
+        off=(0,),
+        decided_by="data",
+        listed=False,
     )
     """Number of classes; training takes it from the data. 0 builds no head."""
-    dim: int = setting(384, "--embed-dim", least=1)
+    dim: int = setting(384, "--embed-dim", least=1, decided_by="preset")
     """Width of a token."""
-    depth: int = setting(12, least=1)
+    depth: int = setting(12, least=1, decided_by="preset")
     """Number of encoder blocks."""
-    num_heads: int = setting(6, least=1)
+    num_heads: int = setting(6, least=1, decided_by="preset")
     """Attention heads; divides dim."""
     num_kv_heads: int | None = setting(None, least=1)
     """Key and value heads (GQA, arXiv:2305.13245); num_heads when left empty."""
@@ -331,3 +336,14 @@ class ModelConfig(Section):
         """Width of the head's input."""
         tokens = {"class_token_mean": 2, "class_token_registers": 1 + self.registers}
         return tokens.get(self.pooling, 1) * self.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialModelConfig(ModelConfig):
+    """Model settings of the user; the others will come from pretrained weights.
+
+    Values are checked one by one here, and together when all are known.
+    """
+
+    def __post_init__(self) -> None:
+        self.check_ranges()

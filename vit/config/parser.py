@@ -4,36 +4,25 @@ A preset is applied first, then the file, then the flags. Every key is checked a
 of vit/config/: unknown and repeated keys and values of another type raise errors.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
-import math
-import os
-import sys
-import types
-import typing
 from collections.abc import Collection, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
 
 from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
-from vit.config.config_section import Properties, missing_need, properties_of
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.presets import preset, task_defaults
+from vit.config.settings import Setting, convert, missing_need, settings_of
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import nearest as nearest
-from vit.text import nearest_names, printable
+from vit.text import nearest, printable
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
 """Folder of run folders without --out."""
-TIMM_NAMES = ("img_size", "in_chans", "embed_dim", "reg_tokens")
-"""Names of model settings in timm's create_model, which people type."""
 # model settings in every config.json; the default of a newer one is what older runs did
 REQUIRED_SETTINGS = {
     *("image_size", "patch_size", "channels", "num_classes", "dim", "depth", "num_heads"),
@@ -44,78 +33,13 @@ REQUIRED_SETTINGS = {
 FLAGS_ONLY = ("out", "output", "resume", "overwrite", "config")
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One field of a section: a flag, and a key of the YAML file."""
-
-    name: str
-    section: str
-    kind: Any
-    default: Any
-    help: str
-    properties: Properties
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Alternative flags."""
-        return self.properties.aliases
-
-
 @cache
 def all_settings() -> dict[str, Setting]:
     """Every setting by name, in the order of the sections and their fields."""
     found: dict[str, Setting] = {}
     for section, kind in SECTIONS.items():
-        hints = typing.get_type_hints(kind, include_extras=True)
-        docs = field_docs(kind)
-        for field in dataclasses.fields(kind):
-            assert field.name not in found, f"two settings are called {field.name}"
-            found[field.name] = Setting(
-                field.name,
-                section,
-                hints[field.name],
-                field.default,
-                docs[field.name],
-                properties_of(kind)[field.name],
-            )
+        found |= settings_of(kind, section)
     return found
-
-
-@cache
-def settings_of(kind: type) -> dict[str, Setting]:
-    """The fields of a dataclass of settings by name, with the sentence under each as its help."""
-    hints, docs = typing.get_type_hints(kind, include_extras=True), field_docs(kind)
-    return {
-        field.name: Setting(
-            name=field.name,
-            section="",
-            kind=hints[field.name],
-            default=field.default,
-            help=" ".join(docs[field.name].split()).removesuffix("."),
-            properties=properties_of(kind)[field.name],
-        )
-        for field in dataclasses.fields(kind)
-    }
-
-
-def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list[Any]:
-    """Settings by name as objects of `kinds`: a value goes to the first one that has its name.
-
-    Args:
-        purpose: What an unknown name is not a setting of, such as "a prediction".
-    """
-    parts: list[dict[str, Any]] = [{} for _ in kinds]
-    for name, value in given.items():
-        index = next((n for n, kind in enumerate(kinds) if name in settings_of(kind)), None)
-        if index is None:
-            known = [name for kind in kinds for name in settings_of(kind)]
-            raise ConfigError(f"{name} is not a setting of {purpose}{nearest(name, known)}")
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        wanted = settings_of(kinds[index])[name].kind
-        # text stays as it is: a file may be called none, and so may a token
-        as_is = wanted is Any or (wanted == str | None and isinstance(plain, str))
-        parts[index][name] = plain if as_is else convert(wanted, plain, name)
-    return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
 
 
 def settings_with(**properties: Any) -> list[str]:
@@ -139,32 +63,12 @@ def with_effect(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """The sentence under each field of a dataclass, also of those it extends, from its source."""
-    docs = {}
-    for base in [one for one in kind.__mro__[::-1] if dataclasses.is_dataclass(one)]:
-        body = _class_bodies(base.__module__)[base.__name__]
-        for statement, following in itertools.pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                assert isinstance(statement.target, ast.Name)
-                assert isinstance(following.value, ast.Constant)
-                docs[statement.target.id] = str(following.value.value)
-    return docs
-
-
-@cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """The statements of each class of a module; inspect takes three times as long to find one."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
 @cache
 def names_by_alias() -> dict[str, str]:
     """Field name of every key a file may use: the names, and the long flags without dashes."""
     found = {name: name for name in all_settings()}
     for setting in all_settings().values():
-        for alias in setting.aliases:
+        for alias in setting.properties.aliases:
             if alias.startswith("--"):
                 found[alias[2:].replace("-", "_")] = setting.name
     return found
@@ -243,12 +147,9 @@ def known_origins(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
     }
 
 
-def with_origins(config: Config, given: Collection[str] | None = None) -> Config:
-    """`config` in which the settings `given` were chosen, or those that differ from defaults."""
-    if given is None:
-        origins = {**dict.fromkeys(changed_settings(config), "call"), **config.origins}
-    else:
-        origins = dict.fromkeys(given, "call")
+def with_origins(config: Config) -> Config:
+    """`config` in which somebody chose the settings of unknown origin that differ from defaults."""
+    origins = {**dict.fromkeys(changed_settings(config), "call"), **config.origins}
     return dataclasses.replace(config, origins=known_origins(config.values(), origins))
 
 
@@ -316,46 +217,38 @@ def changed_settings(config: Config) -> list[str]:
 
 def parse_model_config(values: Any) -> ModelConfig:
     """The inverse of `asdict`, with every name and type checked."""
-    known = section_types("model")
-    if not isinstance(values, dict) or not REQUIRED_SETTINGS <= values.keys() <= known.keys():
-        raise ConfigError(f"the model's settings must be exactly {', '.join(known)}")
-    return ModelConfig(**{name: convert(known[name], values[name], name) for name in values})
+    config: ModelConfig = _parse_section("model", values, REQUIRED_SETTINGS)
+    return config
 
 
 def parse_decoder_config(values: Any) -> DecoderConfig:
     """As `parse_model_config`, for the decoder."""
-    known = section_types("decoder")
-    if not isinstance(values, dict) or not {"vocab_size", "caption_tokens"} <= values.keys():
-        raise ConfigError("the decoder's settings are incomplete")
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{min(unknown)} is not a setting of the decoder")
-    return DecoderConfig(**{name: convert(known[name], values[name], name) for name in values})
+    config: DecoderConfig = _parse_section("decoder", values, {"vocab_size", "caption_tokens"})
+    return config
 
 
-def model_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_section(section: str, values: Any, required: set[str]) -> Any:
+    known = section_types(section)
+    if not isinstance(values, dict) or not required <= values.keys() <= known.keys():
+        raise ConfigError(f"the {section}'s settings must be exactly {', '.join(known)}")
+    return SECTIONS[section](
+        **{name: convert(known[name], value, name) for name, value in values.items()}
+    )
+
+
+def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the network by field name, converted to their types."""
-    kinds, chosen = section_types("model"), {}
-    names = {word: name for word, name in names_by_alias().items() if name in kinds}
-    accepted = {*kinds, *TIMM_NAMES}
-    for word, value in given.items():
+    known = section_types("model")
+    for word in values:
         if word in ("pretrained", "checkpoint_path"):
             raise ConfigError(
                 f"{word} is not a model setting: create_model initialises freshly, and "
                 "vit.from_pretrained('timm/NAME') opens pretrained weights"
             )
-        if word in section_types("decoder"):
-            raise ConfigError(
-                f"{word} is a setting of a text decoder, and create_model builds none; "
-                "vit.model.build.build_captioner(model, decoder) does"
-            )
-        if word not in accepted:
-            near = nearest_names(str(word), names)
-            hint = f"did you mean {names[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
-            raise ConfigError(f"{word} is not a model setting; {hint}")
-        if names[word] in chosen:
-            raise ConfigError(f"{names[word]} is given twice, once as {word}")
-        chosen[names[word]] = convert(kinds[names[word]], value, names[word])
-    return chosen
+        if names_by_alias().get(word) not in known:
+            hint = nearest(word, known) or f"; choose from {', '.join(known)}"
+            raise ConfigError(f"{word} is not a model setting{hint}")
+    return checked(values)
 
 
 def section_types(section: str) -> dict[str, Any]:
@@ -365,91 +258,6 @@ def section_types(section: str) -> dict[str, Any]:
 
 def _default_model() -> str:
     return str(all_settings()["model"].default)
-
-
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, or the keys of the table that annotates a type; else none."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is Literal:
-            return typing.get_args(option)
-        if typing.get_origin(option) is Annotated:
-            return tuple(option.__metadata__[0])
-    return ()
-
-
-def convert(kind: Any, value: Any, name: str) -> Any:
-    """Check `value`, from a file or typed as a flag, against the annotation `kind`."""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        if value in (None, "none", "auto", ["none"]):
-            return None
-        first, *others = typing.get_args(kind)
-        return (
-            value
-            if any(value in choices_of(one) for one in others)
-            else convert(first, value, name)
-        )
-    if typing.get_origin(kind) in (Literal, Annotated):
-        choices = choices_of(kind)
-        if value not in choices:
-            hint = nearest(str(value), choices)
-            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")
-        return value
-    if typing.get_origin(kind) is tuple:
-        kinds = typing.get_args(kind)
-        if kinds[-1] is Ellipsis:
-            return tuple(convert(kinds[0], v, name) for v in _listed(value))
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
-        return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
-    converted = CONVERTERS[kind](value)
-    if converted is None:
-        raise ConfigError(f"{name}={value!r} is not {TYPE_NAMES[kind]}")
-    return converted
-
-
-def _listed(value: Any) -> list[Any]:
-    """The items of a list; flags separate them by commas, and one item needs no list."""
-    if isinstance(value, str):
-        return [word.strip() for word in value.split(",") if word.strip()]
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _int(value: Any) -> int | None:
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            return None
-    return value if type(value) is int else None
-
-
-def _float(value: Any) -> float | None:
-    """YAML 1.1 reads 1e-3, without a dot, as a string: that is a number here."""
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except (OverflowError, TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _bool(value: Any) -> bool | None:
-    words = {"true": True, "yes": True, "false": False, "no": False}
-    return value if type(value) is bool else words.get(str(value).lower())
-
-
-def _str(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-CONVERTERS: dict[type, typing.Callable[[Any], Any]] = {
-    int: _int,
-    float: _float,
-    bool: _bool,
-    str: _str,
-}
-TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 
 
 def default_run_folder(data: str) -> Path:
@@ -528,11 +336,10 @@ def write_settings(
 ) -> None:
     """Write every setting of `config`, or those in `only`, as flat YAML for `read_settings`."""
     lines = [f"# {line}".rstrip() + "\n" for line in header.splitlines()]
-    for section in SECTIONS:
-        names = {setting.name for setting in all_settings().values() if setting.section == section}
-        values = {name: value for name, value in flatten(config).items() if name in names}
-        if only is not None:
-            values = {name: value for name, value in values.items() if name in only}
+    flat = flatten(config)
+    for section, kind in SECTIONS.items():
+        names = [name for name in settings_of(kind, section) if only is None or name in only]
+        values = {name: flat[name] for name in names}
         if values:
             lines += [f"\n# {section}\n", _plain_yaml(values)]
     Path(path).write_text("".join(lines), encoding="utf-8")

@@ -4,11 +4,11 @@ tiny and small: Touvron et al., DeiT, table 1, arXiv:2012.12877. base, large and
 et al., table 1, arXiv:2010.11929.
 """
 
-import difflib
 from fnmatch import fnmatch
 from typing import Any
 
 from vit.errors import ConfigError
+from vit.text import nearest, nearest_names
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"dim": 192, "depth": 12, "num_heads": 3},
@@ -41,8 +41,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str) -> dict[str, Any]:
     """Model settings of the preset called `name`."""
     if name not in PRESETS:
-        alike = difflib.get_close_matches(name, PRESETS, n=3)
-        near = [known for known in PRESETS if known.startswith(name)][:3] or alike or [*PRESETS][:3]
+        near = [known for known in PRESETS if known.startswith(name)][:3]
+        near = near or nearest_names(name, PRESETS) or [*PRESETS][:3]
         raise ConfigError(
             f"model={name!r} is not a preset; the nearest are {', '.join(near)} "
             "(`vit models` lists all)"
@@ -63,8 +63,7 @@ def find_presets(pattern: str) -> list[str]:
     word = pattern.lower()
     found = [name for name in PRESETS if word in name or fnmatch(name, word)]
     if not found:
-        near = difflib.get_close_matches(word, PRESETS, n=3, cutoff=0.3)
-        hint = f"; the nearest are {', '.join(near)}" if near else "; leave it out to see all"
+        hint = nearest(word, PRESETS) or "; leave it out to see all"
         raise ConfigError(f"no model is called like '{pattern}'{hint}")
     return found
 

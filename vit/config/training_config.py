@@ -1,4 +1,4 @@
-"""Settings of training: length, optimiser, regularisation; device, precision, checkpoints."""
+"""Settings of training: length, optimiser, fine-tuning, pretraining; device, checkpoints."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from vit.config.config_section import (
+from vit.config.settings import (
     CAPTION_TASKS,
     LABEL_TASKS,
     ON,
@@ -32,6 +32,13 @@ TASKS: dict[str, str] = {
 PROBE, FROZEN = ("probe",), ("probe", "linear")
 """Methods that make no steps, or none of the encoder's parameters."""
 ROUTERS = ({"feedforward": ("moe",)},)
+AUTO_WEIGHTS = "auto"
+"""Value of `weights`: choose them from a list by data, time and device."""
+TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
+LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
+VIEWS = ("simclr", "lejepa", "dino")
+"""Tasks that compare views of an image."""
+LOCAL = ({"local_views": ON},)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,7 @@ class TrainingConfig(Section):
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
     """Task: one class per image, any number, captions, classes and captions; or no labels."""
-    model: str = "vit_tiny_patch16_224"
+    model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)
     """Passes over the training images, or multiples of epoch_steps; each ends in a validation."""
@@ -57,13 +64,20 @@ class TrainingConfig(Section):
     schedule: Literal["cosine", "wsd"] = setting("cosine", "--sched", unused_by=PROBE)
     """Learning rate after the warm-up: cosine, or constant with a cooldown (arXiv:2404.06395)."""
     cooldown_epochs: float | None = setting(
-        None, least=0, read_by=({"schedule": ("wsd",)},), decided_by="time", unused_by=PROBE
+        None,
+        least=0,
+        read_by=({"schedule": ("wsd",)},),
+        decided_by="time",
+        unused_by=PROBE,
+        unit="epochs",
     )
     """wsd: epochs of the linear cooldown; 0.7 of all when left empty."""
-    cooldown_shares: tuple[float, ...] = setting((), decided_by="time", unused_by=PROBE)
+    cooldown_shares: tuple[float, ...] = setting(
+        (), decided_by="time", unused_by=PROBE, listed=False
+    )
     """wsd: fractions of lr during the cooldown, between which it is linear; set by a run with a
     time."""
-    cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE)
+    cooldown_steps: tuple[int, ...] = setting((), decided_by="time", unused_by=PROBE, listed=False)
     """wsd: steps of the cooldown after which lr has these fractions; its epochs when left empty."""
     fallback_lr: float | None = setting(
         None, above=0, read_by=({"optimizer": ("muon",)},), unused_by=PROBE
@@ -71,7 +85,9 @@ class TrainingConfig(Section):
     """Muon: peak learning rate of all but the blocks' matrices; lr when left empty."""
     min_lr: float = setting(1e-6, least=0, unused_by=PROBE)
     """Learning rate at the end."""
-    warmup_epochs: float | None = setting(None, least=0, decided_by="time", unused_by=PROBE)
+    warmup_epochs: float | None = setting(
+        None, least=0, decided_by="time", unused_by=PROBE, unit="epochs"
+    )
     """Epochs of linear warm-up; a tenth of all, at most 5, when left empty."""
     optimizer: str = setting("adamw", "--opt", unused_by=PROBE)
     """adamw, muon, or the name of any optimiser in timm's factory."""
@@ -102,12 +118,17 @@ class TrainingConfig(Section):
     start_image_size: int | None = setting(None, unused_by=PROBE)
     """Progressive resizing: image side in the first epochs; image_size when left empty."""
     growth_epochs: float | None = setting(
-        None, above=0, read_by=({"start_image_size": ON},), decided_by="time", unused_by=PROBE
+        None,
+        above=0,
+        read_by=({"start_image_size": ON},),
+        decided_by="time",
+        unused_by=PROBE,
+        unit="epochs",
     )
     """Progressive resizing: epochs until image_size; three quarters of all when left empty."""
     seed: int = setting(0, least=0, before_plan=True)
     """Seed of initial weights, data order, augmentation, dropout and train-validation split."""
-    patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE)
+    patience: int | None = setting(None, least=1, tasks=LABEL_TASKS, unused_by=PROBE, unit="epochs")
     """Early stopping: epochs without an improvement; off when left empty."""
     soup: bool = setting(
         False, read_by=({"keep_best": Other((1,))},), tasks=LABEL_TASKS, unused_by=PROBE
@@ -176,6 +197,109 @@ class TrainingConfig(Section):
     def warmup(self) -> float:
         """Epochs of linear warm-up."""
         return min(self.epochs / 10, 5) if self.warmup_epochs is None else self.warmup_epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(Section):
+    """Pretrained weights, and how they are fine-tuned."""
+
+    weights: str | None = setting(None, "--pretrained", decided_by="plan")
+    """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
+    method: Literal["full", "linear", "lora", "probe"] | None = setting(
+        None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=("full",), decided_by="weights"
+    )
+    """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
+    probe_first: bool | None = setting(
+        None, read_by=PRETRAINED, tasks=("classify",), off=(False,), decided_by="weights"
+    )
+    """Initialise the head with a linear probe; when left empty, if no method is chosen."""
+    lora_rank: int = setting(8, least=1, read_by=LORA)
+    """Rank of LoRA's update of a weight matrix."""
+    lora_alpha: float = setting(16.0, above=0, read_by=LORA)
+    """Scale of LoRA's update, which is divided by the rank."""
+    lora_targets: str = setting("qkv,proj", read_by=LORA)
+    """Matrices with a LoRA update, of qkv, proj, fc1, fc2 (swiglu: fc1_g, fc1_x, fc2)."""
+    license: str | None = setting(None, decided_by="weights")
+    """License of the trained weights; that of the pretrained weights when left empty."""
+    feature_cache: str | None = setting(None, resumable=True)
+    """Folder of cached probe features; in the user's cache folder when left empty."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.probe_first and self.method == "probe":
+            self.refuse("probe_first", "method=probe does that already")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """`lora_targets` as names."""
+        return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Section):
+    """A teacher, whose answers for the training images are learned beside their labels."""
+
+    teacher: str | None = setting(
+        None, before_plan=True, read_by=({"method": Other(("probe",))},), tasks=CLASSIFIED
+    )
+    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
+    distillation_type: Literal["soft", "hard"] = setting(
+        "soft", read_by=(TAUGHT,), tasks=("classify",)
+    )
+    """Learn its probabilities (arXiv:1503.02531), or its best class (arXiv:2012.12877)."""
+    distillation_alpha: float = setting(0.5, above=0, most=1, read_by=(TAUGHT,))
+    """Share of the loss that compares with the teacher; the labels have the rest."""
+    distillation_tau: float = setting(
+        2.0, above=0, read_by=(TAUGHT, {"distillation_type": ("soft",)})
+    )
+    """soft: temperature of both answers; higher shows more of the classes that are not the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingConfig(Section):
+    """Pretraining without labels; only with --task simclr, lejepa, dino or mae."""
+
+    global_views: int = setting(2, least=1, tasks=VIEWS)
+    """SimCLR, LeJEPA, DINO: views of an image of full size."""
+    local_views: int = setting(0, least=0, tasks=VIEWS)
+    """SimCLR, LeJEPA, DINO: smaller views of an image."""
+    local_size: int | None = setting(None, least=1, read_by=LOCAL, tasks=VIEWS)
+    """SimCLR, LeJEPA, DINO: side of local views in pixels; empty: about half of image_size."""
+    local_crop: tuple[float, float] = setting(
+        (0.05, 0.3), above=0, most=1, read_by=LOCAL, tasks=VIEWS
+    )
+    """SimCLR, LeJEPA, DINO: smallest and largest share of the image area in a local view."""
+    projector_dim: int = setting(128, least=1, tasks=VIEWS)
+    """SimCLR, LeJEPA, DINO: width of the embeddings."""
+    projector_hidden_dim: int = setting(512, least=1, tasks=VIEWS)
+    """SimCLR, LeJEPA, DINO: width of the two hidden layers of the projector."""
+    contrastive_temperature: float = setting(0.2, above=0, tasks=("simclr",))
+    """SimCLR: what similarities are divided by (arXiv:2002.05709)."""
+    sigreg_weight: float = setting(0.05, least=0, most=1, tasks=("lejepa",))
+    """LeJEPA: weight of SIGReg, from 0 to 1; the prediction of views has the rest."""
+    sigreg_projections: int = setting(256, least=1, tasks=("lejepa",))
+    """LeJEPA: random directions in which embeddings are compared with a normal distribution."""
+    prototypes: int = setting(4096, least=2, tasks=("dino",))
+    """DINO: vectors that embeddings are compared with (arXiv:2104.14294)."""
+    teacher_temperature: float = setting(0.03, above=0, tasks=("dino",))
+    """DINO: what the teacher's cosines are divided by; the student's are by 0.1."""
+    mask_ratio: float = setting(0.75, above=0, below=1, tasks=("mae",))
+    """MAE: share of the patches that is hidden (arXiv:2111.06377)."""
+    mae_decoder_dim: int | None = setting(None, least=1, tasks=("mae",))
+    """MAE: width of the decoder's tokens; about half of dim when left empty."""
+    mae_decoder_depth: int = setting(2, least=1, tasks=("mae",))
+    """MAE: blocks of the decoder."""
+    normalise_pixels: bool = setting(True, tasks=("mae",))
+    """MAE: predict the pixels of each patch with mean 0 and variance 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mae_decoder_dim is not None and self.mae_decoder_dim % 32:
+            self.refuse("mae_decoder_dim", "must be a multiple of 32, the width of a head")
+        if self.global_views + self.local_views < 2:
+            self.refuse("local_views", "one view predicts nothing; use two views or more in all")
+        if self.local_crop[0] > self.local_crop[1]:
+            self.refuse("local_crop", "must be two shares of the area, the first not the larger")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vit.atomic_files import rename_file
+from vit.atomic_files import lock_file, locked, rename_file
 from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError
-from vit.file_lock import lock_file, locked
 from vit.paths import user_cache
 from vit.text import Notify, format_bytes, printable
 

@@ -8,14 +8,12 @@ from typing import Any
 
 from vit.atomic_files import write_text
 from vit.config import Config
-from vit.config.config_section import as_typed
 from vit.config.parser import all_settings, flatten, make_config
+from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart
 from vit.evaluation.html_page import render_page
 
 REPORT_FILE = "report.html"
-NOT_LISTED = {"data", "model", "num_classes", "workers"}
-"""Settings that stand elsewhere in the report, or are no choice about the network."""
 
 Event = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -131,5 +129,5 @@ def changed_settings(config: Config) -> list[tuple[str, str, str, str]]:
     return [
         (name, as_typed(value), as_typed(default[name]), all_settings()[name].help)
         for name, value in chosen.items()
-        if value != default[name] and name not in NOT_LISTED
+        if value != default[name] and all_settings()[name].properties.listed
     ]

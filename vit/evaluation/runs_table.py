@@ -24,15 +24,11 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from vit.config.config_section import as_typed
+from vit.atomic_files import lock_file
 from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
-from vit.config.parser import (
-    all_settings,
-    nearest,
-    read_stored_settings,
-    settings_with,
-)
+from vit.config.parser import all_settings, read_stored_settings, settings_with
 from vit.config.presets import PRESETS
+from vit.config.settings import as_typed
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.event_log import (
@@ -43,10 +39,9 @@ from vit.event_log import (
     read_event_log,
     saved_event,
 )
-from vit.file_lock import lock_file
 from vit.paths import did_you_mean, is_run_folder, path_argument
 from vit.score_calibration import ScoreCalibration
-from vit.text import align_columns, format_duration, format_parameters, percent, printable
+from vit.text import align_columns, format_duration, format_parameters, nearest, percent, printable
 
 SETTINGS = "config.yaml"
 WEIGHTS = "model.safetensors"
@@ -62,12 +57,6 @@ SCORE_NAMES = {
     "val_loss": "loss",
 }
 SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
-NOT_COMPARED = {
-    *("model", "data", "epochs", "num_classes", "workers"),
-    *("cooldown_shares", "cooldown_steps"),
-}
-"""Settings with a column of their own, without influence on the result, or that a time budget
-recorded step by step."""
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angles")
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}
@@ -253,10 +242,11 @@ class RunsTable:
         known = sorted(
             all_settings(), key=settings_with(decided_by="time").__contains__
         )  # those that a time gave last
+        hidden = {*settings_with(listed=False), *COLUMNS}
         found = {}
         for name in dict.fromkeys([*known, *(name for run in read for name in run.settings)]):
             values = Counter(setting_text(run.setting(name)) for run in read)
-            if len(values) > 1 and name not in NOT_COMPARED:
+            if len(values) > 1 and name not in hidden:
                 found[name] = values.most_common(1)[0][0]
         return found
 

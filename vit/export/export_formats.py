@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from vit.atomic_files import open_atomic
+from vit.config.inference_config import ExportOptions
+from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import write_onnx
@@ -18,7 +20,6 @@ from vit.export.export_openvino import check_openvino_output, write_openvino
 from vit.export.export_options import (
     Exported,
     ExportJob,
-    ExportOptions,
     OutputCheck,
     PathLike,
     Writer,
@@ -126,7 +127,7 @@ def export_onnx(
         out: NAME.onnx; the decoder of a captioner becomes NAME.decoder.onnx beside it.
         overwrite: Replace files that exist.
         notify: Called with notes on weights and data, if not None.
-        options: The fields of `vit.export.export_options.ExportOptions`; a captioner takes none.
+        options: The fields of `vit.config.inference_config.ExportOptions`; a captioner takes none.
 
     Raises:
         ConfigError: The run has a setting that cannot be exported, or an option is impossible.
@@ -147,7 +148,8 @@ def export(
     **options: Any,
 ) -> Exported:
     """Write a run in the format `to`; the other arguments are those of `export_onnx`."""
-    settings, path = ExportOptions(**options), Path(out)
+    settings: ExportOptions = split_settings(options, "an export", ExportOptions)[0]
+    path = Path(out)
     FORMATS[to].check(path, settings, overwrite)
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from vit.atomic_files import atomic_file
+from vit.config.inference_config import ExportOptions
 from vit.errors import VitError
 from vit.export.export_onnx import classifier_file
-from vit.export.export_options import Exported, ExportJob, ExportOptions, check_output_path
+from vit.export.export_options import Exported, ExportJob, check_output_path
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
 

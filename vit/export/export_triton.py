@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from vit.atomic_files import explain_write_errors, write_bytes
+from vit.config.inference_config import ExportOptions
 from vit.errors import ConfigError, RunError
 from vit.export.export_onnx import classifier_file, publish
-from vit.export.export_options import Exported, ExportJob, ExportOptions
+from vit.export.export_options import Exported, ExportJob
 from vit.exported.onnx_classifier import OUTPUT
 from vit.exported.onnx_session import OnnxSession
 from vit.text import printable

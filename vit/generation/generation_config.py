@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vit.config.config_section import ON, Section, setting
+from vit.config.settings import ON, Section, setting
 from vit.errors import WeightsError
 
 if TYPE_CHECKING:  # a server of exported files imports no torch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.data.dataset import MultiHot
 from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec

@@ -34,7 +34,7 @@ from vit.config.inference_config import (
     InferenceConfig,
     accepts_settings,
 )
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (

@@ -25,13 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vit.atomic_files import explain_write_errors
-from vit.config.inference_config import (
-    InferenceConfig,
-    PredictionConfig,
-    accepts_settings,
-    check_together,
-)
-from vit.config.parser import split_settings
+from vit.config.inference_config import InferenceConfig, PredictionConfig, accepts_settings
+from vit.config.settings import check_together, split_settings
 from vit.errors import (
     ConfigError,
     DataError,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import StageProgress
 from vit.data.checks.duplicates import find_near_duplicates

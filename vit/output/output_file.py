@@ -19,7 +19,7 @@ MAX_NAME_BYTES = 220  # file systems take 255, and unfinished files have longer 
 
 def check_output(path: str | None, *, overwrite: bool) -> None:
     """Refuse a file that could not be written at the end."""
-    if path is None or is_device(path):
+    if path in (None, "-") or is_device(path):
         return
     if not path:
         raise VitError("the name of an output file is empty; is a variable of the shell not set?")

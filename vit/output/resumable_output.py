@@ -28,9 +28,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vit.atomic_files import explain_write_errors, open_atomic, write_text
+from vit.atomic_files import HAS_LOCKS, explain_write_errors, lock_file, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
-from vit.file_lock import HAS_LOCKS, lock_file
 from vit.output.output_file import check_output, resolve_link
 from vit.text import plural
 

@@ -28,7 +28,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from vit.config.parser import nearest
 from vit.errors import BadImage, ConfigError, VitError
 from vit.generation.generation_config import Search
 from vit.output.prediction_results import to_json
@@ -40,7 +39,7 @@ from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, check
 from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import printable
+from vit.text import nearest, printable
 
 CAPTION_FLAGS = {field.name for field in fields(Search)} - {"top_k"} | {"sample_top_k"}
 """Settings of captions, which are flags of the server."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.config.finetune_config import DistillationConfig
+from vit.config.training_config import DistillationConfig
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.precision import at_least_float32

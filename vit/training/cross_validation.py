@@ -23,7 +23,6 @@ from accelerate import Accelerator
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
 from vit.config.parser import (
     Settings,
@@ -37,6 +36,7 @@ from vit.config.parser import (
     with_settings,
 )
 from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
+from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
 from vit.evaluation.statistical_tests import wilson_interval
 from vit.text import printable
@@ -74,7 +74,6 @@ def train_folds(
     measure: Measure,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
@@ -89,7 +88,7 @@ def train_folds(
     folder = Path(out or default_run_folder(data))
     if resume:
         config = with_recorded_plan(config, folder)
-    config, _ = resolve_plan(config, given)
+    config, _ = resolve_plan(config)
     folds = config.data.folds
     assert folds is not None
     accelerator = make_accelerator(config.run)

@@ -1,6 +1,5 @@
 """Parameter groups (weight decay, layer-wise learning rates) and optimisers by name."""
 
-import difflib
 import re
 from collections import defaultdict
 from typing import Any
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from vit.config import TrainingConfig
 from vit.errors import ConfigError
+from vit.text import nearest
 from vit.training.finetune.lora import HEAD
 from vit.training.muon import Muon, has_fused_adamw
 
@@ -120,11 +120,8 @@ def _timm_optimizer(
     from timm.optim import create_optimizer_v2, list_optimizers
 
     if config.optimizer not in list_optimizers():
-        near = difflib.get_close_matches(config.optimizer, list_optimizers(), n=3)
-        near = near or ["adamw", "sgd", "lamb", "muon"]
-        raise ConfigError(
-            f"optimizer={config.optimizer!r} is not known; some that are: {', '.join(near)}"
-        )
+        hint = nearest(config.optimizer, list_optimizers()) or "; take adamw, sgd, lamb or muon"
+        raise ConfigError(f"optimizer={config.optimizer!r} is not known{hint}")
     if config.optimizer.startswith(UNFIT):
         raise ConfigError(
             f"optimizer={config.optimizer!r}: its state cannot be resumed, or it needs second "

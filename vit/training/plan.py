@@ -15,9 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.decoder_config import DecoderConfig
-from vit.config.finetune_config import AUTO_WEIGHTS
 from vit.config.model_config import ModelConfig
 from vit.config.parser import (
     Settings,
@@ -26,8 +24,9 @@ from vit.config.parser import (
     settings_with,
     with_settings,
 )
+from vit.config.settings import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
-from vit.config.training_config import TASKS, TrainingConfig
+from vit.config.training_config import AUTO_WEIGHTS, TASKS, TrainingConfig
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 
 from vit.benchmark import Stopwatch
 from vit.config import Config
-from vit.config.parser import with_settings
+from vit.config.parser import settings_with, with_settings
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
@@ -67,8 +67,6 @@ MOST_VALIDATIONS = 24
 FEWEST_STEPS = 4
 # A run of fewer steps is warned of: even with the plan's learning rates it stays near chance.
 USEFUL_STEPS = 20
-# Settings in epochs: whoever gives one thinks of passes over the images.
-IN_EPOCHS = ("epoch_steps", "warmup_epochs", "cooldown_epochs", "growth_epochs", "patience")
 # Nothing is written to find out. Bytes a second of a checkpoint, digest included, and seconds of
 # each one whatever its size; and seconds of the report beside measuring.
 DISK = 200e6
@@ -217,7 +215,9 @@ def long_enough(
 
 def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: float) -> int:
     """Optimiser steps of an epoch, so that validations take their share of the time."""
-    if any(getattr(config.training, name) is not None for name in IN_EPOCHS):
+    # whoever gives a setting in epochs thinks of passes over the images
+    in_epochs = ("epoch_steps", *settings_with(unit="epochs"))
+    if any(getattr(config.training, name) is not None for name in in_epochs):
         return config.training.epoch_steps or steps_per_pass
     each = costs.validation + costs.saving
     room = seconds - costs.fixed

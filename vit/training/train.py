@@ -7,7 +7,7 @@ settings + weights + data + devices -> resolve() -> final settings, splits
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,6 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    given: Sequence[str] | None = None,
     began: float | None = None,
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
@@ -94,8 +93,6 @@ def train(
         out: The run folder; `runs/<name of the data>` if omitted.
         resume: Continue from the newest checkpoint in `out`, or start if there is none.
         overwrite: Delete the run in `out` first.
-        given: Names of the settings that count as chosen, instead of those that `config` knows.
-            Pretrained weights and data may decide the others.
         began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
         resumed_by: The command and the folder that resume the run, if it is part of another
             command's work; `vit train` and `out` if omitted.
@@ -114,7 +111,7 @@ def train(
         # a first time, before the plan measures anything
         place = Path(out or default_run_folder(data))
         check_run_folder(place, resume=resume, overwrite=overwrite)
-    config, listing = resolve_plan(config, given)
+    config, listing = resolve_plan(config)
     require_tracker(config.run.track)
     check_channels(config.model.channels)
     accelerator = make_accelerator(config.run)
@@ -188,25 +185,20 @@ def notify_on_main(line: str) -> None:
         notify(line)
 
 
-def resolve_plan(
-    settings: Config | Settings, given: Sequence[str] | None = None
-) -> tuple[Config, Listing | None]:
+def resolve_plan(settings: Config | Settings) -> tuple[Config, Listing | None]:
     """Make a Config of settings; the plan decides those that are missing, where it applies.
 
     Returns:
         The Config, and the data as listed for the plan, if any.
     """
     if isinstance(settings, Config):
-        return with_origins(settings, given), None
-    listing = None
+        return with_origins(settings), None
     if settings.complete or not is_planned(settings):
-        config = make_config(settings)
-    else:
-        config, plan = plan_training(settings)
-        listing = plan.listing
-        for line in summary_lines(plan):
-            notify_on_main(line)
-    return config if given is None else with_origins(config, given), listing
+        return make_config(settings), None
+    config, plan = plan_training(settings)
+    for line in summary_lines(plan):
+        notify_on_main(line)
+    return config, plan.listing
 
 
 @dataclass(frozen=True, kw_only=True)

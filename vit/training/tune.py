@@ -28,7 +28,6 @@ from accelerate import Accelerator
 
 from vit.atomic_files import atomic_file, explain_write_errors, write_text
 from vit.config import Config
-from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.merge_settings import call_settings
 from vit.config.parser import (
     Settings,
@@ -38,6 +37,7 @@ from vit.config.parser import (
     settings_with,
     write_settings,
 )
+from vit.config.settings import PRETRAINING_TASKS
 from vit.config.stored_config import has_stored_config
 from vit.data.dataset_types import labels_of
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError

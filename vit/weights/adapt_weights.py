@@ -21,7 +21,8 @@ from einops import rearrange
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.config.parser import all_settings, convert
+from vit.config.parser import all_settings
+from vit.config.settings import convert
 from vit.errors import ConfigError, WeightsError
 from vit.model.build import POSITIONS
 from vit.model.patch_embed import resize_patch_embed

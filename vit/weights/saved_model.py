@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
-from vit.config.config_section import PRETRAINING_TASKS
 from vit.config.parser import parse_decoder_config, parse_model_config
+from vit.config.settings import PRETRAINING_TASKS
 from vit.config.stored_config import run_folder_of
 from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer

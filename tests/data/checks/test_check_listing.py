@@ -419,7 +419,7 @@ def test_similar_names_are_searched_for_few_unknown_classes(monkeypatch):
         calls.append(name)
         return names[:1]
 
-    monkeypatch.setattr("vit.data.checks.check_listing.difflib.get_close_matches", counted)
+    monkeypatch.setattr("vit.data.checks.check_listing.nearest_names", counted)
     listing = DatasetListing(Path("data"), ["train", "val"], ["cat", "dog"])
     names = [*(f"class {number}" for number in range(100)), "cat"]
     listing.images = [ListedImage("x.png", "val", (name,)) for name in names]

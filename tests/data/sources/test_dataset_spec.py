@@ -60,18 +60,11 @@ def test_a_run_folder_is_no_dataset(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a/0.png", "a/1.png", "b/0.png"], "not single images: a/0.png and 2 more"),
-        (["a", "b"], "b is one argument too many: DATA is a already"),
-        (["0.tar", "1.tar"], "quote the pattern"),
-        (["old", "x"], 'a name with spaces needs quotes: "old x"'),
-        (["old", "x", "y", "--seed", "1"], 'a name with spaces needs quotes: "old x y"'),
+        (["a", "b"], "b is one argument too many; names with spaces need quotes"),
         (["a", "--no-such-flag", "b"], "--no-such-flag is not an argument"),
     ],
 )
-def test_extra_arguments_are_explained(tmp_path, monkeypatch, capsys, command, words, message):
-    monkeypatch.chdir(tmp_path)
-    for name in ("old x", "old x y"):
-        (tmp_path / name).mkdir(exist_ok=True)
+def test_extra_arguments_are_refused(capsys, command, words, message):
     others = {"evaluate": ["RUN"], "data": ["--to", "folder", "--out", "no"]}.get(command, [])
     assert main([command, *others, *words]) == 2
     line = capsys.readouterr().err
@@ -131,18 +124,8 @@ def test_a_path_of_another_notation_is_named_by_its_own(make_tree, monkeypatch):
     root = make_tree({"a b/x": 5, "a b/y": 5})
     monkeypatch.chdir(root)
     monkeypatch.setenv("HOME", str(root))
-    notations = [
-        f"file://{root}/a%20b",
-        "file:a b",
-        "~/a b",
-        "$HOME/a b",
-        '"a b"',
-        "a b/ ",
-        "a b\\x",
-    ]
-    for notation in notations:
-        with pytest.raises(DataError, match=r"; did you mean (.*/)?a b(/x?)?\?$"):
-            open_data(notation)
+    with pytest.raises(DataError, match=r"; did you mean .*/a b\?$"):
+        open_data("~/a b")
     for image in (f"file://{root}/a%20b/x/0.png", "a b/x/0.png"):
         (root / "list.csv").write_text(f"image\n{image}\n")
         assert images_in("list.csv") == ["a b/x/0.png"]
@@ -156,6 +139,5 @@ def test_lists_beside_the_data_are_named_in_the_same_way(make_tree, setting):
         with pytest.raises(DataError, match=message):
             read_source(DatasetSpec(str(root), **{setting: str(root / name)}))
     (root / "l.csv").write_text("image,label\nx/0.png,y\n")
-    for name in (f"file://{root}/l.csv", f"{root}/ll.csv"):
-        with pytest.raises(DataError, match=r"No such file or directory\); did you mean .*/l\.csv"):
-            read_source(DatasetSpec(str(root), **{setting: name}))
+    with pytest.raises(DataError, match=r"No such file or directory\); did you mean .*/l\.csv"):
+        read_source(DatasetSpec(str(root), **{setting: f"{root}/ll.csv"}))

@@ -102,7 +102,7 @@ def test_names_of_many_classes_are_compared_up_to_a_limit(monkeypatch):
         compared.extend((name, other) for other in others)
         return []
 
-    monkeypatch.setattr("vit.data.sources.dataset_warnings.difflib.get_close_matches", counted)
+    monkeypatch.setattr("vit.data.sources.dataset_warnings.nearest_names", counted)
     monkeypatch.setattr("vit.data.sources.dataset_warnings.MAX_NAME_PAIRS", 50)
     frequent = {letter * length: 100 for letter in "abcdefghij" for length in (3, 6, 9)}
     rare = {letter * 6: 1 + number for number, letter in enumerate("qrstuvwxy")}

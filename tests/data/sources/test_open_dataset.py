@@ -310,7 +310,7 @@ def test_the_error_for_a_missing_path_suggests_a_similar_name(make_tree, monkeyp
         ("phots", "photos"),
         ("PHOTOS/", "photos"),
         ("photos/cap", "photos/cat"),
-        ("phtos/cat/0.png", "photos/cat/0.png"),
+        ("phtos/cat/0.png", "photos"),
         ("phtos/dog", "photos"),
         (str(root / "phots"), str(root / "photos")),
     ):

@@ -40,7 +40,7 @@ def backbone(colour_data, tmp_path_factory) -> Path:
     settings = {"epochs": 3, "batch_size": 12, "lr": 3e-3, "device": "cpu", "workers": 0}
     settings["precision"] = "fp32"
     config = make_config({"data": str(data), **tiny, **settings, "crop_share": 0.8})
-    train(config, place / "run", given=("data",))
+    train(config, place / "run")
     return place / "run"
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 import vit
 from vit.config import Config, FinetuneConfig, ModelConfig, PartialModelConfig
-from vit.config.parser import flatten, make_config, with_origins
+from vit.config.parser import flatten, make_config
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
@@ -112,7 +112,7 @@ def test_assumed_colours_are_printed(mark, given, mean, said, colour_data, tmp_p
     state |= {mark: torch.zeros(1, 1, 64)} if mark != "other" else {}
     torch.save(state, tmp_path / "w.pth")
     chosen = {"data": str(colour_data), "weights": str(tmp_path / "w.pth")}
-    config, lines = with_origins(make_config(chosen), [*chosen, *given]), []
+    config, lines = make_config({**chosen, **dict.fromkeys(given, [0.5] * 3)}), []
     found = load_source(config, Accelerator(cpu=True), lines.append)
     assert complete_for_weights(config, found).data.mean[0] == mean
     about = [line for line in lines if "how images are prepared" in line]
@@ -153,7 +153,7 @@ def test_experts_of_a_run_are_in_the_given_blocks(colour_data, tmp_path):
     second = train(make_config(words), tmp_path / "second").folder
     found = read_model_config(second)
     assert (found.capacity_factor, found.router_jitter, found.num_experts) == (0.5, 0.1, 4)
-    again = train(make_config(words), tmp_path / "second", given=[*words], resume=True)
+    again = train(make_config(words), tmp_path / "second", resume=True)
     assert again.folder == second
     model = vit.from_pretrained(second, capacity_factor=0, notify=None)
     images = [torch.randn(3, 16, 16), torch.randn(3, 16, 24)]

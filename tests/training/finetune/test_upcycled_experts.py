@@ -24,7 +24,7 @@ def dense(colour_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "run"
     tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
     config = make_config({"data": str(colour_data), **tiny, **USUAL, "epochs": 3, "lr": 3e-3})
-    return train(config, folder, given=("data",)).folder
+    return train(config, folder).folder
 
 
 @pytest.fixture

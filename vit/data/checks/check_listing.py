@@ -1,7 +1,6 @@
 """Listing of a dataset for `vit check`: as `vit train` lists it, with all problems."""
 
 import dataclasses
-import difflib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, validation_split
 from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.data.sources.problems import LOCATED, SHOWN, Problem
-from vit.text import join_names, printable
+from vit.text import join_names, nearest_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""
@@ -143,9 +142,7 @@ def match_classes(listing: DatasetListing, split: str) -> None:
         for label in one.labels if one.split == split else ():
             paths[label].append(one.path)
     for number, name in enumerate(name for name in paths if name not in {*listing.classes}):
-        near = []
-        if number < MAX_HINTS:
-            near = difflib.get_close_matches(name, listing.classes, n=1)
+        near = nearest_names(name, listing.classes) if number < MAX_HINTS else []
         hint = f" (is it {printable(near[0])}?)" if near else ""
         words = f"{split} has class {printable(name)}, which train does not have{hint}"
         listing.report("unknown_class", words, *paths[name])

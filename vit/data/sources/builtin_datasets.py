@@ -27,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vit.atomic_files import atomic_folder
+from vit.atomic_files import atomic_folder, locked
 from vit.data.random_seed import random_seed
 from vit.errors import DataError
-from vit.file_lock import locked
 from vit.paths import user_cache
 
 SHAPES_SIDE = 64

@@ -27,7 +27,7 @@ from PIL import Image
 from vit.atomic_files import atomic_folder
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings
-from vit.config.parser import split_settings
+from vit.config.settings import split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header

@@ -3,19 +3,18 @@
 import mmap
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
-from vit.config.parser import nearest
 from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
-from vit.text import printable
+from vit.text import nearest, printable
 
 SAVE = "not a list: save it as CSV and give that file"
 FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"
@@ -94,22 +93,6 @@ def refuse_single_images(data: str) -> None:
         raise DataError(f"{EXPECTED}, not a single image: {data}")
     if WILDCARDS.search(data) and not os.path.lexists(data):
         raise DataError(f"{EXPECTED}, not a pattern: {data}")
-
-
-def extra_arguments_message(data: str, extra: Sequence[str], before: str) -> str:
-    """The error for arguments after DATA: an expanded glob, or a name with spaces.
-
-    `before` is the word before the first extra one.
-    """
-    first = printable(data)
-    for end in range(len(extra), 0, -1):
-        if os.path.lexists(name := " ".join([before, *extra[:end]])):
-            return f'a name with spaces needs quotes: "{printable(name)}"'
-    if data.lower().endswith(".tar") and extra[0].lower().endswith(".tar"):
-        return f"DATA is one argument, and {first} is only the first shard: quote the pattern"
-    if is_image(data):
-        return f"{EXPECTED}, not single images: {first} and {len(extra):,} more"
-    return f"{printable(extra[0])} is one argument too many: DATA is {first} already"
 
 
 def no_match_message(pattern: str) -> str:

@@ -1,7 +1,6 @@
 """Warnings about a dataset before training: class names, class counts, identical files."""
 
 import contextlib
-import difflib
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, 
 from vit.data.dataset_types import ImagesByClass
 from vit.data.sources.held_out_split import file_digests
 from vit.errors import BadImage
-from vit.text import is_unicode, join_names, plural, printable
+from vit.text import is_unicode, join_names, nearest_names, plural, printable
 
 IMBALANCE = 10
 """Ratio of the largest class to the smallest one from which on there is a note."""
@@ -27,7 +26,7 @@ MAX_NAME_PAIRS = 500_000
 """Pairs of class names that are compared: those of 1,400 classes, half of them rare."""
 TAIL_BYTES = 4096
 SIMILARITY = 0.8
-"""Ratio of difflib from which on the name of a rare class may be a typo of another."""
+"""Ratio of `nearest_names` from which on the name of a rare class may be a typo of another."""
 
 
 def class_problems(
@@ -114,7 +113,7 @@ def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
         pairs += len(others)
         if pairs > MAX_NAME_PAIRS:
             break
-        if near := difflib.get_close_matches(name, others, n=1, cutoff=SIMILARITY):
+        if near := nearest_names(name, others, cutoff=SIMILARITY):
             found[name] = near[0]
     return [(name, found[name]) for name in rare if name in found]
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec, refuse_mistaken
@@ -23,7 +22,7 @@ from vit.data.sources.image_names import Find, index_finder, suffix_notes
 from vit.data.sources.list_columns import SEPARATORS
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
-from vit.text import csv_text, plural, printable
+from vit.text import csv_text, nearest, plural, printable
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:

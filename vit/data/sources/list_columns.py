@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from vit.config.parser import nearest
 from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, is_image
 from vit.data.sources.image_names import is_plain
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.data.workbook import is_workbook
 from vit.errors import DataError
-from vit.text import is_unicode, join_names, plural, printable
+from vit.text import is_unicode, join_names, nearest, plural, printable
 
 IMAGE_COLUMNS = (
     *("file_name", "filename", "image", "image_name", "image_path", "image_file"),

@@ -6,7 +6,6 @@ the source has none, and notes list what was left out or looks wrong.
 """
 
 import dataclasses
-import difflib
 import glob
 import itertools
 import os
@@ -65,7 +64,7 @@ from vit.data.sources.train_val_split import (
     split_train_val,
 )
 from vit.errors import ConfigError, DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, nearest_names, plural, printable
 
 Reader = Callable[[DatasetSpec], DatasetIndex]
 
@@ -446,7 +445,7 @@ def match_class_names(
     ]
     unknown = [name for name in names if name not in targets]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], classes, n=1)
+        near = nearest_names(unknown[0], classes)
         hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
         listed = join_names(unknown)
         raise DataError(

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.atomic_files import open_atomic
+from vit.atomic_files import locked, open_atomic
 from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
@@ -48,7 +48,6 @@ from vit.data.sources.list_columns import (
 from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
 from vit.errors import DataError, error_text
-from vit.file_lock import locked
 from vit.paths import user_cache
 from vit.text import format_megabytes, join_names, plural, printable
 

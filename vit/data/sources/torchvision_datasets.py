@@ -4,7 +4,6 @@ Datasets of image files are read in place. Datasets of arrays are written once a
 in tar shards, which appear complete or not at all.
 """
 
-import difflib
 import inspect
 import io
 import os
@@ -19,7 +18,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.tar_shards import read_shards
 from vit.errors import DataError, error_text
 from vit.paths import user_cache
-from vit.text import printable
+from vit.text import nearest_names, printable
 
 PREFIX = "torchvision:"
 SPLIT_NAMES = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}
@@ -81,7 +80,7 @@ def _find_class(name: str, data: str) -> Any:
         and "download" in _parameters(getattr(datasets, one))
     ]  # fmt: skip
     if dataset_class is None or not inspect.isclass(dataset_class):
-        near = difflib.get_close_matches(name, downloadable, n=1, cutoff=0.5)
+        near = nearest_names(name, downloadable, cutoff=0.5)
         hint = f"; is it {PREFIX}{near[0]}?" if near else f"; expected one such as {PREFIX}CIFAR10"
         raise DataError(f"{data}: torchvision has no dataset of that name{hint}")
     if name not in downloadable:

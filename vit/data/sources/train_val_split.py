@@ -17,13 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vit.config.parser import nearest
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.random_seed import random_seed
 from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
 from vit.errors import ConfigError, DataError
-from vit.text import join_names, plural, printable
+from vit.text import join_names, nearest, plural, printable
 
 UNEVEN = 1 / 3
 """Relative deviation from the requested share of a class from which on there is a note."""

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vit.atomic_files import atomic_file, explain_write_errors, write_text
+from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
 from vit.config import Config
 from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
 from vit.config.stored_config import (
@@ -25,7 +25,6 @@ from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
-from vit.file_lock import lock_file
 from vit.tasks.task import get_task
 from vit.text import printable, quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS

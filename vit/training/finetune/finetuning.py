@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.config_section import refuse, why_unread
 from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
+from vit.config.settings import refuse, why_unread
 from vit.config.stored_config import (
     EDITED_LISTS,
     has_stored_config,

@@ -9,7 +9,6 @@ The result is cached on disk, by the name, the arguments, the shapes of the tens
 of timm and of this package: importing timm takes longer than labelling an image.
 """
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -32,7 +31,7 @@ from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.paths import user_cache
-from vit.text import join_names, printable
+from vit.text import join_names, nearest, nearest_names, printable
 from vit.weights.formats.infer_architecture import bias_table, infer_config
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
@@ -256,8 +255,7 @@ def _build(
 
     base = name.partition(".")[0]
     if not timm.is_model(base):
-        near = difflib.get_close_matches(base, timm.list_models(module=list(MODULES)), n=3)
-        hint = f"; the nearest are {', '.join(near)}" if near else ""
+        hint = nearest(base, timm.list_models(module=list(MODULES)))
         raise WeightsError(f"{printable(name)!r} is no network of timm {timm.__version__}{hint}")
     if not timm.models.is_model_in_modules(base, MODULES):
         raise WeightsError(
@@ -537,6 +535,6 @@ def suggest_names(name: str) -> str:
     """The nearest model names, as the end of an error message."""
     known = pretrained_names()
     near = [other for other in known if other.startswith(name)][:3]
-    near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = near or nearest_names(name, known, cutoff=0.5)
     hint = f"; the nearest are {', '.join(f'timm/{other}' for other in near)}" if near else ""
     return f"{hint}; `vit models --pretrained` lists all"

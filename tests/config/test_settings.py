@@ -6,7 +6,8 @@ import math
 import pytest
 
 from vit.config import SECTIONS
-from vit.config.config_section import (
+from vit.config.parser import make_config, settings_with, with_effect
+from vit.config.settings import (
     PRETRAINING_TASKS,
     Other,
     as_typed,
@@ -14,7 +15,6 @@ from vit.config.config_section import (
     check_read,
     conditions_of,
 )
-from vit.config.parser import make_config, settings_with, with_effect
 from vit.errors import ConfigError
 from vit.generation.generation_config import Search
 
