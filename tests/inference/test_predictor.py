@@ -177,21 +177,6 @@ def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
     assert any("overflowed" in (prediction.error or "") for prediction in found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"device": "gpu"}, "device='gpu' cannot be used"),
-        ({"device": "cuda:99"}, "device='cuda:99' cannot be used"),
-        ({"precision": "bf17"}, "choose one of auto, fp32"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"workers": 0}, "workers=0"),
-    ],
-)
-def test_impossible_settings_are_refused(tiny_run, settings, reason):
-    with pytest.raises(ConfigError, match=reason):
-        Predictor(tiny_run, **settings)
-
-
 def test_a_single_path_is_refused(tiny_run, input_images):
     with pytest.raises(ConfigError, match="give a list"):
         Predictor(tiny_run)(input_images[0])
