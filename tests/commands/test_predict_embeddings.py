@@ -105,6 +105,10 @@ def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp
     assert "resuming after 27 of 27 images" in err[0]
     assert (tmp_path / "a.npy").read_bytes() == whole
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.csv.done", "a.npy"]
+    assert predict(*words, "--resume")[::2] == (
+        0,
+        [f"vit predict: {tmp_path / 'a.csv'} is complete"],
+    )
 
 
 def test_two_jobs_do_not_write_the_same_vectors(predict, input_images, tmp_path):

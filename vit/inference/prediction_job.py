@@ -588,7 +588,7 @@ class PredictionJob:
             if done is not None:
                 if group.rank == 0:
                     self.notify(f"{printable(output.out)} is complete")
-                return done["failed"]
+                return done.get("failed", 0)  # sums of counters leave zeros out
             # the main process shares its exclusive lock before the others can acquire theirs
             group.run_on_main(lambda: lock.acquire(shared=True))
             group.run_on_all(lambda: lock.acquire(shared=True))
