@@ -33,14 +33,14 @@ from vit.evaluation.classification_metrics import (
     Outcomes,
     calibration_error,
     chance_calibration_error,
+    class_intervals,
     debiased_error,
     summarize,
 )
+from vit.evaluation.exact_tests import binomial_tail, wilson_interval
 from vit.evaluation.fit_calibration import class_set_levels, fit_calibration, set_levels, set_scores
-from vit.evaluation.intervals import class_intervals, multilabel_intervals
-from vit.evaluation.multilabel_metrics import summarize_multilabel
+from vit.evaluation.multilabel_metrics import multilabel_intervals, summarize_multilabel
 from vit.evaluation.paired_comparison import PairedComparison
-from vit.evaluation.statistical_tests import binomial_tail, wilson_interval
 from vit.evaluation.temperature_scaling import (
     Scaling,
     best_temperature,

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks.coverage import markdown, percent
 from vit.evaluation.accuracy_slices import Feature, accuracy_slices
-from vit.evaluation.classification_metrics import Outcomes
+from vit.evaluation.classification_metrics import Outcomes, class_intervals
 from vit.evaluation.fit_calibration import set_levels
-from vit.evaluation.intervals import class_intervals, group_means, share_interval
+from vit.evaluation.intervals import group_means, share_interval
 from vit.evaluation.selective_prediction import precision_threshold
 
 SHARES = (

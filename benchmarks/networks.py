@@ -438,6 +438,7 @@ def variants(options: argparse.Namespace) -> Iterator[Comparison]:
 
 def attention(options: argparse.Namespace) -> Iterator[Comparison]:
     """Forward and backward of one attention layer as its sequence grows; use --memory."""
+    from vit.config import ModelConfig
     from vit.model.attention import (
         AttentionContext,
         SelfAttention,
@@ -448,7 +449,7 @@ def attention(options: argparse.Namespace) -> Iterator[Comparison]:
     batch, device = (options.batch_size or [4])[0], options.device
 
     def made(kind: Any, tokens: int, dtype: torch.dtype) -> Run:
-        layer = SelfAttention(192, 3).to(device)
+        layer = SelfAttention(ModelConfig(dim=192, num_heads=3)).to(device)
         x = torch.randn(batch, tokens, 192, device=device, requires_grad=True)
         context = AttentionContext(attention_fn=kind)
 

@@ -38,6 +38,8 @@ from vit.weights.saved_model import (
 # shared. Commands that tests start read the variable.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Collecting makes millions of objects that stay, which the collector would pass over many times.
+gc.disable()
 # Else each process that tests start compiles the package's sources anew, for a second and more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -99,6 +101,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over modules and tests: a look at all of them takes 1.5 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

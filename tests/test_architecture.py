@@ -60,7 +60,7 @@ ALLOWED = {
         "pyarrow", *LEVEL_0, "vit.data.captions",
     },
     "vit.data.sources": {
-        *NUMERIC, "torchvision", "PIL", "datasets", "fsspec", "pyarrow", *LEVEL_0,
+        *NUMERIC, "PIL", "datasets", "pyarrow", *LEVEL_0,
         "vit.data", "vit.data.captions",
     },
     "vit.data.checks": {
@@ -126,7 +126,7 @@ ONLY = {
     "accelerate": {"vit/training", "vit/inference/prediction_job.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
     "difflib": {"vit/text.py"},
-    "fsspec": {"vit/inference/ray_inference.py", "vit/data/sources/tar_shards.py"},
+    "fsspec": {"vit/inference/ray_inference.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
     "onnx": {"vit/export/onnx_graph.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},
@@ -172,10 +172,15 @@ def part_of(name: str) -> str:
 
 
 @cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(file: Path) -> set[str]:
     """Dotted names of every module that `file` imports, at any depth."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -233,7 +238,7 @@ def test_no_module_imports_itself_over_others():
     for module, file in MODULES.items():
         names = {
             f"{node.module}.{alias.name}"
-            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            for node in parsed(file).body
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
@@ -274,7 +279,7 @@ def test_only_tasks_config_and_commands_compare_the_name_of_a_task():
     exempt = ("tasks/", "config/", "commands/")
     compared = []
     for file in sorted((ROOT / "vit").rglob("*.py")):
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        nodes = ast.walk(parsed(file))
         for compare in (node for node in nodes if isinstance(node, ast.Compare)):
             words = {part.value for part in ast.walk(compare) if isinstance(part, ast.Constant)}
             if words & TASKS.keys() and re.search(r"\btasks?\b", ast.unparse(compare)):
@@ -287,7 +292,7 @@ def test_one_module_renames_finished_files():
     """The others use its writers; sorted images must not replace a file, which no rename checks."""
     renaming = set()
     for file in sorted((ROOT / "vit").rglob("*.py")):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for call in ast.walk(parsed(file)):
             match call:
                 case ast.Call(ast.Attribute(ast.Name("os"), "replace" | "rename")) | ast.Call(
                     ast.Attribute(_, "replace" | "rename"), [_], []

@@ -38,7 +38,7 @@ def test_support_is_stated_in_the_words_of_the_columns(kind):
         stated = getattr(one, kind)
         known = stated() if callable(stated) else stated
         others = {*known.split()} - {*SUPPORT[kind]}
-        assert others <= {"classify,caption", "triton"}, one.name
+        assert others <= {"classify,caption"}, one.name
 
 
 def test_the_page_is_what_the_tool_writes():

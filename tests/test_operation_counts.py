@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vit.config import AugmentConfig
+from vit.config import AugmentConfig, ModelConfig
 from vit.config.parser import make_config
 from vit.data import image_io
 from vit.data.dataloader import TrainingLoader
@@ -115,7 +115,10 @@ def training_step(**changes):
 )
 def test_a_block_computes_no_more_operators_than_its_equation_needs(dtype, operators, allocations):
     block = PreNormBlock(
-        SelfAttention(32, 4), MLP(32, 64), norm=lambda: nn.LayerNorm(32), scales=[nn.Identity()] * 2
+        SelfAttention(ModelConfig(dim=32, num_heads=4)),
+        MLP(32, 64),
+        norm=lambda: nn.LayerNorm(32),
+        scales=[nn.Identity()] * 2,
     ).train()
     x = torch.randn(2, 16, 32, requires_grad=True)
     with OperatorCount() as count:

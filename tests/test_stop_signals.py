@@ -38,7 +38,7 @@ def test_a_second_signal_ends_a_call_of_a_library(first, second):
 
 
 def test_the_echo_of_a_launcher_is_not_a_second_signal():
-    with start(echo=60.0, rounds=2 * 10**6) as child:
+    with start(echo=60.0, rounds=10**6) as child:
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "announced\n"
         child.send_signal(signal.SIGTERM)

@@ -96,7 +96,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
         "model/pixel_decoder model/projection_head data/multi_view "
-        "evaluation/pretraining_report evaluation/feature_quality commands/pretrain_command",
+        "evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
     Capability(
@@ -125,10 +125,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Search settings",
-        "training/tune training/search_space training/successive_halving evaluation/tune_report "
-        "commands/tune_command",
+        "training/tune commands/tune_command",
         *("tune", CLASSES, DATA, "torch"),
-        tests="training/searches",
     ),
     Capability(
         "Cross-validate",
@@ -180,14 +178,14 @@ CAPABILITIES: Sequence[Capability] = (
         *("", TASKS, "list"),
     ),
     Capability(
-        "Tar shards, local and remote",
+        "Tar shards",
         "data/sources/tar_shards data/archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
     Capability(
-        "Datasets of Hugging Face and torchvision",
-        "data/sources/huggingface_datasets data/sources/torchvision_datasets",
+        "Datasets of Hugging Face",
+        "data/sources/huggingface_datasets",
         *("", TASKS, "hub"),
     ),
     Capability(
@@ -246,8 +244,8 @@ CAPABILITIES: Sequence[Capability] = (
         "serving",
     ),
     Capability(
-        "KServe protocol, Triton repository",
-        "serving/kserve_protocol export/export_triton",
+        "KServe protocol",
+        "serving/kserve_protocol",
         *("serve export", LABELS, "", "torch onnx openvino"),
     ),
     Capability(
@@ -271,7 +269,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Compare networks",
-        "inference/compare evaluation/paired_comparison evaluation/statistical_tests "
+        "inference/compare evaluation/paired_comparison evaluation/exact_tests evaluation/metrics "
         "commands/compare_command",
         *("compare", LABELS, DATA, "torch onnx openvino"),
         "evaluation/test_comparison_page",
@@ -314,7 +312,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Convert to timm and Hugging Face",
-        "weights/convert weights/library_registration "
+        "weights/convert "
         "weights/formats/huggingface_writer weights/formats/huggingface_classes "
         "weights/formats/timm_conv_stem commands/convert_command",
         *("convert", LABELS, "", "torch"),

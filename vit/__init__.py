@@ -45,7 +45,6 @@ if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by p
 
 from vit.quick_imports import require_supported_versions
 from vit.version import __version__
-from vit.weights.library_registration import register
 
 if TYPE_CHECKING:
     from vit.commands.serve_command import serve
@@ -75,8 +74,6 @@ if TYPE_CHECKING:
     from vit.training.tune import tune
     from vit.weights.convert import convert_model
     from vit.weights.load_model import from_pretrained, list_models
-
-register()
 
 __all__ = [
     "Captioner",

@@ -1,15 +1,20 @@
-"""Dataclasses from JSON that this package wrote: names and types are checked."""
+"""JSON of untrusted files, of a limited size, and dataclasses from what this package wrote."""
 
+import errno
+import json
 import math
+import stat
 import types
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
 
-from vit.errors import ConfigError
+from vit.errors import ConfigError, WeightsError
 from vit.text import printable
 
 T = TypeVar("T")
+MAX_JSON_BYTES = 50_000_000
 
 
 def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[str] = ()) -> T:
@@ -47,3 +52,40 @@ def plain_value(kind: Any, value: Any, name: str) -> Any:
         return value
     choice = f": choose one of {', '.join(options)}" if origin is Literal else " is of another type"
     raise ConfigError(f"{name}={value!r}{choice}")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open the regular file `path` for reading."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return path.open("rb")
+    except FileNotFoundError:
+        raise WeightsError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeightsError(f"{path} cannot be read: {reason}") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file of JSON, which is not as large as one of weights."""
+    with open_file(path) as file:
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise WeightsError(f"{path} is larger than {MAX_JSON_BYTES:,} bytes")
+    return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    raw = read_bytes(path)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{path} is no JSON: {str(error)[:160]}; if it was downloaded, it is "
+            "incomplete: fetch it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} is no JSON object")
+    return content

@@ -78,7 +78,7 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(tiny_run, tmp_path, 
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine") == 2
     assert "exists" in capsys.readouterr().err
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "mine", "--overwrite") == 2
-    assert "has diary.txt, which is no converted model" in capsys.readouterr().err
+    assert "is no folder that vit convert wrote" in capsys.readouterr().err
     assert (tmp_path / "mine/diary.txt").read_text() == "dear"
     assert convert(tiny_run, "--to", "timm", "--out", tmp_path / "out") == 0
     assert convert(tiny_run, "--to", "huggingface", "--out", tmp_path / "out", "--overwrite") == 0
@@ -91,7 +91,7 @@ def test_a_run_folder_is_never_overwritten(tiny_run, tmp_path, capsys):
     shutil.copytree(tiny_run, run)
     (run / "metrics.jsonl").write_text("")
     assert convert(tiny_run, "--to", "timm", "--out", run, "--overwrite") == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
+    assert "is no folder that vit convert wrote" in capsys.readouterr().err
     load_run(run)
 
 
@@ -108,13 +108,13 @@ def test_only_what_vit_convert_wrote_is_overwritten(tiny_run, tmp_path, capsys):
     state = {name: tensor.clone() for name, tensor in load_run(run).model.state_dict().items()}
     save_file(state, theirs / "model.safetensors", {"format": "pt"})
     for folder in (run, theirs):
-        assert "was not written by vit convert: give another --out" in refusal(tiny_run, folder)
+        assert "is no folder that vit convert wrote" in refusal(tiny_run, folder)
     load_run(run)
     assert convert(tiny_run, "--to", "timm", "--out", ours) == 0
     for source in (ours, ours / "model.safetensors"):
         assert "holds the source, which is not overwritten" in refusal(source, ours)
     (tmp_path / "link").symlink_to(ours)
-    assert "is no converted model" in refusal(tiny_run, tmp_path / "link")
+    assert "is no folder that vit convert wrote" in refusal(tiny_run, tmp_path / "link")
     open_pretrained(ours)
 
 

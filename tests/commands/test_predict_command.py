@@ -132,10 +132,7 @@ def test_out_is_untouched_when_the_work_breaks_off(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nothing/*.jpg"], "nothing/*.jpg: matches no file, there is no folder nothing"),
-        (["near/*.jpg"], "matches no file; correct the pattern, or give near for all in it"),
-        (["naer/*.jpg"], "there is no folder naer; did you mean near?"),
-        (["photos.zip"], "photos.zip is an archive: unpack it first"),
+        (["near/*.jpg"], "near/*.jpg: matches no file; correct the pattern"),
         (["."], "no images"),
         (["a.jpg", "--out", "."], "is a folder"),
         (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
@@ -179,21 +176,22 @@ def test_an_empty_list_is_one_line(predict, monkeypatch):
     assert (code, out, len(err)) == (2, [], 1)
 
 
-def test_names_are_the_same_in_every_locale(tiny_run, tiny_data, tmp_path):
+def test_names_are_the_same_in_every_locale(
+    tiny_run, tiny_data, tmp_path, monkeypatch, capfdbinary
+):
     (tmp_path / "café").mkdir()
     shutil.copy(next((tiny_data / "val").rglob("*.png")), tmp_path / "café/é.png")
     words = ["predict", str(tiny_run), "café", "--format", "jsonl", "--precision", "fp32"]
-    plain = {"LC_ALL": "C.UTF-8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    ours = capfdbinary.readouterr().out
+    assert json.loads(ours)["image"] == "café/é.png"
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    rows = [
-        subprocess.run(
-            [sys.executable, "-m", "vit", *words],
-            env=plain | more, cwd=tmp_path, capture_output=True, check=True,
-        ).stdout
-        for more in ({}, ascii_only, ascii_only | {"PYTHONIOENCODING": "ascii"})
-    ]  # fmt: skip
-    assert json.loads(rows[0])["image"] == "café/é.png"
-    assert rows[1:] == rows[:1] * 2
+    ascii_only |= {"PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    theirs = subprocess.run(
+        [sys.executable, "-m", "vit", *words], env=ascii_only, capture_output=True, check=True
+    )
+    assert theirs.stdout == ours
 
 
 def test_a_name_that_is_not_utf8_is_one_line(monkeypatch, capsys):
@@ -206,15 +204,20 @@ def test_a_name_that_is_not_utf8_is_one_line(monkeypatch, capsys):
     )
 
 
+NO_ROOM = "vit predict: the output could not be written: No space left on device"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-@pytest.mark.parametrize("to_file", [False, True])
-def test_a_full_device_is_one_line(tiny_run, tiny_data, to_file):
+def test_a_full_device_is_one_line(tiny_run, tiny_data):
     command = [sys.executable, "-m", "vit", "predict", str(tiny_run), str(tiny_data / "val")]
-    command += ["--format", "csv", *(["--out", "/dev/full"] if to_file else [])]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            command, stdout=None if to_file else full, stderr=subprocess.PIPE, text=True
+            [*command, "--format", "csv"], stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("vit predict: the output could not be written: ")
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr.splitlines()) == (2, [NO_ROOM])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_file_on_a_full_device_is_one_line(predict, tiny_data):
+    code, out, err = predict(tiny_data / "val", "--format", "csv", "--out", "/dev/full")
+    assert (code, out, err) == (2, [], [NO_ROOM])

@@ -309,22 +309,3 @@ def test_a_script_can_end_in_the_middle_of_an_epoch(samples, how):
         timeout=60,
     )
     assert (left.returncode, left.stdout, left.stderr) == (0, "left\n", "")
-
-
-class Changing:
-    image_size = (8, 8)
-    intensity_range = None
-
-    def __init__(self, later: torch.Tensor) -> None:
-        self.given = [torch.zeros(3, 8, 8, dtype=torch.uint8), later]
-
-    def __call__(self, _):
-        return self.given.pop(0)
-
-
-@pytest.mark.parametrize(
-    "later", [torch.zeros(3, 8, 1, dtype=torch.uint8), torch.zeros(3, 8, 8)], ids=["shape", "type"]
-)
-def test_images_of_different_shapes_in_a_batch_are_refused(samples, later):
-    with pytest.raises(RuntimeError, match=r"\d\d.png: the transform gave .* after \(3, 8, 8\)"):
-        everything(samples, transform_for=ConstantTransform(Changing(later)))

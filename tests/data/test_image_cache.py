@@ -302,5 +302,5 @@ def test_the_least_recently_used_caches_are_evicted(paths, tmp_path, monkeypatch
     _, notes = built(paths[5:], tmp_path)
     assert [file.exists() for file in files] == [True, True, False, False]
     assert foreign.exists()
-    assert "deleted the 2 least recently used of the caches" in notes[0]
+    assert "deleted 2 unused caches" in notes[0]
     assert len(notes) == 2

@@ -45,11 +45,6 @@ def test_one_failed_exposure_of_many_does_not_decide_the_range():
     assert common_range([*usual, (0.0, 0.0), (65535.0, 65535.0)]) == (1000.0, 2000.0)
 
 
-def test_ranges_of_floats_are_rounded_outwards():
-    assert common_range([(0.123456, 0.987654)], whole=False) == (0.1234, 0.9877)
-    assert common_range([(-3.000004e-7, 5e-7)], whole=False) == pytest.approx((-3.001e-7, 5e-7))
-
-
 def test_there_is_no_range_without_two_values_or_of_two_types(images):
     constant = np.full((8, 8), 700, np.uint16)
     assert measured(images([constant, constant])) == (None, [])

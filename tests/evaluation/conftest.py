@@ -141,11 +141,13 @@ def assert_harmless(parse) -> Callable[[str], Page]:
 
 
 @pytest.fixture
-def make_facts(tmp_path) -> Callable[..., RunFacts]:
+def make_facts(tmp_path, make_epochs) -> Callable[..., RunFacts]:
     """Make facts about a run; settings are those that differ from the defaults."""
 
     def make(classes, settings=None, **changes):
         facts = {
+            "folder": tmp_path,
+            "epochs": make_epochs(3),
             "config": make_config(
                 {"data": "pets", "num_classes": len(classes), **(settings or {})}
             ),

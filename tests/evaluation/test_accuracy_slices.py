@@ -14,12 +14,12 @@ from vit.evaluation.accuracy_slices import (
     ImageProperties,
     accuracy_slices,
     column_values,
+    divide,
     lower_tail,
     origin_folders,
     pixel_statistics,
-    slice_names,
 )
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,6 @@ def test_p_values_are_those_of_fishers_exact_test(right, images, hits, count):
     table = [[right, count - right], [hits - right, images - hits - count + right]]
     if images < 1000:
         assert found == pytest.approx(fisher_exact(table, alternative="less").pvalue, rel=1e-9)
-
-
-def test_p_values_equal_scipys_on_random_tables():
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        images = int(random.integers(2, 300))
-        hits, count = (int(random.integers(0, images + 1)) for _ in range(2))
-        right = int(random.integers(max(0, count - images + hits), min(hits, count) + 1))
-        expected = hypergeom.cdf(right, images, hits, count)
-        assert lower_tail(right, images, hits, count) == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_planted_drop_is_flagged_and_nothing_else():
@@ -127,50 +117,34 @@ def test_a_drop_of_many_groups_is_flagged():
     assert min(row.p_value for row in apart) < 1e-20
 
 
-def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together():
-    names, order = slice_names([*range(100)], unit=" px")
-    assert order == ["0 to 24 px", "25 to 49 px", "50 to 74 px", "75 to 99 px"]
-    assert [names.count(name) for name in order] == [25] * 4
-    names, order = slice_names([32.0] * 90 + [64.0] * 10)
-    assert (order, names.count("32")) == (["32", "64"], 90)
-    many = [1.0] * 60 + [*map(float, range(2, 42))]
-    names, order = slice_names(many)
-    assert set(names[:60]) == {names[0]}
-    assert slice_names([], None) == ([], [])
+@pytest.mark.parametrize(
+    ("values", "names", "counts"),
+    [
+        ([*range(100)], ["0 to 24 px", "25 to 49 px", "50 to 74 px", "75 to 99 px"], [25] * 4),
+        ([32.0] * 90 + [64.0] * 10, ["32 px", "64 px"], [90, 10]),
+        ([1.0] * 60 + [*range(2, 42)], ["1 to 16 px", "17 to 41 px"], [75, 25]),
+        ([20240102, 20240101, 20240102], ["20240101 px", "20240102 px"], [1, 2]),
+        ([0.12346, 0.5], ["0.1235 px", "0.5 px"], [1, 1]),
+        ([], [], []),
+    ],
+    ids=["quartiles", "distinct", "equal", "long", "digits", "none"],
+)
+def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together(values, names, counts):
+    slices, found = divide(values, unit=" px")
+    assert found == names
+    assert np.bincount(slices, minlength=len(names)).tolist() == counts
 
 
-def test_long_numbers_are_slices_of_their_own():
-    names, order = slice_names([10451.0, 10452.0, 10453.0] * 4)
-    assert order == ["10451", "10452", "10453"]
-    assert names == order * 4
-    days = [20240101.0 + day for day in range(100)]
-    assert slice_names(days)[1][0] == "20240101 to 20240125"
-    close = [0.123451, 0.123452, 0.5]
-    assert slice_names(close)[0] == ["0.123451", "0.123452", "0.5"]
-    assert len({*slice_names([1e9 + 0.25 * step for step in range(4)])[0]}) == 4
-    rows = accuracy_slices(
-        [True] * 20 + [False] * 20,
-        [Feature(key="day", title="day", values=[20240101.0] * 20 + [20240102.0] * 20)],
-    )
-    assert [(row.name, row.count, row.right) for row in rows] == [
-        ("20240101", 20, 20),
-        ("20240102", 20, 0),
-    ]
+def test_numbers_are_divided_at_edges():
+    slices, names = divide([0.5, 1.0, 1.5, 3.0], edges=[1, 2])
+    assert (slices.tolist(), names) == ([0, 1, 1, 2], ["0.5", "1 to 1.5", "3"])
 
 
 def test_rare_words_share_a_slice():
     words = [f"w{number}" for number in range(50) for _ in range(50 - number)]
-    names, order = slice_names(words)
-    assert len(order) == MAX_CATEGORIES + 1
-    assert names.count("other") == sum(range(1, 21))
-
-
-@pytest.mark.parametrize("times", [1, 99])  # a rare value, and a frequent one
-def test_a_value_called_other_is_not_the_rest(times):
-    words = [f"w{n}" for n in range(50) for _ in range(n + 1)] + ["other"] * times
-    names, order = slice_names(words)
-    assert (len(order), order[-1]) == (31, "(other)")
-    assert names.count("other") == (99 if times == 99 else 0)
+    slices, names = divide(words)
+    assert (len(names), names[0], names[-1]) == (MAX_CATEGORIES + 1, "w0", "other")
+    assert (slices == MAX_CATEGORIES).sum() == sum(range(1, 21))
 
 
 def test_small_slices_unknown_values_and_left_out_images_are_not_counted():
@@ -227,8 +201,6 @@ def test_a_blurred_image_is_less_sharp_and_a_flat_one_has_none(image):
     sharp, soft, none = (sharpness for _, sharpness in found)
     assert sharp > 5 * soft > 0
     assert none == pytest.approx(0, abs=1e-4)
-    tiny = pixel_statistics(torch.full((1, 3, 2, 9), 255, dtype=torch.uint8))
-    assert tiny == [(1.0, 0.0)]
     extreme = Image.fromarray(np.indices((9, 9)).sum(0).astype(np.uint8) % 2 * 255).convert("RGB")
     ((_, sharpest),) = pixel_statistics(to_tensor(extreme)[None])
     assert sharpest == pytest.approx(1020, rel=0.02)  # 4 * 255: no overflow

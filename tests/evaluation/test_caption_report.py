@@ -60,17 +60,22 @@ def write(tmp_path, make_facts, make_epochs):
     ):
         settings = {"task": "caption", **(settings or {})}
         write_caption_report(
-            tmp_path,
-            facts=make_facts(classes, settings, val_held_out=False, parameters=205_000, **changes),
-            caption_facts=CaptionFacts(
+            make_facts(
+                classes,
+                settings,
+                epochs=make_epochs(epochs, **(event or {})),
+                val_held_out=False,
+                parameters=205_000,
+                **changes,
+            ),
+            CaptionFacts(
                 captions=198,
                 mean_tokens=10.5,
                 val_images=val_images,
                 advice="hide words with --caption-dropout 0.3",
             ),
-            events=make_epochs(epochs, **(event or {})),
-            outcomes=outcomes,
-            class_outcomes=class_outcomes,
+            outcomes,
+            class_outcomes,
         )
         return (tmp_path / "report.html").read_text(encoding="utf-8")
 

@@ -8,7 +8,6 @@ from vit.evaluation.charts import (
     line_chart,
     nice_ticks,
     reliability_chart,
-    scatter_chart,
 )
 
 
@@ -44,13 +43,6 @@ def test_any_number_of_epochs_is_drawn_inside_the_chart(epochs):
     assert chart.best == points[-1][0]
     assert chart.description.startswith(f"Top-1 over {epochs} epochs; validation: ")
     assert all(text.endswith("%") for _, text in chart.ticks)
-
-
-def test_points_of_one_value_lie_in_the_middle():
-    chart = scatter_chart("lr", [(3.0, 0.5, "val"), (3.0, 0.7, "other")], {3.0: "0.1"})
-    assert {x for x, *_ in chart.points} == {(Chart.left + Chart.right) / 2}
-    assert chart.marks == [((Chart.left + Chart.right) / 2, "0.1")]
-    assert chart.description == "lr: 2 points from 0.5 to 0.7"
 
 
 def test_the_curve_to_compare_with_comes_first():

@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES
-from vit.errors import ConfigError
 from vit.evaluation.accuracy_slices import Feature, accuracy_slices
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
 from vit.evaluation.classification_report import (
@@ -37,11 +36,9 @@ def write(tmp_path, make_facts, make_epochs):
     ):
         outcomes = draw(len(classes)) if outcomes is None else outcomes
         write_classification_report(
-            tmp_path,
-            facts=make_facts(classes, settings, **changes),
-            events=make_epochs(epochs),
-            outcomes=outcomes,
-            paths=paths or [str(tmp_path / "missing.jpg")] * len(outcomes),
+            make_facts(classes, settings, epochs=make_epochs(epochs), **changes),
+            outcomes,
+            paths or [str(tmp_path / "missing.jpg")] * len(outcomes),
             calibrated=calibrated,
         )
         return (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -156,16 +153,15 @@ def test_a_mistake_has_its_label_and_the_prediction(write, parse, tmp_path):
 
 
 @pytest.fixture
-def write_multilabel(tmp_path, make_facts, make_epochs):
+def write_multilabel(tmp_path, make_facts):
     """Write a report, and return its text."""
 
     def write_multilabel(classes, probabilities, targets, paths=None, **changes):
         write_multilabel_report(
-            tmp_path,
-            facts=make_facts(classes, **changes),
-            events=make_epochs(3),
-            outcomes=MultilabelOutcomes(
+            make_facts(classes, **changes),
+            MultilabelOutcomes(
                 probabilities=probabilities,
+                raw=probabilities,
                 targets=targets,
                 thresholds=[0.5] * len(classes),
                 paths=paths or ["/nowhere/x.png"] * len(targets),
@@ -313,8 +309,3 @@ def test_corruptions_have_a_curve_and_a_row(parse):
     assert f"gaussian noise, by severity: {expected}" in charts
     assert "51.20%" in page.prose
     assert "gaussian noise\n80.0%\n70.0%\n60.0%\n50.0%\n40.0%" in page.lines
-
-
-def test_scores_of_captions_have_no_page():
-    with pytest.raises(ConfigError, match="--json FILE"):
-        evaluation_page("run", "data", {"count": 1, "bleu4": 0.5, "top1": 1.0})

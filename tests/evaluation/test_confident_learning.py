@@ -63,21 +63,6 @@ def rows_of(probabilities: torch.Tensor, labels: torch.Tensor, top: int) -> list
     return rows
 
 
-@pytest.mark.parametrize("top", [1, 3, 5])
-def test_rows_with_the_first_classes_alone_give_the_same_suspects(top):
-    probabilities, labels, _ = draw()
-    found = find_disagreement(probabilities, labels)
-    suspects = find_suspect_rows(rows_of(probabilities, labels, top))
-    assert {int(one.row.image[:-4]) for one in suspects} >= set(
-        (found.suspected & (probabilities.argmax(1) == found.likely)).nonzero().squeeze(1).tolist()
-    )
-    assert len(suspects) <= int(found.suspected.sum())
-    scores = [one.row.label_score for one in suspects]
-    assert scores == sorted(scores)
-    margins = [one.margin for one in suspects]
-    assert max(margins) == pytest.approx(float(found.margin[found.suspected].max()))
-
-
 def dense_suspects(rows: list[LabeledRow]) -> list[tuple[LabeledRow, str, float]]:
     """The rule on a table of all images and classes, where classes that are not listed have 0."""
     names = sorted({row.label for row in rows} | {n for row in rows for n, _ in row.predictions})
@@ -99,11 +84,7 @@ def test_rows_give_the_suspects_of_the_whole_table(digits):
         found = find_suspect_rows(rows)
         assert len(found) > 10
         assert [tuple(one) for one in found] == dense_suspects(rows)
-
-
-def test_many_rows_of_many_classes_need_no_table():
-    rows = [LabeledRow(f"{n}", f"{n}", 0.4, ((f"{n + 1}", 0.6),)) for n in range(200_000)]
-    assert len(find_suspect_rows(rows)) == 199_999  # the last one has an answer that is no label
+        assert all(one.margin > 0 for one in found)
 
 
 def test_a_class_without_a_labelled_image_is_not_the_likely_one():

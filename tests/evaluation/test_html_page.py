@@ -28,8 +28,8 @@ def test_templates_switch_escaping_off_for_the_data_of_thumbnails_only():
 
 
 def test_a_missing_value_is_an_error():
-    with pytest.raises(jinja2.UndefinedError, match="record"):
-        render_page("tune_report.html.j2", heading="x", score=0.5)
+    with pytest.raises(jinja2.UndefinedError, match="rows"):
+        render_page("runs_page.html.j2", heading="x", score=0.5)
 
 
 @pytest.mark.parametrize("heading", ["a<b>&\x1b", "x" * 99 + "<", "'\"\u202e"])

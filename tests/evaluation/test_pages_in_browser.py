@@ -157,12 +157,16 @@ def write_report(tmp_path, make_facts, make_epochs, photographs) -> Callable[...
         folder = tmp_path / "a run"
         folder.mkdir(exist_ok=True)
         write_classification_report(
-            folder,
-            facts=make_facts(
-                classes, settings, environment=[environment], flops=1_300_000_000, **facts
+            make_facts(
+                classes,
+                settings,
+                folder=folder,
+                epochs=make_epochs(12),
+                environment=[environment],
+                flops=1_300_000_000,
+                **facts,
             ),
-            events=make_epochs(12),
-            outcomes=outcomes,
+            outcomes,
             calibrated=calibrated,
             paths=[found[index % len(found)] for index in range(images)],
         )

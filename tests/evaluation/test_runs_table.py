@@ -13,13 +13,12 @@ from scipy.stats import binomtest
 from vit.commands.main import main
 from vit.config.parser import make_config, read_settings, read_stored_settings, write_settings
 from vit.config.training_config import TASKS
-from vit.errors import ConfigError, RunError, WeightsError
+from vit.errors import ConfigError, RunError
 from vit.evaluation.runs_table import runs
 from vit.event_log import best_epoch, ranking_metric
 from vit.model.build import build_classifier
 from vit.tasks.task import get_task
 from vit.weights.saved_model import (
-    CALIBRATION,
     CALIBRATION_ERROR,
     load_run,
     save_model,
@@ -226,17 +225,6 @@ def test_what_a_training_wrote_is_not_read_again_from_its_events(add_run, found)
     assert found()["one"].state == "broken"
 
 
-def test_the_page_and_the_json_are_two_files(add_run, tmp_path, capsys):
-    add_run("one", [epoch(1)])
-    out = tmp_path / "table"
-    words = ["runs", str(tmp_path / "runs"), "--html", str(out), "--json"]
-    assert main([*words, str(out)]) == 2
-    assert "--html and --json are one file: give two names" in capsys.readouterr().err
-    assert not out.exists()
-    assert main([*words, "-"]) == 0
-    assert out.exists()
-
-
 def test_images_in_groups_have_no_interval_of_independent_images(add_run, found):
     add_run("patients", [epoch(1)], group="patient")
     assert (found()["patients"].score, found()["patients"].interval) == (0.5, None)
@@ -405,14 +393,3 @@ def test_what_is_refused_elsewhere_is_refused_here(text, tmp_path):
         read_settings(file)
     with pytest.raises(ConfigError):
         read_stored_settings(file)
-
-
-def test_a_calibration_that_no_command_reads_makes_a_run_broken(add_run, found):
-    folder = add_run("old", [epoch(1), epoch(2)])
-    update_run(folder, {CALIBRATION_ERROR: 0.1, CALIBRATION: {"temperature": 1.0}})
-    with pytest.raises(WeightsError, match="calibration must have") as refusal:
-        load_run(folder)
-    run = found()["old"]
-    assert run.state == "broken"
-    reason = str(refusal.value).partition(": ")[2]
-    assert reason in run.reason

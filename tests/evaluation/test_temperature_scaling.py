@@ -31,50 +31,43 @@ def draw_multilabel(images: int, temperature: float):
     return logits * temperature, torch.bernoulli(logits.sigmoid(), generator=generator).long()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
-def test_the_temperature_of_single_labels_equals_scipys(temperature):
-    logits, labels = draw(200, temperature)
-    spread = 1 / 202
-    targets = np.full(logits.shape, spread / 5)
-    targets[np.arange(200), labels] += 1 - spread
-
-    def loss(power):
-        return -(targets * log_softmax(logits.numpy() / np.exp(power), axis=1)).sum(1).mean()
-
-    expected = np.exp(minimize_scalar(loss, bracket=(-1, 1), tol=1e-12).x)
-    found = best_temperature(logits, labels)
-    assert found == pytest.approx((expected, 1.0), rel=1e-5)
+def smoothed_loss(logits, labels):
+    """Loss of single labels of which 1 / (images + 2) is spread over all classes."""
+    images, classes = logits.shape
+    targets = np.full(logits.shape, 1 / (images + 2) / classes)
+    targets[np.arange(images), labels] += 1 - 1 / (images + 2)
+    return -(targets * log_softmax(logits, axis=1)).sum(1).mean()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
-def test_the_temperature_of_several_labels_equals_scipys(temperature):
-    logits, labels = draw_multilabel(200, temperature)
+def platt_loss(logits, labels):
+    """Loss of several labels with Platt's targets."""
     positives, count = labels.sum().item(), labels.numel()
     yes, no = (positives + 1) / (positives + 2), 1 / (count - positives + 2)
     targets = np.where(labels.numpy() > 0, yes, no)
+    return -(targets * log_expit(logits) + (1 - targets) * log_expit(-logits)).mean()
 
-    def loss(power):
-        z = logits.numpy() / np.exp(power)
-        return -(targets * log_expit(z) + (1 - targets) * log_expit(-z)).mean()
 
-    expected = np.exp(minimize_scalar(loss, bracket=(-1, 1), tol=1e-12).x)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("make", "loss"), [(draw, smoothed_loss), (draw_multilabel, platt_loss)])
+def test_the_temperature_equals_scipys(temperature, make, loss):
+    logits, labels = make(200, temperature)
     found = best_temperature(logits, labels)
-    assert found == pytest.approx((expected, 1.0), rel=1e-5)
+    minimum = minimize_scalar(
+        lambda power: loss(logits.numpy() / np.exp(power), labels), bracket=(-1, 1), tol=1e-12
+    )
+    assert found == pytest.approx((np.exp(minimum.x), 1.0), rel=1e-5)
 
 
 @pytest.mark.parametrize("exponent", [0.8, 2.0])
 def test_temperature_and_exponent_equal_scipys(exponent):
     true, labels = draw(300, 1.0)
     logits = scale_logits(true, 0.7, 1 / exponent)  # smoothed where the exponent is above 1
-    spread = 1 / 302
-    targets = np.full(logits.shape, spread / 5)
-    targets[np.arange(300), labels] += 1 - spread
     gaps = (logits.amax(dim=1, keepdim=True) - logits).numpy()
 
     def loss(powers):
         scaled = -((gaps / np.exp(powers[0])) ** np.exp(powers[1]))
         prior = powers[1] ** 2 / (2 * PRIOR_WIDTH**2 * 300)
-        return -(targets * log_softmax(scaled, axis=1)).sum(1).mean() + prior
+        return smoothed_loss(scaled, labels) + prior
 
     expected = np.exp(minimize(loss, (0, 0), method="Nelder-Mead", options={"xatol": 1e-6}).x)
     found = best_scaling(logits, labels)

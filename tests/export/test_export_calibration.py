@@ -100,7 +100,7 @@ def test_a_file_of_an_earlier_calibration_is_named(calibrated_run, file, images,
     update_run(copy, {CALIBRATION: {"temperature": 2.0, "images": 99, "exponent": 1.0}})
     report = verify(file, images, run=copy)
     assert not report.agrees
-    assert any("say calibration temperature 3, the run 2" in cause for cause in report.causes)
+    assert any("in calibration temperature" in cause for cause in report.causes)
 
 
 def test_the_scores_of_a_file_cannot_be_raw(file):

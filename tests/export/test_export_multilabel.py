@@ -109,7 +109,7 @@ def test_verify_reports_other_thresholds_and_single_label_files(
     update_run(other, {"thresholds": [0.6, 0.5, 0.7]})
     report = verify(exported, images, run=other)
     assert not report.agrees
-    assert "say thresholds 0.3, 0.5, 0.7, the run 0.6, 0.5, 0.7" in " ".join(report.complaints())
+    assert "differ from the run in thresholds" in " ".join(report.complaints())
     proto = onnx.load(exported)
     onnx.helper.set_model_props(
         proto,
@@ -117,7 +117,7 @@ def test_verify_reports_other_thresholds_and_single_label_files(
     )
     onnx.save(proto, tmp_path / "one.onnx")
     report = verify(tmp_path / "one.onnx", images, run=several_run)
-    assert "say thresholds None, the run 0.3, 0.5, 0.7" in " ".join(report.complaints())
+    assert "differ from the run in thresholds" in " ".join(report.complaints())
 
 
 @pytest.mark.parametrize("thresholds", ["null", "[0.5]", "[0.5, 0.5, 7]", "x"])

@@ -54,13 +54,13 @@ def test_openvino_and_onnxruntime_give_the_same_outputs(
         assert out.with_suffix(".bin").stat().st_size < 0.4 * len(graph)
 
 
-def test_a_graph_that_differs_in_openvino_is_not_written(graph, tmp_path, monkeypatch):
-    out = tmp_path / "net.xml"
-    convert(graph, out)
+def test_a_graph_that_differs_in_openvino_is_not_written(graph, noise_of, tmp_path, monkeypatch):
+    out, images = tmp_path / "net.xml", list(noise_of(2))
+    convert(graph, out, images=images)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setitem(converting.TOLERANCES, "fp32", -1.0)
     with pytest.raises(VitError, match=r"^OpenVINO differs from onnxruntime: probabilities by ."):
-        convert(graph, out)
+        convert(graph, out, images=images)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

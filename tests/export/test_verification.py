@@ -127,22 +127,12 @@ def test_differing_metadata_are_reported_even_if_outputs_agree(verified, run):
     found = verified(metadata={"preprocessing": json.dumps(said)})
     assert all(path.agrees for path in found.paths)
     assert not found.agrees
-    assert found.causes == (
-        "its metadata say crop_share 0.8, the run 0.9",
-        "its metadata say mean 0.4, 0.5, 0.6, the run 0.5, 0.5, 0.5",
-    )
+    assert found.causes == ("its metadata differ from the run in crop_share, mean",)
 
 
-@pytest.mark.parametrize(
-    ("classes", "cause"),
-    [
-        (["class2", "apple", "class10"], "say class 0 class2, the run apple"),
-        (["apple", "pear", "class2"], "say class 1 pear, the run class10"),
-    ],
-)
-def test_other_classes_are_reported(verified, classes, cause):
-    found = verified(metadata={"classes": json.dumps(classes)})
-    assert found.causes == (f"its metadata {cause}",)
+def test_other_classes_are_reported(verified):
+    found = verified(metadata={"classes": json.dumps(["class2", "apple", "class10"])})
+    assert found.causes == ("its metadata differ from the run in classes",)
     assert not found.paths[2].agrees
 
 

@@ -281,17 +281,6 @@ def test_random_numbers_are_uniform_and_prefixes_of_longer_ones():
     assert abs(float((centred[:, 1:] * centred[:, :-1]).mean())) < 0.002
 
 
-def test_sampling_weights_do_not_depend_on_the_other_rows():
-    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)) * 4
-    for settings in ({}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}):
-        search = Search(temperature=0.8, **settings)
-        together = sampling_weights(logits, search)
-        for row in range(8):
-            alone = sampling_weights(logits[row : row + 1], search)
-            assert torch.equal(alone[0][0], together[0][row])
-            assert torch.equal(alone[1][0], together[1][row])
-
-
 def test_the_extreme_random_numbers_sample_a_token_of_the_nucleus():
     search = Search(temperature=1.0, max_tokens=2)
     logits = torch.tensor([[-torch.inf, -90.0, 1.0, 2.0, -90.0, -torch.inf]])

@@ -273,7 +273,7 @@ def test_only_images_that_training_held_out_are_evaluated(run, data, tmp_path):
 
 @pytest.mark.auto_precision
 def test_generation_settings_are_refused_for_a_classifier(tiny_run, tiny_data):
-    with pytest.raises(ConfigError, match=r"images='x': .* is a folder of class folders"):
+    with pytest.raises(ConfigError, match=r"images='x': .* is not a list"):
         evaluate(tiny_run, str(tiny_data), images="x")
     with pytest.raises(ConfigError, match=r"beams=2: .*writes no captions"):
         evaluate(tiny_run, str(tiny_data), search=Search(beams=2))

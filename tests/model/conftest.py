@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from vit.config import ModelConfig
 from vit.model.attention import CrossAttention
 
 
@@ -47,7 +48,8 @@ def cross_attention_like() -> Callable[[nn.MultiheadAttention, int], CrossAttent
 
     def make(theirs: nn.MultiheadAttention, memory_dim: int) -> CrossAttention:
         dim = theirs.embed_dim
-        ours = CrossAttention(dim, theirs.num_heads, memory_dim=memory_dim).eval()
+        config = ModelConfig(dim=dim, num_heads=theirs.num_heads)
+        ours = CrossAttention(config, memory_dim=memory_dim).eval()
         weights = (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
         query, key, value = theirs.in_proj_weight.chunk(3) if weights[0] is None else weights
         nn.init.normal_(theirs.in_proj_bias)

@@ -7,6 +7,7 @@ import torch
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 
+from vit.config import ModelConfig
 from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.blocks import (
     DecoderBlock,
@@ -23,13 +24,14 @@ from vit.model.decoder import causal_mask
 from vit.model.mlp import MLP
 
 DIM, HEADS, HIDDEN = 32, 4, 48
+SMALL = ModelConfig(dim=DIM, num_heads=HEADS)
 NORM = partial(nn.LayerNorm, eps=1e-6)
 
 
 @pytest.mark.parametrize("kind", [PreNormBlock, PostNormBlock])
 def test_block_equals_torch(kind, tokens):
     block = kind(
-        SelfAttention(DIM, HEADS),
+        SelfAttention(SMALL),
         MLP(DIM, HIDDEN),
         norm=partial(nn.LayerNorm, DIM, eps=1e-6),
         scales=(nn.Identity(), nn.Identity()),
@@ -64,7 +66,7 @@ def test_block_equals_torch(kind, tokens):
 def test_parallel_block_equals_timm(tokens):
     norm = partial(nn.LayerNorm, DIM, eps=1e-6)
     scales = (LayerScale(DIM, 0.5), LayerScale(DIM, 2.0))
-    block = ParallelBlock(SelfAttention(DIM, HEADS), MLP(DIM, 4 * DIM), norm=norm, scales=scales)
+    block = ParallelBlock(SelfAttention(SMALL), MLP(DIM, 4 * DIM), norm=norm, scales=scales)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -90,7 +92,7 @@ def test_parallel_block_equals_timm(tokens):
 def test_sandwich_block_normalises_before_and_after_each_part(tokens):
     norm = partial(nn.LayerNorm, DIM, eps=1e-6)
     scales = (nn.Identity(), nn.Identity())
-    block = SandwichNormBlock(SelfAttention(DIM, HEADS), MLP(DIM, HIDDEN), norm=norm, scales=scales)
+    block = SandwichNormBlock(SelfAttention(SMALL), MLP(DIM, HIDDEN), norm=norm, scales=scales)
     block.double()
     with torch.no_grad():
         for parameter in block.parameters():
@@ -143,7 +145,7 @@ def test_decoder_blocks_equal_torch_s_decoder_layer(
     ).eval()
     for name, parameter in theirs.named_parameters():
         nn.init.normal_(parameter, mean=float(".norm" in f".{name}"), std=0.3)
-    attention = SelfAttention(DIM, HEADS)
+    attention = SelfAttention(SMALL)
     ours = kind(
         attention,
         MLP(DIM, HIDDEN),

@@ -14,19 +14,19 @@ from vit.config import Config, ModelConfig
 from vit.config.presets import PRESETS
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.model import build
+from vit.model import layers, normalization
 from vit.model.build import build_classifier, create_model
 from vit.weights.saved_model import load_run, save_model
 
 TABLES = {
-    "norm": build.NORMS,
-    "feedforward": build.FEEDFORWARDS,
-    "position": build.POSITIONS,
-    "norm_order": build.BLOCKS,
-    "pooling": build.POOLINGS,
-    "activation": build.ACTIVATIONS,
-    "stem": build.STEMS,
-    "stem_norm": build.STEM_NORMS,
+    "norm": normalization.NORMS,
+    "feedforward": layers.FEEDFORWARDS,
+    "position": layers.POSITIONS,
+    "norm_order": layers.BLOCKS,
+    "pooling": layers.POOLINGS,
+    "activation": layers.ACTIVATIONS,
+    "stem": layers.STEMS,
+    "stem_norm": layers.STEM_NORMS,
 }
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 MOE = {"feedforward": "moe", "num_experts": 4}

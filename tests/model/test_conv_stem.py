@@ -134,33 +134,6 @@ def test_the_conv_stem_accepts_any_memory_format(norm):
         torch.testing.assert_close(model.patch_embed(other)[0], expected)
 
 
-def test_the_receptive_field_of_a_token_is_centred_and_larger_than_its_patch():
-    torch.manual_seed(0)
-    model = build_classifier(ModelConfig(**SMALL, stem="conv")).double().eval()
-    images = torch.zeros(1, 3, 32, 32, dtype=torch.float64, requires_grad=True)
-    tokens, _ = model.patch_embed(images + torch.randn(1, 3, 32, 32))
-    tokens[0, 6].square().sum().backward()  # row 1, column 2 of 4 x 4
-    rows, cols = images.grad[0].abs().sum(0).nonzero().T
-    assert rows.min() < 8 <= 15 < rows.max() < 32
-    assert cols.min() < 16 <= 23 < cols.max()
-    middle = images.grad[0].abs().sum(0)[8:16, 16:24].sum()
-    assert middle > 0.3 * images.grad.abs().sum()
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_gradients_of_the_conv_stem_equal_finite_differences(norm):
-    torch.manual_seed(0)
-    options = {**SMALL, "image_size": 8, "patch_size": 4, "dim": 8, "stem_norm": norm}
-    stem = build_classifier(ModelConfig(**options, stem="conv")).double().train().patch_embed
-    images = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
-
-    def tokens(images, *parameters):
-        named = dict(zip(dict(stem.named_parameters()), parameters, strict=True))
-        return torch.func.functional_call(stem, named, images)[0]
-
-    assert torch.autograd.gradcheck(tokens, (images, *stem.parameters()), fast_mode=True)
-
-
 def test_distributed_batch_statistics_equal_torch_s():
     torch.manual_seed(0)
     x = torch.randn(4, 5, 3, 3, dtype=torch.float64, requires_grad=True)

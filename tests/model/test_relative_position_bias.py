@@ -142,7 +142,7 @@ def test_a_mask_is_added_to_the_relative_bias(shape):
 def test_attention_with_relative_bias_equals_the_formula():
     torch.manual_seed(0)
     bias = made((2, 3), 2)
-    attention = SelfAttention(32, HEADS, rel_pos=bias).double().eval()
+    attention = SelfAttention(ModelConfig(dim=32, num_heads=HEADS), rel_pos=bias).double().eval()
     tokens = torch.randn(2, 8, 32, dtype=torch.float64)
     query, key, value = attention.qkv(tokens).view(2, 8, 3, HEADS, 8).permute(2, 0, 3, 1, 4)
     table = one_by_one(bias.relative_position_bias_table, (2, 3), 2)

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model import sequence_packing
-from vit.model.attention import SelfAttention, dot_product_attention
 from vit.model.blocks import PreNormBlock
 from vit.model.build import build_classifier
 from vit.model.sequence_packing import PackedAttention, supports_varlen
@@ -70,17 +69,6 @@ def test_packed_images_equal_each_image_by_itself(settings):
         # a table of positions is stretched in float32
         loose = 1e3 if name == "pos_embed" else 1
         torch.testing.assert_close(a, b, rtol=1e-8 * loose, atol=1e-10 * loose)
-
-
-@pytest.mark.parametrize("changed", range(len(SIZES)))
-def test_packed_images_do_not_affect_each_other(changed):
-    model, images = network(position="rotary", pooling="mean"), input_images()
-    before = model.forward_packed(images)
-    images[changed] = torch.full_like(images[changed], float("nan"))
-    after = model.forward_packed(images)
-    others = [index for index in range(len(SIZES)) if index != changed]
-    torch.testing.assert_close(after[others], before[others])
-    assert after[changed].isnan().all()
 
 
 def test_attention_is_called_once_for_each_run_of_equal_lengths(monkeypatch):
@@ -179,13 +167,6 @@ def test_packing_compiles_as_one_graph_for_a_set_of_sizes(settings):
     torch.testing.assert_close(compiled(images), model.forward_packed(images))
 
 
-def test_a_packed_training_step_uses_every_parameter():
-    model = network(registers=2, pooling="attention").train()
-    F.cross_entropy(model.forward_packed(input_images()), torch.arange(6) % 3).backward()
-    stuck = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert stuck == []
-
-
 @pytest.mark.skipif(not sequence_packing.HAS_VARLEN, reason="torch has no variable-length kernel")
 def test_the_variable_length_kernel_is_used_only_for_supported_inputs():
     assert not supports_varlen(torch.empty(1, 1, 4, 8, dtype=torch.bfloat16))
@@ -227,15 +208,3 @@ def test_packed_images_equal_each_image_by_itself_on_cuda(settings):
     with torch.autocast("cuda", torch.bfloat16):
         packed, single = model.forward_packed(images), alone(model, images)
     torch.testing.assert_close(packed, single, rtol=0.1, atol=0.2)
-
-
-def test_packed_attention_equals_self_attention_of_each_sequence():
-    layer = SelfAttention(32, 4, num_kv_heads=2).double()
-    tokens = torch.randn(1, 9, 32, dtype=torch.float64)
-    together = layer(
-        tokens,
-        sequence_packing.AttentionContext(attention_fn=PackedAttention([4, 5], tokens.device)),
-    )
-    expected = torch.cat([layer(part) for part in tokens.split([4, 5], dim=1)], dim=1)
-    torch.testing.assert_close(together, expected)
-    assert sequence_packing.dot_product_attention is dot_product_attention

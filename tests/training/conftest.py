@@ -1,5 +1,6 @@
 """A folder of images that a tiny network can learn, and the settings to do so in seconds."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,19 @@ def data_with_a_bad_image(colour_data: Path, tmp_path: Path) -> Path:
     content[len(content) // 2] ^= 0xFF
     victim.write_bytes(content)
     return copy
+
+
+@pytest.fixture(scope="session")
+def caption_data(colour_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of three colours in class folders, with two captions each."""
+    root = shutil.copytree(colour_data, tmp_path_factory.mktemp("captions") / "data")
+    for split in ("train", "val"):
+        lines = []
+        images = (root / split).rglob("*.png")
+        for path in sorted(images, key=lambda path: (path.parent.name, int(path.stem))):
+            name = path.parent.name
+            captions = [f"a {name} thing", f"this is something that looks {name}"]
+            lines.append({"file_name": f"{name}/{path.name}", "captions": captions})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (root / split / "metadata.jsonl").write_text(text)
+    return root

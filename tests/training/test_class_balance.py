@@ -112,8 +112,8 @@ def test_the_sampler_leaves_the_loss_alone(batch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("loss", "an image of rare (3 images) weighs 2.33, of often (12 images) 0.58"),
-        ("sampler", "an epoch has an image of rare (3 images) 2.33 times, of often"),
+        ("loss", "an image of rare (3 images) weighs 2.33 times, of often (12 images) 0.58 times"),
+        ("sampler", "an image of rare (3 images) is in an epoch 2.33 times, of often"),
         ("logit-adjust", "often (12 images) is 1.39 ahead of rare (3 images) in the logits"),
     ],
 )

@@ -18,7 +18,7 @@ from vit.commands.main import main
 from vit.config.merge_settings import collect_settings
 from vit.config.parser import make_config
 from vit.errors import ConfigError, RunError, WeightsError
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.temperature_scaling import fit_temperature
 from vit.inference.fold_results import save_fold_soup
 from vit.score_calibration import ScoreCalibration

@@ -3,14 +3,15 @@
 import dataclasses
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.training.runs import events
-from vit.errors import ConfigError, DataError
+from vit.errors import ConfigError
 from vit.stop_signals import Interrupted
-from vit.training import final_report, loader_autotune, training_loaders, training_loop
+from vit.training import final_report, loader_autotune, training_loop
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.show_batch import show_batch
@@ -63,14 +64,6 @@ def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
         train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
 
 
-def test_a_full_host_memory_names_the_folder_for_images_of_a_device(
-    tiny_config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("vit.data.image_cache.free_bytes", lambda _folder, memory: 9 * memory)
-    with pytest.raises(DataError, match=r"of memory are free.*, or in --cache-folder FOLDER\)"):
-        train(tiny_config(cache="device"), tmp_path / "run")
-
-
 @pytest.mark.gpu
 def test_trainings_with_images_on_a_gpu_follow_each_other(tiny_config, tmp_path):
     config = tiny_config(epochs=2, cache="device", min_crop=0.3, device="cuda", precision="fp32")
@@ -100,25 +93,21 @@ def test_loader_processes_are_measured_unless_given(tiny_config, tmp_path, capsy
 @pytest.mark.parametrize(
     ("network", "cache", "workers"),
     [
-        *((0.0105, "none", 0), (0.0095, "none", 1), (0.0007, "none", 2), (0.0001, "none", 3)),
-        *((0.0105, "ram", 0), (0.0095, "ram", 1), (0.0007, "ram", 2), (0.0, "none", 3)),
+        *((0.0105, None, 0), (0.0095, None, 1), (0.0007, None, 2), (0.0001, None, 3)),
+        *((0.0105, "ram", 0), (0.0095, "ram", 1), (0.0007, "ram", 2), (0.0, None, 3)),
     ],
 )
 def test_there_are_no_more_loader_processes_than_needed(
-    tiny_config, tmp_path, capsys, monkeypatch, network, cache, workers
+    tiny_config, capsys, monkeypatch, network, cache, workers
 ):
     monkeypatch.setattr(loader_autotune, "time_loading", lambda *_: (0.0001, 0.0004))
     monkeypatch.setattr(loader_autotune, "time_network", lambda _run: network)
     monkeypatch.setattr(loader_autotune, "default_workers", lambda _: 2)
-    counts, original = [], training_loaders.TrainingLoader
-
-    def loader(*args, workers, **settings):
-        counts.append(workers)
-        return original(*args, workers=0, **settings)
-
-    monkeypatch.setattr(training_loaders, "TrainingLoader", loader)
-    train(tiny_config(epochs=1, warmup_epochs=0, workers=None, cache=cache), tmp_path / "run")
-    assert {*counts} == {workers}
+    accelerator = SimpleNamespace(is_main_process=True)
+    run = SimpleNamespace(
+        config=tiny_config(workers=None), accelerator=accelerator, processes=1, cache=cache
+    )
+    assert loader_autotune.choose_workers(run, []) == workers
     told = "loading: 0.5 ms an image, 4.8% of what the network takes: in this process"
     assert (told in capsys.readouterr().err) is (workers == 0)
 

@@ -30,7 +30,6 @@ from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.multilabel import MultiLabel
 from vit.tasks.task import calibrated_activation
 from vit.training.train import train
-from vit.training.tune import tune
 from vit.weights import saved_model
 from vit.weights.convert import best_event, describe_score
 from vit.weights.saved_model import load_run
@@ -127,8 +126,6 @@ def test_without_a_labelled_validation_image_the_loss_ranks_epochs(several_list,
     assert "<b>-</b><span>mean average precision" in (tmp_path / "page.html").read_text()
     with pytest.raises(DataError, match="none of 4 images has a class"):
         vit.compare(run.folder, run.folder, str(data), precision="fp32")
-    with pytest.raises(DataError, match="none of 4 validation images has a class, and trials"):
-        tune(str(data), tmp_path / "search", time="5m", precision="fp32", device="cpu")
 
 
 @pytest.mark.parametrize("name", ["task", "method"])

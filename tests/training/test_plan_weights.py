@@ -138,7 +138,7 @@ def test_what_was_given_is_a_fact():
     with pytest.raises(ConfigError, match="image_size=50: none"):
         chosen(PHOTOS, {"image_size": 50})
     plan = rules.plan_weights(GPU, {"lr": 1e-3}, chosen(GPU, {"lr": 1e-3}))
-    assert plan.given["lr"] == 1e-3
+    assert plan.chosen["lr"] == 1e-3
     assert "lr" not in plan.settings
     assert plan.settings["batch_size"] == 64
 
@@ -148,7 +148,7 @@ def test_what_was_given_is_a_fact():
 def test_settings_of_a_plan_fit_together(facts, given):
     given = {"time": "5m", **given} if facts.seconds and "folds" not in given else given
     plan = rules.plan_weights(facts, given, chosen(facts, given))
-    config = make_config({"data": "photos", **plan.given, **plan.settings})
+    config = make_config({"data": "photos", **plan.chosen, **plan.settings})
     assert all(choice.reason for choice in plan.choices.values())
     assert config.finetune.weights.startswith("timm/")
     if config.finetune.method == "probe" or "folds" in given:
@@ -258,12 +258,9 @@ def test_a_short_time_fits_a_head_alone_from_python(tiny_list, photos, tmp_path)
     import vit
 
     put_in_cache()
-    given = {"data": photos, "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
-    result = vit.train(
-        make_config({**given, "feature_cache": str(tmp_path / "f")}),
-        tmp_path / "run",
-        given=[*given, "feature_cache"],
-    )
+    chosen = {"data": photos, "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
+    chosen["feature_cache"] = str(tmp_path / "f")
+    result = vit.train(make_config(chosen), tmp_path / "run")
     config = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert (config["method"], config["time"]) == ("probe", None)
     assert config["weights"] == f"timm/{AUGREG_TINY.name}"
@@ -328,7 +325,7 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
     assert {name: plan.settings[name] for name in names & set(plan.settings)} == expected
     assert plan.settings["probe_first"] is not scratch
     assert {name: plan.settings[name] for name in PRETRAINED} == PRETRAINED
-    assert plan.given == given
+    assert plan.chosen == given
     assert all(choice.reason for choice in plan.choices.values())
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import vit
 from tests.training.children import Job, hold
@@ -78,7 +77,7 @@ def test_a_run_whose_checkpoints_were_deleted_is_left_alone(undisturbed, tmp_pat
     shutil.copytree(undisturbed, folder)
     shutil.rmtree(folder / "checkpoints")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(RunError, match=r"its checkpoints were deleted.* --weights .* vit report"):
+    with pytest.raises(RunError, match=r"its checkpoints were deleted: --weights "):
         train(out=folder, resume=True)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -117,17 +116,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     assert len(find_checkpoints(result.folder / "checkpoints")) == 2
 
 
-def test_the_written_config_repeats_the_run(tiny_config, tmp_path):
-    train(tiny_config(epochs=2), tmp_path / "a")
-    code = main(["train", "-c", str(tmp_path / "a/config.yaml"), "--out", str(tmp_path / "b")])
-    assert code == 0
-    assert (tmp_path / "a/model.safetensors").read_bytes() == (
-        tmp_path / "b/model.safetensors"
-    ).read_bytes()
-    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
-
-
-@pytest.mark.parametrize("step", [1, 3, 5, 7])
+@pytest.mark.parametrize("step", [1, 5])
 def test_an_interrupted_run_resumes_to_the_same_result(
     tiny_config, tmp_path, undisturbed, interrupt_at, step
 ):
@@ -168,29 +157,11 @@ def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path,
     ).read_bytes()
 
 
-def test_resume_starts_a_run_if_there_is_none(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
-    assert len(events(tmp_path / "run")) == 1
-
-
 def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
     first = train(tiny_config(epochs=2), tmp_path / "run")
     again = train(tiny_config(epochs=2), tmp_path / "run", resume=True)
     assert again == first
     assert len(events(tmp_path / "run")) == 2
-
-
-def test_a_damaged_checkpoint_is_skipped(tiny_config, tmp_path, undisturbed, interrupt_at, capsys):
-    interrupt_at(8)
-    with pytest.raises(Interrupted):
-        train(tiny_config(), tmp_path / "run")
-    newest = find_checkpoints(tmp_path / "run/checkpoints")[0]
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    train(tiny_config(), tmp_path / "run", resume=True)
-    assert "is damaged" in capsys.readouterr().err
-    assert untimed(tmp_path / "run") == untimed(undisturbed)
 
 
 def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
@@ -225,11 +196,6 @@ def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_d
     config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
     with pytest.raises(DataError, match=r"the data set changed .* vit train .* --weights .*run "):
         train(config, tmp_path / "run", resume=True)
-    weights = tmp_path / "run" / "model.safetensors"
-    weights.rename(tmp_path / "weights")  # a run that stopped within its first epoch has none
-    with pytest.raises(DataError, match=r"begin again, .*: vit train .* --overwrite --out .*run$"):
-        train(config, tmp_path / "run", resume=True)
-    (tmp_path / "weights").rename(weights)
     for split in ("train", "val"):
         shutil.copytree(copy / split / "red", copy / split / "violet")
     changed = r"the data set changed .*num_classes=3 then, 4 now.* --weights .*run --out"
@@ -294,7 +260,7 @@ def test_a_run_resumes_with_moved_data_but_not_with_others(relative_run, tmp_pat
     for path in data.rglob("*.png"):  # the same names
         path.write_bytes(path.read_bytes() + b" ")
     assert main(words) == 2
-    assert re.search(r"has 0 of the \d+ images that .* held out; leave", capsys.readouterr().err)
+    assert re.search(r"have 0 of the \d+ that .* held out: give", capsys.readouterr().err)
 
 
 def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_path):
@@ -310,13 +276,15 @@ def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_pa
 
 
 def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):
-    config = tiny_config(epochs=1, warmup_epochs=0)
+    config = tiny_config(epochs=1, steps=3, warmup_epochs=0)
     train(config, tmp_path / "run")
     before = (tmp_path / "run/model.safetensors").read_bytes()
     with pytest.raises(RunError, match="--resume continues it, --overwrite starts anew"):
         train(config, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"lr=0.1 differs from 0.003"):
         train(tiny_config(epochs=1, warmup_epochs=0, lr=0.1), tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"steps=6 differs from 3"):
+        train(out=tmp_path / "run", resume=True, steps=6)
     assert (tmp_path / "run/model.safetensors").read_bytes() == before
     train(config, tmp_path / "run", overwrite=True)
     assert (tmp_path / "run/model.safetensors").read_bytes() == before
@@ -328,15 +296,6 @@ def test_a_folder_of_something_else_is_never_overwritten(tiny_config, tmp_path):
     with pytest.raises(RunError, match="no training wrote"):
         train(tiny_config(), tmp_path / "photos", overwrite=True)
     assert (tmp_path / "photos/cat.jpg").read_bytes() == b"x"
-
-
-def test_accumulation_equals_one_batch(tiny_config, tmp_path):
-    plain = {"dropout": 0, "drop_path": 0, "epochs": 2}
-    train(tiny_config(**plain), tmp_path / "one")
-    train(tiny_config(**plain, accumulate=3), tmp_path / "three")
-    one, three = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "three"))
-    for name, value in one.items():
-        torch.testing.assert_close(three[name], value, atol=2e-4, rtol=0)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
@@ -448,20 +407,20 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("optimizer", "settings"),
     [
-        {"patch_sizes": (2, 4), "position": "learned"},
-        {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1, "capacity_factor": 0.8},
-        {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1},
-        {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"},
-        *({"optimizer": name} for name in ("sgd", "lamb", "muon", "lion", "adan", "nadamw")),
+        ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
+        ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
+        ("muon", {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1}),
+        ("adan", {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"}),
+        ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
+        ("nadamw", {}),
     ],
-    ids=str,
 )
 def test_other_networks_and_optimisers_resume_exactly(
-    tiny_config, tmp_path, interrupt_at, settings
+    tiny_config, tmp_path, interrupt_at, optimizer, settings
 ):
-    config = tiny_config(**settings, epochs=2)
+    config = tiny_config(**settings, optimizer=optimizer, epochs=2)
     train(config, tmp_path / "whole")
     interrupt_at(5)
     with pytest.raises(Interrupted):
@@ -627,19 +586,6 @@ def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_b
     assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
 
 
-def test_an_unreadable_validation_image_is_not_counted(
-    tiny_config, tmp_path, data_with_a_bad_image, capsys
-):
-    data = data_with_a_bad_image
-    bad = min((data / "val").rglob("*.png"))
-    shutil.copy(data / "train/red/3.png", bad)
-    shutil.copy(data / "train/red/2.png", data / "train/red/3.png")
-    number = len([*(data / "val").rglob("*.png")])
-    config = tiny_config(data=str(data), on_bad_image="skip", epochs=1, warmup_epochs=0)
-    assert [*train(config, tmp_path / "run").failed] == [str(bad)]
-    assert f" of {number - 1} images" in capsys.readouterr().err
-
-
 def test_mixed_pairs_are_in_one_micro_batch(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match=r"is 3 images in each of 4 parts.*a multiple of 8"):
         train(tiny_config(accumulate=4), tmp_path / "run")
@@ -698,7 +644,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", "--device", "tpu"], "device='tpu'"),
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
         (["DATA", "--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["DATA", *NAMED, "--opt", "adamww"], "did you mean adamw"),
+        (["DATA", *NAMED, "--opt", "adamww"], "did you mean adamw?"),
         (["DATA", *NAMED, "--opt", "kron"], "its state cannot be resumed"),
         (["DATA", *NAMED, "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),

@@ -62,24 +62,11 @@ def test_a_cut_config_is_refused_with_a_remedy(tmp_path):
     assert refusal(folder).endswith("fetch it again")
 
 
-@pytest.mark.parametrize(
-    ("url", "name"),
-    [
-        ("https://huggingface.co/facebook/dinov2-small", "facebook/dinov2-small"),
-        ("https://huggingface.co/facebook/dinov2-small/", "facebook/dinov2-small"),
-        ("https://hf.co/facebook/dinov2-small/tree/main", "facebook/dinov2-small@main"),
-        ("https://huggingface.co/a/b/blob/v2/model.safetensors?x=1", "a/b@v2"),
-    ],
-)
-def test_a_page_of_the_hub_is_its_repository(url, name):
-    assert refusal(url, offline=True) == refusal(f"hf-hub:{name}", offline=True)
-
-
-def test_other_pages_are_refused():
+def test_addresses_are_refused():
     message = refusal("https://example.com/a/w.pth")
     assert message == (
-        "https://example.com/a/w.pth is no page of the Hugging Face Hub; download the file, and "
-        "give its path"
+        "https://example.com/a/w.pth is an address: give OWNER/NAME of the Hugging Face Hub, or "
+        "the path of the downloaded file"
     )
 
 
@@ -100,7 +87,6 @@ def test_a_folder_of_timm(tmp_path, inside):
     assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
     assert (found.config, found.processor) == (folder / "config.json", None)
     assert found.license == "apache-2.0"
-    assert found.searched == (str(folder / inside),)
 
 
 def test_an_old_flat_config_of_timm(tmp_path):
@@ -129,7 +115,6 @@ def test_a_bare_file(tmp_path):
     folder = make(tmp_path, names=["mine.safetensors"])
     found = locate_weights(folder / "mine.safetensors")
     assert (found.kind, found.name, found.config) == ("file", "mine", None)
-    assert locate_weights(f"local-dir:{folder}").weights == folder / "mine.safetensors"
 
 
 def test_numpy_weights_are_known_by_their_content(tmp_path):
@@ -243,7 +228,7 @@ def test_license_of_a_model_card(tmp_path, card, terms):
 
 def test_onnx_files_raise(tmp_path):
     (tmp_path / "w.onnx").write_bytes(b"anything")
-    assert "exported for prediction already" in refusal(tmp_path / "w.onnx")
+    assert "exported already" in refusal(tmp_path / "w.onnx")
     assert "w.onnx is an ONNX file" in refusal(tmp_path)
 
 
@@ -282,17 +267,17 @@ def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
     assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
     near = refusal("weights/vit_small")  # not asked of the hub
     assert "did you mean weights/vit_small.safetensors?" in near
-    assert "there is no folder weigths; did you mean weights?" in refusal("weigths/x.pth")
+    assert "weigths is not there; did you mean weights?" in refusal("weigths/x.pth")
     assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
 
 
 def test_a_missing_run_is_a_short_line_that_no_hub_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "unreachable_reason", lambda: pytest.fail("the hub was asked"))
-    remedy = "give another path, or hf/OWNER/NAME of the hub"
-    assert refusal("runs/x") == f"there is no folder runs; here is nothing; {remedy}"
+    remedy = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
+    assert refusal("runs/x") == f"runs is not there; {remedy}"
     (tmp_path / "runs/y").mkdir(parents=True)
-    assert refusal("runs/x") == f"runs/x is not there; in runs is y; {remedy}"
+    assert refusal("runs/x") == f"runs/x is not there; {remedy}"
     assert refusal("runs/yy") == "runs/yy is not there; did you mean runs/y?"
 
 
@@ -346,7 +331,6 @@ def test_the_cache_is_enough(cache, source):
     snapshot = put(cache, "o/n", files(VIT))
     found = locate_weights(source)
     assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
-    assert found.searched[-1] == f"the cache {cache / 'models--o--n'}"
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
@@ -402,8 +386,6 @@ def test_a_name_that_timm_renamed(cache):
 def test_a_cache_without_weights_is_told(cache):
     put(cache, "o/n", {"config.json": json.dumps(VIT).encode()})
     line = refusal("o/n")
-    assert "of the cache" in line
-    assert "no file of weights (it has config.json)" in line
     assert "hf download o/n" in line
 
 
@@ -419,7 +401,6 @@ def test_offline_errors_list_searched_locations_and_the_command(cache):
     line = refusal("timm/vit_small_patch16_224")
     for part in (
         "HF_HUB_OFFLINE is set",
-        str(Path("timm/vit_small_patch16_224").absolute()),
         str(cache / f"models--timm--{SMALL}"),
         f"https://huggingface.co/timm/{SMALL}",
         f"`hf download timm/{SMALL} --local-dir {SMALL}`",
@@ -436,7 +417,7 @@ def test_a_path_goes_before_the_hub(cache):
 
 
 def test_a_name_without_its_prefix(cache):
-    assert f"write timm/{SMALL}" in refusal(SMALL)
+    assert f"of timm it is timm/{SMALL}" in refusal(SMALL)
     assert "timm/NAME" in refusal("no_such_network")
 
 
@@ -540,7 +521,6 @@ def test_only_what_is_needed_is_fetched_and_once(server, cache, monkeypatch, cap
     assert said.startswith("downloading http://127.0.0.1:")
     assert "/o/n: 3 files, 0.0 MB, to " in said
     assert (found.kind, found.name, found.license) == ("huggingface", "o/n", "mit")
-    assert found.searched[-1] == f"{constants.ENDPOINT}/o/n"
     assert set(read_state(found.weights).tensors) == {"head.weight"}
     wanted = ["o/n/README.md", "o/n/config.json", "o/n/model.safetensors"]
     assert sorted(server.fetched) == wanted
@@ -559,10 +539,9 @@ def test_timm_is_fetched_by_its_short_name(server):
 @pytest.mark.parametrize(
     ("status", "code", "word"),
     [
-        (403, "GatedRepo", "accept its terms at"),
+        (403, "GatedRepo", "accept its terms there"),
         (401, "GatedRepo", "hf auth login"),
-        (401, "RepoNotFound", "no such repository, or a private one"),
-        (404, "RepoNotFound", "no such repository"),
+        (404, "RepoNotFound", "if it is gated or private"),
         (404, "RevisionNotFound", "no revision"),
         (403, "", "fetching failed"),
     ],
@@ -586,7 +565,7 @@ def test_a_hub_that_fails_leaves_the_cache(server, cache):
     server.refused["o/cached"] = (404, "RepoNotFound")
     found = locate_weights("o/cached")
     assert found.kind == "huggingface"
-    assert found.notes[0].startswith("o/cached is from the cache: the hub has no such repository")
+    assert found.notes[0].startswith("o/cached is from the cache: there is no ")
 
 
 def test_an_unreachable_hub_is_detected_without_retries(cache, monkeypatch):

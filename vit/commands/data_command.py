@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data",
         metavar="DATA",
-        help="a folder of images, a list, tar shards, hf:NAME, torchvision:NAME or a built-in set",
+        help="a folder of images, a list, tar shards, hf:NAME or a built-in set",
     )
     parser.add_argument("--to", choices=["folder", "shards"], required=True, help="what is written")
     parser.add_argument(

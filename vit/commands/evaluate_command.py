@@ -16,13 +16,14 @@ from vit.commands.command_parser import (
 )
 from vit.config import SourceConfig
 from vit.config.inference_config import EvaluationConfig, InferenceConfig
+from vit.evaluation.metrics import metric_of, metric_rows
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable
 
 WEAKEST = 5
-COLUMNS = ("precision", "recall", "f1")
-TITLES = {"average_precision": "AP"}
+COLUMNS = {"average_precision": "AP", "precision": "precision", "recall": "recall", "f1": "f1"}
+"""Titles of the scores of a class."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,88 +90,26 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-# title, key of the score, format (% also of none), and what follows it
-CAPTION_ROWS = (
-    ("loss a token", "loss", ".4f", ""),
-    ("of other images", "loss_shuffled", ".4f", "  (the same captions, shuffled)"),
-    *((f"BLEU-{order}", f"bleu{order}", "%", "") for order in range(1, 5)),
-    ("ROUGE-L", "rouge_l", "%", ""),
-    ("CIDEr-D", "cider", ".4f", "  (of at most 10)"),
-    ("chrF", "chrf", "%", ""),
-    ("exact", "exact", "%", ""),
-    ("distinct", "distinct", "%", "  (different captions)"),
-)
-CLASS_ROWS = (
-    ("top-5", "top5", "%", ""),
-    ("balanced accuracy", "balanced_accuracy", "%", ""),
-    ("macro F1", "macro_f1", "%", ""),
-    ("loss", "loss", ".4f", ""),
-    ("calibration error", "ece", "%", "  (mean gap between confidence and accuracy; {} by chance)"),
-    ("Brier score", "brier", ".4f", ""),
-)
-MULTILABEL_ROWS = (
-    ("macro F1", "macro_f1", "%", "  (each class from its threshold on)"),
-    ("micro F1", "micro_f1", "%", ""),
-    ("all classes right", "subset_accuracy", "%", ""),
-    ("wrong decisions", "hamming", "%", ""),
-    ("loss", "loss", ".4f", ""),
-    (
-        *("calibration error", "ece", "%"),
-        "  (mean gap between probability and share of yes; {} by chance)",
-    ),
-    ("Brier score", "brier", ".4f", ""),
-)
-
-
-def format_scores(scores: dict[str, Any]) -> str:
-    """Text of the scores of captions, of classes, or of both."""
-    if "map" in scores:
-        lines = class_lines(scores, "mAP", "map", MULTILABEL_ROWS)
-    elif "bleu4" in scores:
-        lines = [f"{'images':<18} {scores['count']}", *score_lines(scores, CAPTION_ROWS)]
-        lines += ["", "examples"]
-        for row in scores["examples"]:
-            lines += [
-                f"  {printable(row['image'])}",
-                f"    says       {printable(row['caption'])}",
-                f"    reference  {printable(row['reference'])}",
-            ]
-        if "top1" in scores:
-            classes = {**scores, "loss": scores["class_loss"]}
-            lines += ["", *class_lines(classes, "top-1", "top1", CLASS_ROWS)]
-    elif "top1" in scores:
-        lines = class_lines(scores, "top-1", "top1", CLASS_ROWS)
-    else:  # of another task
-        numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
-        lines = [f"{name:<18} {value:.6g}" for name, value in numbers.items()]
+def format_scores(scores: Mapping[str, Any]) -> str:
+    """Text of all metrics, of the weakest classes, and of examples of captions."""
+    lines = [f"{'images':<18} {scores['count']}"]
+    groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
+    for row in metric_rows(scores):
+        metric, notes = row.metric, row.metric.note.format(percent(scores.get("ece_chance")))
+        if row.interval:
+            notes = f"95 % interval: {' to '.join(map(metric.text, row.interval))}{groups}"
+        if metric.title:
+            more = f"  ({notes})" if notes else ""
+            lines.append(f"{metric.title:<18} {metric.text(row.value)}{more}")
+    if "per_class" in scores:
+        lines += weakest_classes(scores["per_class"])
+    for row in scores.get("examples", ()):
+        lines += [
+            *("", printable(row["image"])),
+            f"  says       {printable(row['caption'])}",
+            f"  reference  {printable(row['reference'])}",
+        ]
     return "\n".join([*lines, *slice_lines(scores), *robustness_lines(scores)])
-
-
-def score_lines(scores: Mapping[str, Any], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A line for each of the `rows` above."""
-    lines = []
-    for title, key, form, more in rows:
-        value = percent(scores[key]) if form == "%" else f"{scores[key]:{form}}"
-        lines.append(f"{title:<18} {value}{more.format(percent(scores.get('ece_chance')))}")
-    return lines
-
-
-def class_lines(
-    scores: Mapping[str, Any], title: str, score: str, rows: Sequence[tuple[str, ...]]
-) -> list[str]:
-    """The score that ranks networks with its interval, the `rows`, and the weakest classes."""
-    between = ""
-    if interval := scores[f"{score}_interval"]:
-        low, high = interval
-        groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
-        between = f"  (95 % interval: {low:.2%} to {high:.2%}{groups})"
-    columns = ("average_precision", *COLUMNS) if score == "map" else COLUMNS
-    return [
-        f"{'images':<18} {scores['count']}",
-        f"{title:<18} {percent(scores[score])}{between}",
-        *score_lines(scores, rows),
-        *weakest_classes(scores["per_class"], columns),
-    ]
 
 
 def slice_lines(scores: Mapping[str, Any]) -> list[str]:
@@ -193,9 +132,7 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     found = scores.get("robustness")
     if found is None:
         return []
-    from vit.evaluation.charts import SCORES
-
-    title = SCORES[found["score"]]
+    title = metric_of(found["score"]).title
     table: dict[str, list[float | None]] = {}
     for row in found["corruptions"]:
         table.setdefault(row["corruption"], []).append(row[found["score"]])
@@ -208,13 +145,13 @@ def robustness_lines(scores: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def weakest_classes(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+def weakest_classes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Table of the classes with the lowest average precision, else F1."""
     present = [row for row in rows if row["count"]]
-    by = columns[0] if columns[0] not in COLUMNS else "f1"
-    worst = sorted(present, key=lambda row: row[by])[:WEAKEST]
+    columns = [name for name in COLUMNS if name in rows[0]]
+    worst = sorted(present, key=lambda row: row.get("average_precision", row["f1"]))[:WEAKEST]
     width = max([13, *(len(printable(row["label"])) for row in worst)])
-    titles = "".join(f"{TITLES.get(name, name):>11}" for name in columns)
+    titles = "".join(f"{COLUMNS[name]:>11}" for name in columns)
     lines = ["", f"{'weakest classes':<{width + 2}}{'images':>8}{titles}"]
     for row in worst:
         cells = "".join(f"{row[name]:>11.2%}" for name in columns)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Options(ExportOptions):
     """Options of `vit export`, those of `vit.export_model`."""
 
-    to: Literal["onnx", "openvino", "torch", "triton"] | None = None
-    """Format: NAME.onnx, OpenVINO's NAME.xml, torch.export's NAME.pt2, or a model of a repository
-    of Triton (default: by the ending of --out)."""
+    to: Literal["onnx", "openvino", "torch"] | None = None
+    """Format: NAME.onnx, OpenVINO's NAME.xml, or torch.export's NAME.pt2 (default: by the ending of
+    --out)."""
     overwrite: bool = False
     """Replace files that exist."""
 
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         required=True,
-        metavar="NAME.onnx|.xml|.pt2",
+        metavar="NAME.onnx|.xml",
         help="the file to write; with a captioner NAME.decoder.onnx, the text decoder, is "
-        "written beside it; with --to triton the folder REPOSITORY/NAME",
+        "written beside it",
     )
     add_fields(parser, Options)
     add("--json", metavar="FILE", help="file for all measurements")

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))
     if args.save is not None:
         # what pretrained weights decide is known when they are read
-        only = {*plan.given, *plan.settings} if pretrained else None
+        only = {*plan.values} if pretrained else None
         write_settings(args.save, config, HEADER, only=only)
     if pretrained:
         same = "vit train, with the same DATA and flags"

@@ -56,7 +56,7 @@ def add_arguments(parser: CommandParser) -> None:
         nargs="?",
         metavar="IMAGES",
         help="a folder of images, with or without class folders, a list of them (.csv, .jsonl, "
-        ".xlsx), tar shards, hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+        ".xlsx), tar shards, hf:NAME, or a built-in set: digits, shapes",
     )
     parser.add_argument(
         "--method",

@@ -13,6 +13,7 @@ from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings
 from vit.config.parser import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
+from vit.evaluation.metrics import METRICS
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
 
@@ -31,17 +32,8 @@ TITLES = {
 ESSENTIAL = ("weights", "model", "image_size", "epochs", "batch_size", "lr", "balance")
 """Settings in the short help of every command that trains."""
 
-SCORES = {
-    "top1": "top-1",
-    "balanced_accuracy": "balanced accuracy",
-    "map": "mAP",
-    "cider": "CIDEr",
-    "bleu4": "BLEU-4",
-    "loss": "loss",
-}
+FOLD_SCORES = ("top1", "balanced_accuracy", "map", "cider", "bleu4", "loss")
 """Scores that are printed of a cross-validation; folds.json has all."""
-UNBOUNDED_SCORES = ("loss", "cider")
-"""Those that are no shares, which are printed in percent."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -61,7 +53,7 @@ def add_arguments(parser: CommandParser) -> None:
         nargs="?",
         metavar="DATA",
         help="a folder of images, a list of them or of captions (.csv, .jsonl, .xlsx), tar shards, "
-        "hf:NAME, torchvision:NAME, or a built-in set: digits, shapes",
+        "hf:NAME, or a built-in set: digits, shapes",
     )
     add_run_flags(parser, default="runs/<name of DATA>")
     add_settings(parser)
@@ -216,21 +208,15 @@ def cross_validate(
     return record
 
 
-def as_text(name: str, score: float) -> str:
-    """A score in percent, if it is a share."""
-    return f"{score:.4f}" if name in UNBOUNDED_SCORES else f"{score:.2%}"
-
-
 def format_folds(record: Mapping[str, Any]) -> str:
     """Text of the scores of all folds, with mean and interval."""
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
-    names = [name for name in SCORES if name in record["mean"]]
-    lines = ["         " + "".join(f"{SCORES[name]:>20}" for name in names)]
+    metrics = {name: METRICS[name] for name in FOLD_SCORES if name in record["mean"]}
+    lines = ["         " + "".join(f"{metric.title:>20}" for metric in metrics.values())]
     for title, scores in [*rows, ("mean", record["mean"])]:
-        lines.append(
-            f"{title:<9}" + "".join(f"{as_text(name, scores[name]):>20}" for name in names)
-        )
-    ends = [[as_text(name, end) for end in record["interval"][name] or ()] for name in names]
+        cells = "".join(f"{metric.text(scores[name]):>20}" for name, metric in metrics.items())
+        lines.append(f"{title:<9}{cells}")
+    ends = [[*map(one.text, record["interval"][name] or ())] for name, one in metrics.items()]
     cells = "".join(f"{' to '.join(pair) or '-':>20}" for pair in ends)
     lines.append(f"{record['level']:<9.0%}" + cells)
     return "\n".join([*lines, f"({record['level']:.0%} interval: {record['method']})"])

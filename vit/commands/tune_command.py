@@ -4,7 +4,7 @@ import argparse
 import os
 import time
 
-from vit.commands.command_parser import SETTING, CommandParser, positive_int
+from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings, require_data
 from vit.quick_imports import quick_imports
 
@@ -13,33 +13,23 @@ def add_arguments(parser: CommandParser) -> None:
     """Add DATA, flags of the folder, and a flag for every setting."""
     fixed = (name for name in ESSENTIAL if name not in ("weights", "model", "epochs"))
     parser.essential = (
-        *("data", "setting_time", "out", "trials", "resume", "overwrite"),
+        *("data", "setting_time", "out", "resume"),
         *(f"{SETTING}{name}" for name in fixed),
     )
     parser.examples = (
         "vit tune photos/ --time 2h",
         "vit tune --resume --out runs/photos-tune",
     )
-    parser.usage = "vit tune DATA --time T [--out FOLDER] [--trials N] [settings...]"
+    parser.usage = "vit tune DATA --time T [--out FOLDER] [settings...]"
     parser.add_argument("data", nargs="?", metavar="DATA", help="as for vit train")
     parser.add_argument(
         "--out",
         "--output",
         metavar="FOLDER",
-        help="where trials, page and recipe go, and the run folder `best`; "
+        help="where the run folders of trials and of the best one go; "
         "runs/<name of DATA>-tune if left out",
     )
-    parser.add_argument(
-        "--trials",
-        type=positive_int,
-        metavar="N",
-        help="how many settings are tried, the plan among them; as many as are worth their time "
-        "if left out",
-    )
     parser.add_argument("--resume", action="store_true", help="continue the tuning in --out")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="delete the tuning that is in --out first"
-    )
     add_settings(parser)
 
 
@@ -50,16 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if not (args.resume and args.out):
         require_data(values, args, "tuning")
     with quick_imports():
-        from vit.training.tune import tune
+        from vit.training.tune import result_line, tune
 
-    result = tune(
-        values,
-        args.out,
-        trials=args.trials,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        began=began,
-    )
+    result = tune(values, args.out, resume=args.resume, began=began)
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(result.lines), flush=True)
+        print(result_line(result), flush=True)
     return int(bool(result.training.failed))

@@ -242,7 +242,7 @@ class DistillationConfig(Section):
     teacher: str | None = setting(
         None, before_plan=True, read_by=({"method": Other(("probe",))},), tasks=CLASSIFIED
     )
-    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, a file, or an exported .onnx."""
+    """Classifier to learn from: a run, timm/NAME, hf/OWNER/NAME, or a file."""
     distillation_type: Literal["soft", "hard"] = setting(
         "soft", read_by=(TAUGHT,), tasks=("classify",)
     )
@@ -324,9 +324,7 @@ class RunConfig(Section):
     """Optimiser steps between two checkpoints; only by time and epoch when left empty."""
     keep_best: int = setting(1, least=1)
     """Number of best epochs whose weights are kept; the best is model.safetensors."""
-    track: Literal["tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
-        None, resumable=True
-    )
+    track: Literal["tensorboard", "wandb", "mlflow"] | None = setting(None, resumable=True)
     """Experiment tracker that losses and scores are sent to."""
 
     report: Literal["full", "fast"] = "full"

@@ -42,14 +42,6 @@ COMPRESSED_FORMATS = (
 """First bytes of compressed files, their format, and the tool that unpacks them."""
 
 
-class BadShard(DataError):
-    """A tar file that cannot be used."""
-
-    def __init__(self, message: str, last: str = "") -> None:
-        super().__init__(message)
-        self.last = last
-
-
 class Member(NamedTuple):
     """Position of a member in the file, in bytes."""
 
@@ -109,7 +101,7 @@ def read_index(path: str) -> TarIndex:
         with _HeaderFile(path) as file:
             return _read_members(path, file)
     except OSError as error:
-        raise BadShard(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 class _HeaderFile(io.BufferedReader):
@@ -130,9 +122,9 @@ def _read_members(path: str, file: _HeaderFile) -> TarIndex:
     ignored: Counter[str] = Counter()
     offset, last = 0, ""
 
-    def error(problem: str, member: str = "") -> BadShard:
+    def error(problem: str, member: str = "") -> DataError:
         name = f", member {printable(member)}" if member else ""
-        return BadShard(f"{path}{name}: {problem}", last)
+        return DataError(f"{path}{name}: {problem}")
 
     if problem := _format_problem(file.read(BLOCK)):
         raise error(problem)

@@ -128,17 +128,10 @@ def draw_centred(draw: ImageDraw.ImageDraw, text: str, position: tuple[int, int]
 
 
 def escape_missing(text: str) -> str:
-    """Escape the characters of `text` that no font of this machine has."""
-    escaped = "".join(
-        character if any(has_glyph(f, character) for f in fonts()) else _escape(character)
-        for character in text
-    )
-    if any(has_all(font, escaped) for font in fonts()):
-        return escaped
-    # characters of several scripts, and no font that has all of them
-    return "".join(
-        character if has_glyph(fonts()[0], character) else _escape(character) for character in text
-    )
+    """`text`, or with escapes for all but Latin letters where no font has all its characters."""
+    if any(has_all(font, text) for font in fonts()):
+        return text
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def font_of(text: str) -> Any:
@@ -176,7 +169,3 @@ def has_glyph(font: Any, character: str) -> bool:
 def _bitmap(font: Any, character: str) -> tuple[tuple[int, int], bytes]:
     mask = font.getmask(character)
     return mask.size, bytes(mask)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

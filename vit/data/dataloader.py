@@ -99,30 +99,13 @@ class MicroBatchLoader:
         pin_memory: bool,
         batch_bytes: int,
         batches_held: int = 1,
-        persistent: bool = False,
     ) -> None:
-        # Forked processes start in milliseconds and share the list of files; they never use the
-        # accelerator.
-        fork = workers > 0 and sys.platform == "linux"
-        num_slots = PREFETCH_FACTOR * workers + batches_held + 1
-        self.pool = SharedMemoryPool(num_slots, batch_bytes) if fork else None
-        batch_sampler: Any = micro_batches
-        if self.pool is not None:
-            batch_sampler = SlotSampler(micro_batches, self.pool)
-        with ignore_worker_warnings():
-            self.loader = DataLoader(
-                dataset if self.pool is None else SharedMemoryDataset(dataset, self.pool),
-                batch_sampler=batch_sampler,
-                num_workers=workers,
-                prefetch_factor=PREFETCH_FACTOR if workers else None,
-                collate_fn=_identity,  # the dataset stacks the images
-                pin_memory=pin_memory,
-                persistent_workers=persistent and workers > 0,
-                worker_init_fn=partial(start_worker, max_pixels()),
-                multiprocessing_context="fork" if fork else None,
-                # An iterator draws a base seed, by default from the global generator.
-                generator=torch.Generator(),
-            )
+        self.dataset, self.micro_batches = dataset, micro_batches
+        self.workers, self.pin_memory = workers, pin_memory
+        self.batch_bytes = batch_bytes
+        self.num_slots = PREFETCH_FACTOR * workers + batches_held + 1
+        self.pool: SharedMemoryPool | None = None
+        self.loader: DataLoader[Batch] | None = None
         self.batches: Iterator[Batch] = iter(())
         self.owner_pid = 0
         """The process that started the loader processes."""
@@ -130,18 +113,42 @@ class MicroBatchLoader:
 
     def start_pass(self) -> None:
         """Begin a pass over the micro-batches."""
-        if self.loader.num_workers:
+        if self.workers:
             wait_for_exiting_threads()
-        if self.pool is not None:
-            self.pool.allocate()
         self.owner_pid = os.getpid()
         with ignore_worker_warnings():
+            if self.loader is None:
+                self.loader = self._open_loader()
             self.batches = iter(self.loader)
+
+    def _open_loader(self) -> "DataLoader[Batch]":
+        dataset: Any = self.dataset
+        batch_sampler: Any = self.micro_batches
+        # Forked processes start in milliseconds and share the list of files; they never use the
+        # accelerator.
+        fork = self.workers > 0 and sys.platform == "linux"
+        if fork:
+            self.pool = SharedMemoryPool(self.num_slots, self.batch_bytes)
+            dataset = SharedMemoryDataset(dataset, self.pool)
+            batch_sampler = SlotSampler(batch_sampler, self.pool)
+        return DataLoader(
+            dataset,
+            batch_sampler=batch_sampler,
+            num_workers=self.workers,
+            prefetch_factor=PREFETCH_FACTOR if self.workers else None,
+            collate_fn=_identity,  # the dataset stacks the images
+            pin_memory=self.pin_memory,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=partial(start_worker, max_pixels()),
+            multiprocessing_context="fork" if fork else None,
+            # An iterator draws a base seed, by default from the global generator.
+            generator=torch.Generator(),
+        )
 
     def next_batch(self) -> Batch:
         """Return the next micro-batch."""
         try:
-            batch = next(self.batches)
+            return next(self.batches)
         except RuntimeError as error:
             self.stop_workers()
             if "DataLoader worker (pid" not in str(error):
@@ -155,7 +162,6 @@ class MicroBatchLoader:
         except BaseException:
             self.stop_workers()
             raise
-        return batch
 
     def release_memory(self) -> None:
         """Return the memory of batches to the system until the next pass."""
@@ -167,12 +173,11 @@ class MicroBatchLoader:
         # Not when the iterator is collected: a traceback may hold it, and processes forked in the
         # meantime inherit it.
         shutdown = getattr(self.batches, "_shutdown_workers", None)
-        self.batches = iter(())
-        self.loader._iterator = None
+        self.batches, self.loader = iter(()), None
         if shutdown is not None:
             shutdown()
-        if self.pool is not None:
-            self.pool.deallocate()  # the slots of those processes never come back
+        self.release_memory()  # other processes forked meanwhile may map it too
+        self.pool = None  # slots of those processes never come back
 
     def kill_workers(self) -> None:
         """Kill the loader processes if they do not stop."""
@@ -316,7 +321,6 @@ class EvaluationLoader:
             workers=min(workers, len(self.batches)),
             pin_memory=pin_memory,
             batch_bytes=rgb_bytes(max(map(len, self.batches), default=0), preprocessing.image_size),
-            persistent=True,
         )
 
     def __len__(self) -> int:

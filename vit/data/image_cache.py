@@ -33,7 +33,7 @@ from vit.atomic_files import lock_file, locked, rename_file
 from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pixels, read_size
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
-from vit.text import Notify, format_bytes, printable
+from vit.text import Notify, format_bytes, plural, printable
 
 MAGIC_PREFIX = b"vit cache "
 MAGIC = MAGIC_PREFIX + b"2\n"
@@ -218,11 +218,9 @@ class _Builder:
         about = "about " if len(self.paths) > MAX_SIZED else ""
         deleted = [size for path, size in old.items() if is_unused(path, delete=True)]
         if deleted:
-            limit_note = f"for the caches to stay within {MAX_TOTAL_BYTES // 2**30} GiB"
-            why = limit_note if kind == "disk" else "left by killed runs"
             notify(
-                f"note: deleted the {len(deleted)} least recently used of the caches in "
-                f"{printable(folder)}, {format_bytes(sum(deleted))}, {why}"
+                f"note: deleted {plural(len(deleted), 'unused cache')} in {printable(folder)}, "
+                f"{format_bytes(sum(deleted))}"
             )
         notify(
             f"cache: {len(self.paths):,} images with a short side of {self.side} px or less take "
@@ -230,11 +228,10 @@ class _Builder:
         )
 
     def build(self, advance: Callable[[int], object]) -> ImageCache:
-        """Build the cache, after `reserve_space`; an OSError if it cannot be written."""
-        return ImageCache(self.file, self._write_file(advance))
+        """Decode all images into the file, which gets its name when it is complete.
 
-    def _write_file(self, advance: Callable[[int], object]) -> Index:
-        """Decode all images into the file, which gets its name when it is complete."""
+        After `reserve_space`; an OSError if it cannot be written.
+        """
         unfinished = self.file.with_name(f"{self.file.name}.building-{os.getpid()}")
         try:
             with (
@@ -259,7 +256,7 @@ class _Builder:
             rename_file(unfinished, self.file)
         finally:
             unfinished.unlink(missing_ok=True)
-        return self.index
+        return ImageCache(self.file, self.index)
 
     def _pixel_bytes(self, path: str) -> int:
         try:

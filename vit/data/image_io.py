@@ -19,15 +19,12 @@ decoded at half, a quarter or an eighth of its sides instead, the first that is 
 """
 
 import contextlib
-import errno
 import importlib.util
 import io
 import os
 import re
 import stat
-import struct
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +74,6 @@ MIN_REDUCED_PIXELS = 4_000_000
 MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
-MAX_PNG_CHUNKS = 10_000
 
 EXIF_TRANSPOSE: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -90,6 +86,10 @@ EXIF_TRANSPOSE: dict[object, Image.Transpose] = {
 }
 """How to turn an image upright, by its EXIF orientation."""
 SWAPS_SIDES = {EXIF_TRANSPOSE[number] for number in (5, 6, 7, 8)}
+
+
+# Pillow warns of damage that is harmless or raised as BadImage: `-W error` would refuse good images
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def set_max_pixels(pixels: int) -> None:
@@ -186,16 +186,13 @@ def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
 
 
 def check_header(path: PathLike | EncodedImage) -> bool:
-    """Check what can be checked without decoding: file type, format, size, a truncated PNG.
+    """Check what can be checked without decoding: file type, format, size.
 
     Returns:
         Whether the image is deep, and `intensity_range` applies to it.
     """
     with _open_image(path) as image:
-        deep = is_deep(image)
-        if image.format == "PNG" and image.fp is not None:
-            _check_png(image.fp)
-        return deep
+        return is_deep(image)
 
 
 class Header(NamedTuple):
@@ -257,7 +254,6 @@ def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile]:
     """
     with (
         _errors_as_bad_image(path) as name,
-        PILLOW_WARNINGS,
         _open_encoded(path) if isinstance(path, EncodedImage) else open_regular_file(name) as file,
         _parse_header(file) as image,
     ):
@@ -325,24 +321,18 @@ def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:
         file.seek(0)
         start = file.read(512)
         if guess_content(start) == HEIC and reads_heic():
+            import pillow_heif
+
+            pillow_heif.register_heif_opener()
             file.seek(0)
             with contextlib.suppress(UnidentifiedImageError):
-                return _open_heic(file)
-            raise UnusableFile("damaged or cut short (a HEIC image)") from None
+                return Image.open(file, formats=("HEIF",))
         raise UnusableFile(f"not a readable image ({guess_content(start)})") from None
 
 
 def reads_heic() -> bool:
     """Whether the decoder of HEIC and HEIF images is installed."""
     return importlib.util.find_spec("pillow_heif") is not None
-
-
-def _open_heic(file: BinaryIO) -> ImageFile.ImageFile:
-    if "HEIF" not in Image.OPEN:
-        import pillow_heif
-
-        pillow_heif.register_heif_opener()
-    return Image.open(file, formats=("HEIF",))
 
 
 def _orientation(image: Image.Image) -> object:
@@ -357,25 +347,17 @@ def _orientation(image: Image.Image) -> object:
 
 def open_regular_file(name: str) -> BinaryIO:
     """Open a file, or an image inside an archive, unless reading it may block or never end."""
+    if is_inside(name):
+        return open_member(name)
     try:
         # checked before opening too: opening a device can have side effects
         _check_status(os.stat(name))
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(name, flags), "rb")
     except FileNotFoundError:
-        if is_inside(name):  # Windows raises this error for what is below a file
-            return open_member(name)
-        if os.path.islink(name):
-            raise UnusableFile("a link to a missing file") from None
         raise UnusableFile("no such file") from None
-    except NotADirectoryError:
-        return open_member(name)
-    except PermissionError:
-        raise UnusableFile("no permission to read it") from None
     except OSError as error:
-        loop = error.errno == errno.ELOOP
-        reason = "a link that leads in a circle" if loop else error.strerror
-        raise UnusableFile(reason or "cannot be opened") from None
+        raise UnusableFile(error.strerror or "cannot be opened") from None
     try:
         _check_status(os.fstat(file.fileno()))
     except UnusableFile:
@@ -421,20 +403,13 @@ def file_fingerprint(path: str) -> Fingerprint:
     Copying other content over a file with its times preserved (`cp -p`) changes the third number,
     which no user can set.
     """
-    while path:
-        try:
-            status = os.stat(path)
-        except NotADirectoryError:  # noqa: PERF203 - inside an archive
-            path = os.path.dirname(path)
-        except FileNotFoundError:  # on Windows that too
-            found = split_address(path)
-            path = "" if found is None else found[0]
-        except OSError:
-            break
-        else:
-            times = status.st_mtime_ns, status.st_ctime_ns
-            return status.st_size, *times, status.st_ino & MAX_INT64
-    return 0, 0, 0, 0
+    archive = split_address(path)
+    try:
+        status = os.stat(path if archive is None else archive[0])
+    except OSError:
+        return 0, 0, 0, 0
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, *times, status.st_ino & MAX_INT64
 
 
 HEIC = "a HEIC image: pip install 'vit-toolkit[heic]', or convert it to JPEG or PNG"
@@ -519,28 +494,11 @@ def count_scans(data: bytes) -> int:
     return max(data.count(b"\xff\xda"), 1 + progressive)
 
 
-def _check_png(file: IO[bytes]) -> None:
-    """Refuse a PNG whose pixel data extend beyond the end of the file."""
-    size, position = file.seek(0, os.SEEK_END), 8
-    for _ in range(MAX_PNG_CHUNKS):
-        file.seek(position)
-        header = file.read(8)
-        if len(header) < 8:
-            return
-        length, kind = struct.unpack(">I4s", header)
-        end = position + 8 + length
-        # the last 4 bytes are a checksum, without which all pixels are there
-        if kind == b"IDAT" and end - 4 > size:
-            raise UnusableFile("cut short: the pixel data are not complete")
-        position = end + 4
-
-
 DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
 """Pillow's names of colours, or grey with transparency, of 16 bits, of which it reads the upper 8.
 
 CMYK of 16 bits is none of them: ink is printed in shares of all of it, and no instrument counts it.
 """
-GREY_ALPHA = "LA;16B"
 ROUNDING = 0.5 / 255
 """By how much a float may leave its scale, as a share of it: half a step of 8 bits is clipped."""
 NEARLY_BLACK = 4095
@@ -600,14 +558,10 @@ def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
         image.load()
         return np.asarray(image)
     assert image.fp is not None
-    if all(_rawmode(tile) == GREY_ALPHA for tile in image.tile):
-        # the four bytes of a pixel, as if they were four channels
-        with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as both:
-            both._mode = "RGBA"
-            both.tile = [tile._replace(args="RGBA") for tile in both.tile]
-            both.load()
-            parts = np.asarray(both).astype(np.uint16)
-        return np.stack([parts[..., k] << 8 | parts[..., k + 1] for k in (0, 2)], axis=2)
+    if _rawmode(image.tile[0]).startswith("LA"):
+        raise UnusableFile(
+            "16-bit grey with transparency, which no --intensity-range reads; save it without"
+        )
     # Pillow unpacks one byte of two: that of the other byte order is the lower one
     with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as lower:
         lower.tile = [_with_other_byte(tile) for tile in lower.tile]
@@ -712,33 +666,3 @@ def _scale_by_type(grey: np.ndarray[Any, Any]) -> Pixels:
         )
     scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))
     return np.asarray(scaled.clip(0, 255), dtype=np.uint8)
-
-
-class PillowWarningsFilter:
-    """Ignores Pillow's warnings while any thread reads; catch_warnings alone is not thread-safe.
-
-    They report damage that is either harmless or raised as BadImage, and `-W error` would turn them
-    into refusals of good images.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.readers = 0
-        self.filters = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.readers:
-                self.filters = warnings.catch_warnings()
-                self.filters.__enter__()
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-            self.readers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.readers -= 1
-            if not self.readers:
-                self.filters.__exit__(None, None, None)
-
-
-PILLOW_WARNINGS = PillowWarningsFilter()

@@ -25,8 +25,6 @@ MAX_MEASURED = 256
 """Images that are measured, evenly spaced over the training images."""
 THREADS = 4
 IMAGE_QUANTILES = (0.01, 0.99)
-SIGNIFICANT_DIGITS = 4
-"""Of the range of floating-point images."""
 
 
 def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRange | None:
@@ -69,10 +67,7 @@ def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> Int
         return None
     if whole:
         return float(math.floor(low)), float(math.ceil(high))
-    unit = 10.0 ** (math.floor(math.log10(high - low)) + 1 - SIGNIFICANT_DIGITS)
-    return float(f"{math.floor(low / unit) * unit:.12g}"), float(
-        f"{math.ceil(high / unit) * unit:.12g}"
-    )
+    return low, high
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:

@@ -5,7 +5,7 @@
     LoadRequest(keys, slot)    -- index queue -->  images are written into pool.view(slot)
     rebuild_batch()            <-- data queue --   SharedBatch: the slot and its layout, no pixels
     tensor over the slot
-    pool.release(slot) when the last tensor over it is garbage collected
+    the slot is free when the last tensor over it is garbage collected
 
 torch opens a file descriptor, or a file in /dev/shm, for every tensor of every batch. Here one
 anonymous mapping is made before the processes are forked: no pixel is copied or pickled on its way
@@ -18,7 +18,7 @@ import itertools
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,48 +31,26 @@ from vit.errors import DataError
 
 
 class SharedMemoryPool:
-    """Slots of equal size in one anonymous memory mapping, shared with forked processes."""
-
-    by_id: ClassVar["weakref.WeakValueDictionary[int, SharedMemoryPool]"] = (
-        weakref.WeakValueDictionary()
-    )
-    """The pools of this process; a batch that arrives names its pool by `id`."""
-    ids: ClassVar = itertools.count()
+    """Slots of equal size in one anonymous memory mapping; made before processes are forked."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.id = next(self.ids)
         self.num_slots = num_slots
         self.slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.memory: mmap.mmap | None = None
-        self.free_slots: list[int] = []
-        self.by_id[self.id] = self
-
-    def allocate(self) -> None:
-        """Map the memory, unless it is mapped already; call it before processes are forked."""
-        if self.memory is not None:
-            return
         try:
-            self.memory = mmap.mmap(-1, self.num_slots * self.slot_bytes)
+            self.memory = mmap.mmap(-1, num_slots * self.slot_bytes)
         except OSError as error:
             raise DataError(
-                f"{self.num_slots} prefetched batches of {self.slot_bytes / 2**20:,.0f} MiB do not "
+                f"{num_slots} prefetched batches of {self.slot_bytes / 2**20:,.0f} MiB do not "
                 f"fit in memory ({error.strerror}); use fewer workers (-j) or a smaller batch_size"
             ) from None
-        self.free_slots = [*range(self.num_slots)]
-
-    def deallocate(self) -> None:
-        """Forget the memory when the loader processes have ended; tensors over it keep it alive."""
-        self.release_pages()  # other processes forked meanwhile may map it too
-        self.memory, self.free_slots = None, []
+        self.free_slots = [*range(num_slots)]
+        self.id = next(POOL_IDS)
+        POOLS[self.id] = self
 
     def acquire(self) -> int | None:
         """Reserve a slot for a loader process; None if all are in use."""
         # the slot released last is still in the processor's caches
         return self.free_slots.pop() if self.free_slots else None
-
-    def release(self, slot: int) -> None:
-        """Make `slot` available again."""
-        self.free_slots.append(slot)
 
     def empty_batch(self, slot: int, count: int, image: Tensor) -> Tensor | None:
         """As `allocate_batch`, in a slot (loader process); None if the images do not fit."""
@@ -83,21 +61,22 @@ class SharedMemoryPool:
     def read_batch(self, slot: int, layout: Layout) -> Tensor:
         """A tensor over `slot`, released when the last view of it is gone (main process)."""
         array = self._bytes(slot)
-        # bound to this list, not to the pool: `deallocate` starts a new one, and slots of tensors
-        # that outlive their mapping must not become free in the next
         weakref.finalize(array, self.free_slots.append, slot)
         return torch.from_numpy(array).as_strided(*layout)
 
     def release_pages(self) -> None:
         """Return the memory of free slots to the system; it comes back when they are written."""
         for slot in list(self.free_slots):
-            assert self.memory is not None
             with contextlib.suppress(OSError):  # not every kernel can, and it only saves memory
                 self.memory.madvise(mmap.MADV_REMOVE, slot * self.slot_bytes, self.slot_bytes)
 
     def _bytes(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        assert self.memory is not None
         return np.frombuffer(self.memory, np.uint8, self.slot_bytes, slot * self.slot_bytes)
+
+
+POOL_IDS = itertools.count()
+POOLS: "weakref.WeakValueDictionary[int, SharedMemoryPool]" = weakref.WeakValueDictionary()
+"""The pools of this process by id, for batches that arrive from a loader process."""
 
 
 class LoadRequest(NamedTuple):
@@ -111,8 +90,7 @@ class SlotSampler:
     """Batch sampler of the main process that adds a slot of `pool` to each micro-batch."""
 
     def __init__(self, micro_batches: Iterable[list[SampleKey]], pool: SharedMemoryPool) -> None:
-        self.micro_batches = micro_batches
-        self.pool = pool
+        self.micro_batches, self.pool = micro_batches, pool
 
     def __iter__(self) -> Iterator[LoadRequest]:
         for keys in self.micro_batches:
@@ -123,8 +101,7 @@ class SharedMemoryDataset(Dataset["SharedBatch"]):
     """`dataset` in a loader process, with the images of each batch written into its slot."""
 
     def __init__(self, dataset: ImageDataset, pool: SharedMemoryPool) -> None:
-        self.dataset = dataset
-        self.pool = pool
+        self.dataset, self.pool = dataset, pool
 
     def __getitems__(self, request: LoadRequest) -> "SharedBatch":
         """Load the micro-batch of `request`."""
@@ -137,28 +114,27 @@ class SharedMemoryDataset(Dataset["SharedBatch"]):
             return allocate_batch(count, image) if in_slot is None else in_slot
 
         batch = self.dataset.load_batch(request.keys, allocate)
-        return SharedBatch(batch, self.pool.id, request.slot, in_slot=in_slot is not None)
+        return SharedBatch(batch, self.pool.id, request.slot, in_slot is not None)
 
 
-class SharedBatch:
+class SharedBatch(NamedTuple):
     """A batch that is pickled without its pixels, and unpickled as a `Batch` over its slot.
 
     Unpickling is the one moment at which the main process sees every batch, also those of a pass
-    that is abandoned, so it is where slots are taken back (as torch.multiprocessing.reductions does
-    for single tensors).
+    that is abandoned, so it is where slots are taken back; and the thread that pins memory sees a
+    tensor.
     """
 
-    def __init__(self, batch: Batch, pool_id: int, slot: int | None, *, in_slot: bool) -> None:
-        self.batch = batch
-        self.pool_id = pool_id
-        self.slot = slot
-        self.in_slot = in_slot
+    batch: Batch
+    pool_id: int
+    slot: int | None
+    in_slot: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
         images, *rest = self.batch
         payload = Layout(images.shape, images.stride()) if self.in_slot else images
         # arrays go by value: torch would send a file descriptor for each of these small tensors
-        fields = [one.numpy() if isinstance(one, Tensor) else one for one in rest]
+        fields = [field.numpy() if isinstance(field, Tensor) else field for field in rest]
         return rebuild_batch, (self.pool_id, self.slot, payload, fields)
 
 
@@ -166,7 +142,7 @@ def rebuild_batch(
     pool_id: int, slot: int | None, payload: Tensor | Layout, fields: list[Any]
 ) -> Batch:
     """The `Batch` of a pickled `SharedBatch`, in the main process."""
-    pool = SharedMemoryPool.by_id.get(pool_id)
+    pool = POOLS.get(pool_id)
     if pool is None:  # its loader is gone, and nobody will read the batch
         images = torch.empty(0)
     elif isinstance(payload, Layout):
@@ -175,6 +151,6 @@ def rebuild_batch(
     else:
         images = payload
         if slot is not None:
-            pool.release(slot)
+            pool.free_slots.append(slot)
     tensors: list[Any] = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in fields]
     return Batch(images, *tensors)

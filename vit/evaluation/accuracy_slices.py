@@ -1,7 +1,7 @@
 """Accuracy by slices of the images, and which slices are really worse than the other images.
 
     p          = P(X <= right in the slice),  X ~ Hypergeometric(images, right, images of the slice)
-    adjusted   = p, adjusted to the number of slices (vit/evaluation/statistical_tests.py)
+    adjusted   = p, adjusted to the number of slices (vit/evaluation/exact_tests.py)
     flagged    = adjusted < 0.05 and the slice is less accurate than the rest
 
 Without the adjustment one of twenty slices would be flagged by chance. Where images come in groups,
@@ -31,16 +31,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.data.image_io import JPEG_FORMATS, read_header
 from vit.errors import BadImage
+from vit.evaluation.exact_tests import holm, lower_tail
 from vit.evaluation.intervals import effective_images, share_interval
-from vit.evaluation.statistical_tests import holm, lower_tail
 from vit.text import percent, plural, printable
 
 OTHER = "other"
-"""Slice of the words that have none of their own."""
+"""Slice of the less frequent words."""
 LEVEL = 0.05
 """Probability that any slice is flagged where none is worse."""
 MIN_IMAGES = 10
@@ -127,29 +128,30 @@ def accuracy_slices(
     Args:
         right: Whether each answer is right; None for an image that is left out.
     """
-    rows = (_slices_of(right, one, groups) for one in features)
-    found = list(itertools.chain.from_iterable(rows))
+    found: list[AccuracySlice] = []
+    for feature in features:
+        found += slices_of(right, feature, groups)
     adjusted = iter(holm([one.p_value for one in found if one.p_value is not None]))
     return [
         one if one.p_value is None else replace(one, p_adjusted=next(adjusted)) for one in found
     ]
 
 
-def _slices_of(
+def slices_of(
     right: Sequence[bool | None], feature: Feature, groups: Tensor | None
 ) -> list[AccuracySlice]:
+    """Slices of the images by one feature."""
     known = [
         (value, bool(hit), place)
         for place, (value, hit) in enumerate(zip(feature.values, right, strict=True))
         if value is not None and hit is not None
     ]
-    names, order = slice_names([value for value, *_ in known], feature.edges, feature.unit)
+    numbers, names = divide([value for value, *_ in known], feature.edges, feature.unit)
     hits = torch.tensor([hit for _, hit, _ in known], dtype=torch.bool)
     own = None if groups is None else groups[[place for *_, place in known]]
-    named = np.array(names)
     found = []
-    for name in order:
-        inside = torch.from_numpy(named == name)
+    for number, name in enumerate(names):
+        inside = torch.from_numpy(numbers == number)
         sides = [(hits[side], None if own is None else own[side]) for side in (inside, ~inside)]
         (count, right_inside), (rest, rest_right) = [
             (len(side), int(side.sum())) for side, _ in sides
@@ -185,58 +187,33 @@ def worth_images(hits: Tensor, groups: Tensor | None) -> tuple[int, int]:
     return worth, round(worth * float(hits.double().mean()))
 
 
-def slice_names(
+def divide(
     values: Sequence[float | str], edges: Sequence[float] | None = None, unit: str = ""
-) -> tuple[list[str], list[str]]:
-    """The slice of each value, and the slices in their order.
+) -> tuple[NDArray[np.int64], list[str]]:
+    """The number of the slice of each value, and the names of the slices.
 
-    Words are slices, the most frequent ones; the others share `other`, or `(other)` if that is one
-    of the words. Numbers are divided at
-    `edges`, or at their quartiles, and equal ones are never separated; a slice is named by its
-    smallest and its largest number.
+    Words are slices, the most frequent ones; the others share one. Numbers are divided at `edges`,
+    or at their quartiles, and equal ones are never separated; a slice is named by its smallest and
+    its largest number, with 4 digits.
     """
     if any(isinstance(value, str) for value in values):
-        words = list(map(str, values))
-        frequent = [word for word, _ in Counter(words).most_common(MAX_CATEGORIES)]
-        kept = set(frequent)
-        rest, distinct_words = OTHER, set(words)
-        while rest in distinct_words:
-            rest = f"({rest})"
-        names = [word if word in kept else rest for word in words]
-        return names, list(dict.fromkeys([*frequent, *names]))
-    if not values:
-        return [], []
+        words = [word for word, _ in Counter(map(str, values)).most_common(MAX_CATEGORIES)]
+        places = {word: place for place, word in enumerate(words)}
+        return np.array([places.get(str(value), len(words)) for value in values]), [*words, OTHER]
     numbers = np.array(values, dtype=np.float64)
-    distinct = np.unique(numbers)
-    if edges is None and len(distinct) <= MAX_DISTINCT:
-        places = np.searchsorted(distinct, numbers)
-    else:
-        limits = np.quantile(numbers, [0.25, 0.5, 0.75]) if edges is None else np.array(edges)
-        places = np.searchsorted(limits, numbers, side="right")
-    own = np.unique(places).tolist()
-    inside = [numbers[places == place] for place in own]
-    limits_of = [(float(one.min()), float(one.max())) for one in inside]
-    texts = dict(zip(own, range_names(limits_of, unit), strict=True))
-    return [texts[place] for place in places.tolist()], [*texts.values()]
-
-
-def range_names(ranges: Sequence[tuple[float, float]], unit: str = "") -> list[str]:
-    """A name for each of several ranges of numbers, which do not overlap; no two are equal.
-
-    Integers are written in full, other numbers with 4 digits or as many as tell them apart.
-    """
-    names: list[str] = []
-    for digits in (4, 6, 9, 12, 17):
-        texts = [[number_text(limit, digits) for limit in one] for one in ranges]
-        names = [(low if low == high else f"{low} to {high}") + unit for low, high in texts]
-        if len({*names}) == len(names):
-            break
-    return names
-
-
-def number_text(number: float, digits: int) -> str:
-    """An integer in full, another number with so many significant digits."""
-    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.{digits}g}"
+    limits = np.unique(numbers)[1:] if edges is None else np.array(edges)
+    if edges is None and len(limits) >= MAX_DISTINCT:
+        limits = np.quantile(numbers, [0.25, 0.5, 0.75])
+    used, slices = np.unique(np.searchsorted(limits, numbers, side="right"), return_inverse=True)
+    names = []
+    for number in range(len(used)):
+        inside = numbers[slices == number]
+        ends = dict.fromkeys(
+            f"{end:.0f}" if end.is_integer() else f"{end:.4g}"
+            for end in (float(inside.min()), float(inside.max()))
+        )
+        names.append(" to ".join(ends) + unit)
+    return slices, names
 
 
 ASPECTS = (2 / 3, 9 / 10, 10 / 9, 3 / 2)
@@ -327,14 +304,12 @@ def pixel_statistics(images: Tensor) -> list[tuple[float, float]]:
     In integers by numpy, since the calls cost more than the pixels of a small image.
 
     Args:
-        images: uint8, (images, 3, height, width). Of less than 3 pixels a side the sharpness is 0.
+        images: uint8, (images, 3, height, width), of at least 3 pixels a side.
     """
     red, green, blue = images.numpy().swapaxes(0, 1)
     sums = np.add(red, green, dtype=np.int16)  # three times the grey value
     sums += blue
     brightness = sums.mean(axis=(1, 2)) / (3 * 255)
-    if min(sums.shape[1:]) < 3:
-        return [(share, 0.0) for share in brightness.tolist()]
     laplacian = sums[:, 1:-1, 1:-1] * np.int16(-4)
     laplacian += sums[:, :-2, 1:-1]
     laplacian += sums[:, 2:, 1:-1]

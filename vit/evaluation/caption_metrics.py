@@ -28,17 +28,13 @@ KINDS = {
     "'": "q", "-": "h", ".": "s", ",": "s", ":": "s", "/": "s",
     "\u200c": "j",  # joins or separates letters of one word in Persian and in India
     "\u200d": "j",  # and joins emoji
-    "\U000e007f": "g",  # ends the letters of a region's flag
-    "\ufe0f": "v",  # makes an emoji of the character before
 }  # fmt: skip
-LETTER = "[ad][mvj]*"
-EMOJI = "[et][mvtg]*"
+LETTER = "[ad][mj]*"
 WORD = re.compile(
     "|".join(
         [
-            f"rr[mvtg]*|r|{EMOJI}(?:j{EMOJI})*",  # a flag; an emoji, or a symbol
-            "[qhsp]v[mv]*",  # an emoji made of punctuation
-            "c[mvj]*",
+            "em*(?:jem*)*",
+            "c[mj]*",
             f"q?(?:{LETTER})+(?:(?:[qh]|(?<=d)s(?=d))(?:{LETTER})+)*",
         ]
     )
@@ -54,7 +50,7 @@ def words(caption: str) -> list[str]:
     English endings are words of their own, as in the Penn Treebank and so in COCO's scores:
     "isn't" gives "is", "n't"; "man's" gives "man", "'s". Scripts without spaces (Han, kana,
     Thai, Lao, Khmer, Myanmar) give one word a character. A symbol is a word, and so is an emoji
-    with its skin tone, the emoji joined to it, and both halves of a flag.
+    with those joined to it.
 
     COCO's tokeniser also cuts a few words without a mark ("cannot", "gonna") and keeps `&`, `%`,
     `#`, `@`, `/` and `*`, which are punctuation here.
@@ -73,29 +69,18 @@ def words(caption: str) -> list[str]:
 
 
 class _Kinds(dict[int, str]):
-    """The kind of every character by its number, filled on demand."""
+    """The kind of every character by its number, filled on demand; a space separates words."""
 
     def __missing__(self, number: int) -> str:
-        self[number] = _kind(chr(number))
+        character = chr(number)
+        name, category = unicodedata.name(character, ""), unicodedata.category(character)
+        kind = {"L": "a", "N": "d", "M": "m", "S": "e"}.get(category[0], " ")
+        if category == "Sk":  # accents that stand alone
+            kind = " "
+        if name.startswith(UNSPACED) and category[0] in "LN" and category != "Nd":
+            kind = "c"
+        self[number] = KINDS.get(character, kind)
         return self[number]
-
-
-def _kind(character: str) -> str:
-    """One letter; a space for what separates words."""
-    name, category = unicodedata.name(character, ""), unicodedata.category(character)
-    if character in KINDS:
-        return KINDS[character]
-    if name.startswith("REGIONAL INDICATOR"):
-        return "r"
-    if name.startswith("EMOJI MODIFIER"):
-        return "t"
-    if name.startswith("TAG "):
-        return "g"
-    if name.startswith(UNSPACED) and category[0] in "LN" and category != "Nd":
-        return "c"
-    if category == "Sk":
-        return "p"
-    return {"L": "a", "N": "d", "M": "m", "S": "e", "P": "p"}.get(category[0], " ")
 
 
 _kinds = _Kinds()

@@ -10,14 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vit.evaluation.caption_metrics import caption_scores, ignores_image, normalize, rouge_l, words
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_report import class_findings
 from vit.evaluation.html_page import Thumbnail, thumbnails
-from vit.evaluation.run_report import Event, RunFacts, epoch_chart, select_epochs, write_run_report
+from vit.evaluation.run_report import RunFacts, epoch_chart, write_run_report
 
 MAX_EXAMPLES = 8
 """Examples of the best, of the worst, and of all captions."""
@@ -64,28 +63,22 @@ class CaptionFacts:
 
 
 def write_caption_report(
-    folder: Path,
-    *,
     facts: RunFacts,
     caption_facts: CaptionFacts,
-    events: Sequence[Event],
     outcomes: CaptionOutcomes,
     class_outcomes: Outcomes | None,
 ) -> None:
-    """Write `folder`/report.html.
+    """Write report.html of a captioner.
 
     Args:
         outcomes: Captions of the validation images that were measured, at least one.
     """
-    images, epochs = outcomes.images, select_epochs(events)
-    loss, shuffled = outcomes.loss, outcomes.shuffled_loss
+    images, loss, shuffled = outcomes.images, outcomes.loss, outcomes.shuffled_loss
     scores = caption_scores([one.caption for one in images], [one.references for one in images])
     write_run_report(
-        folder,
+        facts,
         "caption_report.html.j2",
-        facts=facts,
-        epochs=epochs,
-        charts=caption_charts(facts, epochs),
+        charts=caption_charts(facts),
         decoder=facts.config.decoder.block_config(facts.config.model),
         caption_facts=caption_facts,
         outcomes=outcomes,
@@ -105,9 +98,9 @@ def write_caption_report(
     )
 
 
-def caption_charts(facts: RunFacts, epochs: Sequence[Event]) -> list[Chart]:
+def caption_charts(facts: RunFacts) -> list[Chart]:
     """Charts of the losses and of the scores over epochs."""
-    validation = {
+    curves = {
         "Loss": {"training": ["train_loss"], "validation": ["val_loss"]},
         "Loss of captions": {
             "other images": ["val_loss_shuffled"],
@@ -117,9 +110,9 @@ def caption_charts(facts: RunFacts, epochs: Sequence[Event]) -> list[Chart]:
         "CIDEr": {"validation": ["val_cider"]},
         "BLEU-4": {"validation": ["val_bleu4"]},
     }
-    charts = [epoch_chart(facts, epochs, *chart) for chart in validation.items()]
+    charts = [epoch_chart(facts, *chart) for chart in curves.items()]
     if facts.config.training.classifies:
-        charts.append(epoch_chart(facts, epochs, "Top-1", {"validation": ["val_top1"]}, "%"))
+        charts.append(epoch_chart(facts, "Top-1", {"validation": ["val_top1"]}, "%"))
     return charts
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-SCORES = {"top1": "top-1", "map": "mAP"}
-"""Key of the score of a classifier -> its name."""
+from vit.evaluation.metrics import metric_of
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Marks of an axis of shares."""
@@ -76,30 +75,6 @@ def line_chart(
     )
 
 
-def scatter_chart(
-    title: str,
-    points: Sequence[tuple[float, float, str]],
-    marks: Mapping[float, object],
-    *,
-    unit: str = "",
-) -> Chart:
-    """A chart of points."""
-    values = [value for _, value, _ in points]
-    ticks, to_y = _vertical_axis(min(values), max(values), unit)
-    positions = [*(position for position, *_ in points), *marks]
-    margin = 0.06 * (Chart.right - Chart.left)
-    to_x = _scale(min(positions), max(positions), Chart.left + margin, Chart.right - margin)
-    between = f"{_label(min(values), unit)} to {_label(max(values), unit)}"
-    return Chart(
-        title=title,
-        description=f"{title}: {len(points)} points from {between}",
-        ticks=ticks,
-        marks=[(to_x(position), mark) for position, mark in marks.items()],
-        axis="",
-        points=[(to_x(position), to_y(value), style) for position, value, style in points],
-    )
-
-
 def reliability_chart(
     title: str,
     bins: Sequence[tuple[int, float, float, tuple[float, float]]],
@@ -122,7 +97,7 @@ def reliability_chart(
     return Chart(
         title=title,
         description=f"{title}, by score: {described}",
-        ticks=[(share_to_y(share), f"{share:.0%}") for share in SHARES],
+        ticks=SHARE_TICKS,
         marks=[(to_x(share), f"{share:.0%}") for share in SHARES],
         axis="score",
         points=[(to_x(mean), share_to_y(hits), "val") for _, mean, hits, _ in bins],
@@ -157,10 +132,10 @@ def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
         chart = Chart(
             title=title,
             description=f"{title}, by severity: {described}",
-            ticks=[(share_to_y(share), f"{share:.0%}") for share in SHARES],
+            ticks=SHARE_TICKS,
             marks=[(to_x(place), place) for place in range(len(values))],
             axis="severity",
-            curves=[(SCORES[score], "val", points)],
+            curves=[(metric_of(score).title, "val", points)],
         )
         charts.append(chart)
     return charts
@@ -188,6 +163,9 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 def share_to_y(share: float) -> float:
     """The y of a share in [0, 1]."""
     return _scale(0, 1, Chart.bottom, Chart.top)(share)
+
+
+SHARE_TICKS = [(share_to_y(share), f"{share:.0%}") for share in SHARES]
 
 
 def _label(value: float, unit: str) -> str:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.intervals import (
+    MIN_ANSWERS,
+    MIN_CLASS_IMAGES,
+    Interval,
+    bootstrap,
+    share_interval,
+    weighted_mean,
+)
 from vit.text import align_columns, plural, printable
 
 BINS = 15
@@ -90,8 +98,12 @@ def ranking(probabilities: Tensor) -> Tensor:
     return probabilities.sort(dim=1, descending=True, stable=True).indices
 
 
-def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
+def summarize(
+    outcomes: Outcomes, classes: Sequence[str], groups: Tensor | None = None
+) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes; shares are in [0, 1].
+
+    The interval of top-1 takes `groups` of images as independent, if given.
 
     Classes that the data lacks follow scikit-learn's defaults: `macro_f1` is the mean over the
     classes that occur among labels or answers, `balanced_accuracy` over those among labels; an
@@ -115,7 +127,7 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "count": count,
         "top1": right / count,
         "top5": int((outcomes.ranks < 5).sum()) / count,
-        "top1_interval": list(wilson_interval(right, count)),
+        "top1_interval": share_interval(hit, groups),
         "loss": loss,
         "nll": loss,
         "brier": float((outcomes.squares - 2 * outcomes.likelihoods).mean()) + 1,
@@ -126,6 +138,38 @@ def summarize(outcomes: Outcomes, classes: Sequence[str]) -> dict[str, Any]:
         "ece_debiased": debiased_error(error, by_chance),
         "per_class": per_class,
     }
+
+
+def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Interval]:
+    """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
+
+    None of fewer than 5 wrong answers or 20 groups, and those of balanced accuracy and macro F1
+    also of fewer than 5 right answers or 20 images a class.
+    """
+    labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
+    right = (outcomes.ranks == 0).double()
+    loss = -outcomes.likelihoods.clamp(min=LEAST).log()
+    brier = outcomes.squares - 2 * outcomes.likelihoods + 1
+    width = 1 + int(torch.maximum(labels.max(), answers.max()))
+
+    def statistics(weights: Tensor) -> dict[str, Tensor]:
+        def sums(index: Tensor, size: int, values: Tensor) -> Tensor:
+            return weights.new_zeros(len(weights), size).index_add_(1, index, values)
+
+        labelled, answered = sums(labels, width, weights), sums(answers, width, weights)
+        hits = sums(labels, width, weights * right)
+        return {
+            "nll": weighted_mean(loss, weights),
+            "brier": weighted_mean(brier, weights),
+            "balanced_accuracy": (hits / labelled).nanmean(dim=1),
+            "macro_f1": (2 * hits / (labelled + answered)).nanmean(dim=1),
+        }
+
+    few = images - int(right.sum()) < MIN_ANSWERS
+    found = bootstrap(images, statistics, groups=groups, few=few)
+    if int(right.sum()) < MIN_ANSWERS or images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
+        found |= {"balanced_accuracy": None, "macro_f1": None}
+    return {f"{name}_interval": limits for name, limits in found.items()}
 
 
 def class_scores(label: str, hits: float, count: float, answered: float) -> dict[str, Any]:

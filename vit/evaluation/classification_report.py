@@ -4,14 +4,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vit.errors import ConfigError
-from vit.evaluation.charts import SCORES, reliability_chart, robustness_charts
+from vit.evaluation.charts import reliability_chart, robustness_charts
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
     Outcomes,
@@ -21,15 +19,9 @@ from vit.evaluation.classification_metrics import (
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
 from vit.evaluation.html_page import render_page, thumbnails
-from vit.evaluation.intervals import share_interval
+from vit.evaluation.metrics import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
-from vit.evaluation.run_report import (
-    Event,
-    RunFacts,
-    learning_charts,
-    select_epochs,
-    write_run_report,
-)
+from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 
 MAX_MISTAKES = 24
@@ -37,38 +29,30 @@ MAX_ROWS = 2000
 
 
 def write_classification_report(
-    folder: Path,
-    *,
     facts: RunFacts,
-    events: Sequence[Event],
     outcomes: Outcomes,
     paths: Sequence[str],
+    *,
     recall: Sequence[RecallRow] = (),
     calibrated: CalibratedOutcomes | None = None,
     groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
-    robustness: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `folder`/report.html.
+    """Write report.html of a single-label run.
 
     Args:
         outcomes: Of the validation images that could be read, at least one, with raw scores.
     """
-    epochs = select_epochs(events)
     score = {"score_key": "val_top1", "score_name": "Top-1"}
     write_run_report(
-        folder,
+        facts,
         "classification_report.html.j2",
-        facts=facts,
-        epochs=epochs,
-        charts=learning_charts(facts, epochs, **score),
+        charts=learning_charts(facts, **score),
         mistakes=find_mistakes(calibrated.outcomes if calibrated else outcomes, paths, facts),
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         slices=slices,
-        robustness=robustness,
-        severity_charts=robustness_charts(robustness),
         **score,
         **class_findings(
             outcomes, facts.classes, calibrated, paths=() if facts.fast else paths, groups=groups
@@ -85,8 +69,7 @@ def class_findings(
     groups: Tensor | None = None,
 ) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
-    scores = summarize(outcomes, classes)
-    scores["top1_interval"] = share_interval(outcomes.ranks == 0, groups)
+    scores = summarize(outcomes, classes, groups)
     shown = calibrated.outcomes if calibrated else outcomes
     return {
         "scores": scores,
@@ -153,29 +136,23 @@ class MultilabelOutcomes:
 
     Args:
         probabilities: (images, classes), float64.
-        raw: Probabilities without calibration; those above if None.
+        raw: Probabilities without calibration.
     """
 
     probabilities: Tensor
     targets: Tensor
     thresholds: Sequence[float]
     paths: Sequence[str]
-    raw: Tensor | None = None
+    raw: Tensor
     held_out: Tensor | None = None
     temperature: float = 1.0
     groups: Tensor | None = None
 
 
 def write_multilabel_report(
-    folder: Path,
-    *,
-    facts: RunFacts,
-    events: Sequence[Event],
-    outcomes: MultilabelOutcomes,
-    slices: Sequence[Mapping[str, Any]] = (),
-    robustness: Mapping[str, Any] | None = None,
+    facts: RunFacts, outcomes: MultilabelOutcomes, slices: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Write `folder`/report.html; arguments as for `write_classification_report`."""
+    """Write report.html of a multi-label run."""
     scores = summarize_multilabel(
         outcomes.probabilities,
         outcomes.targets,
@@ -183,21 +160,16 @@ def write_multilabel_report(
         outcomes.thresholds,
         outcomes.groups,
     )
-    epochs = select_epochs(events)
     score = {"score_key": "val_map", "score_name": "Mean average precision"}
     wrong, mistakes = multilabel_mistakes(outcomes, facts)
     write_run_report(
-        folder,
+        facts,
         "multilabel_report.html.j2",
-        facts=facts,
-        epochs=epochs,
-        charts=learning_charts(facts, epochs, **score),
+        charts=learning_charts(facts, **score),
         scores=scores,
         classes=class_table(scores["per_class"], "average_precision"),
         reliability=multilabel_calibration(outcomes),
         slices=slices,
-        robustness=robustness,
-        severity_charts=robustness_charts(robustness),
         wrong=wrong,
         mistakes=mistakes,
         **score,
@@ -206,8 +178,8 @@ def write_multilabel_report(
 
 def multilabel_calibration(outcomes: MultilabelOutcomes) -> dict[str, Any]:
     """As the findings of a single-label classifier, over the decisions of all classes."""
-    raw = outcomes.probabilities if outcomes.raw is None else outcomes.raw
-    shown, targets = raw if outcomes.held_out is None else outcomes.held_out, outcomes.targets
+    raw, targets = outcomes.raw, outcomes.targets
+    shown = raw if outcomes.held_out is None else outcomes.held_out
     return {
         "scores": calibration_scores(shown, targets),
         "raw": None if outcomes.held_out is None else calibration_scores(raw, targets),
@@ -245,38 +217,27 @@ def multilabel_mistakes(
     ]
 
 
-CLASS_SCORES = {"top1": "f1", "map": "average_precision"}
-"""Key of the score of a classifier -> that of a class."""
-
-
-def check_page(score: str, *, captions: bool) -> None:
-    """Refuse a network whose scores have no page."""
-    if score not in SCORES or captions:
-        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
-
-
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
     """The whole page."""
-    key = next((name for name in SCORES if name in scores), "")
-    check_page(key, captions="bleu4" in scores)
-    names, counts = [row["label"] for row in scores["per_class"]], scores.get("confusion")
+    first, rows, counts = metric_rows(scores)[0], scores["per_class"], scores.get("confusion")
+    by = "average_precision" if "average_precision" in rows[0] else "f1"
     return render_page(
         "evaluation_page.html.j2",
         heading=os.path.basename(os.path.normpath(model)) or model,
         model=model,
         data=data,
         scores=scores,
-        key=key,
-        interval=scores[f"{key}_interval"],
+        key=first.name,
+        interval=first.interval,
         numbers=[
             (name, value, scores.get(f"{name}_interval"))
             for name, value in scores.items()
             if isinstance(value, float)
         ],
-        classes=class_table(scores["per_class"], CLASS_SCORES[key]),
-        confusions=counted_findings(counts, names) if counts else None,
+        classes=class_table(rows, by),
+        confusions=counted_findings(counts, [row["label"] for row in rows]) if counts else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

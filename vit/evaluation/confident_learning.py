@@ -133,18 +133,11 @@ def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
                 record = json.loads(line)
                 if "error" in record:
                     continue
-                if "true_labels" in record:
-                    raise DataError(
-                        f"{path}, line {number}: several labels an image; label errors "
-                        "are found where each image has one class"
-                    )
                 pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
                 score = float(record["label_score"])
                 rows.append(LabeledRow(record["image"], str(record["label"]), score, tuple(pairs)))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    except DataError:  # which is a ValueError too
-        raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(
             f"{path}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "

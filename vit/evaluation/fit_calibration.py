@@ -40,7 +40,6 @@ from vit.evaluation.multilabel_metrics import choose_thresholds
 from vit.evaluation.selective_prediction import (
     ALLOWED_ERROR,
     TARGET_PRECISION,
-    highest_provable,
     needed_images,
     precision_threshold,
 )
@@ -57,8 +56,6 @@ FALSE_ALARMS = 0.01
 """Share of ordinary images that are unlike those of training."""
 MIN_DISTANCES = 99
 """Images, or groups, from which on a distance can be stated that this share exceeds."""
-USEFUL_PRECISION = 0.8
-"""A precision that the images do prove is named from here on."""
 
 
 class FittedCalibration(NamedTuple):
@@ -70,9 +67,6 @@ class FittedCalibration(NamedTuple):
     """Calibration error (ECE) of scores that the other images calibrated."""
     fewest: int | None = None
     """Images of the rarest class, or groups with one; None of a multi-label network."""
-    provable: float | None = None
-    """A lower target precision that the images prove for all answers, if they prove none of the
-    targets."""
 
 
 def fit_calibration(
@@ -151,10 +145,7 @@ def fit_calibration(
         groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
-    provable = None
-    if not calibration.rejects:
-        provable = highest_provable(confidences, answers == targets, target_precision, groups)
-    return FittedCalibration(calibration, fitted, error, fewest, provable)
+    return FittedCalibration(calibration, fitted, error, fewest)
 
 
 def _fit_multilabel(
@@ -191,8 +182,7 @@ def _fit_multilabel(
         groups=None if groups is None else count_groups(groups),
     )
     error = calibration_error(probabilities.flatten(), targets.double().flatten())
-    provable = None if found else highest_provable(confidences, right, target_precision, groups)
-    return FittedCalibration(calibration, fitted, error, provable=provable)
+    return FittedCalibration(calibration, fitted, error)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
@@ -208,40 +198,33 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     target, thresholds = calibration.target_precision, calibration.class_thresholds
     if target is None:
         return lines
-    share = f"{100 * target:.4g}%"
-    parts = {f"class {printable(name)}": one for name, one in thresholds.items()}
-    parts["the other classes"] = calibration.threshold
-    needed = f"{needed_images(target, error=ALLOWED_ERROR / len(parts)):,} answers"
-    there, new, units = plural(calibration.images, "image"), "", "images of each"
+    share, count, unit, new = f"{100 * target:.4g}%", calibration.images, "image", ""
     if calibration.groups is not None:
-        needed = f"{needed.removesuffix(' answers')} groups"
-        there, units = plural(calibration.groups, "group"), "groups with each"
-        new = " in a new group"
-    lower = "a lower --target-precision"
-    if fitted.provable is not None and fitted.provable >= USEFUL_PRECISION:
-        lower = f"--target-precision {fitted.provable:g}, which they prove"
+        count, unit, new = calibration.groups, "group", " in a new group"
+    parts = {f" of class {printable(name)}": one for name, one in thresholds.items()}
+    parts[" of the other classes" if thresholds else ""] = calibration.threshold
+    needed = needed_images(target, error=ALLOWED_ERROR / len(parts))
     for name, threshold in parts.items():
-        of = f" of {name}" if thresholds else ""
         if threshold is not None:
-            answered = "" if thresholds else f": {calibration.answered:.1%} of these images"
             lines.append(
-                f"--reject gives answers{of} from a score of {threshold:.4f} on, where at least "
-                f"{share} of them are right{new}{answered}"
+                f"--reject gives answers{name} from a score of {threshold:.4f} on, where at least "
+                f"{share} of them are right{new}"
             )
         else:
             lines.append(
-                f"note: no score from which on {share} of the answers{of} are proven to be right: "
-                f"that takes {needed} without a mistake, or more with some; vit calibrate with "
-                f"more than these {there}, or {lower}"
+                f"note: no score from which on {share} of the answers{name} are proven to be "
+                f"right; that takes {needed:,} {unit}s without a mistake, or more with some: vit "
+                f"calibrate with more than these {plural(count, unit)}, or a lower "
+                "--target-precision"
             )
-    if thresholds:
+    if calibration.rejects:
         lines.append(f"--reject answers {calibration.answered:.1%} of these images")
     if calibration.class_set_levels:
         lines.append("--sets covers each class on its own")
     elif fitted.fewest is not None:
         lines.append(
             "--sets covers all classes together, not each on its own: that takes "
-            f"{MIN_CLASS_IMAGES} {units}, and the rarest has {fitted.fewest}"
+            f"{MIN_CLASS_IMAGES} {unit}s of each, and the rarest has {fitted.fewest}"
         )
     return lines
 

@@ -121,19 +121,14 @@ def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
 
 
 def thumbnails(
-    indices: Iterable[int], paths: Sequence[str], *, fast: bool
+    indices: Iterable[int], paths: Sequence[str], *, fast: bool = False
 ) -> Iterator[tuple[int, Thumbnail | None]]:
-    """As `readable_thumbnails`, or if `fast` all `indices` without images, which stay closed."""
-    if fast:
-        yield from ((index, None) for index in indices)
-    else:
-        yield from readable_thumbnails(indices, paths)
+    """`indices` of `paths` with their thumbnails, lazily; unreadable images are left out.
 
-
-def readable_thumbnails(
-    indices: Iterable[int], paths: Sequence[str]
-) -> Iterator[tuple[int, Thumbnail]]:
-    """`indices` of `paths` with their thumbnails, lazily; unreadable images are left out."""
+    Args:
+        fast: Whether to give all of them without images, which stay closed.
+    """
     for index in indices:
-        if (image := read_thumbnail(paths[index])) is not None:
+        image = None if fast else read_thumbnail(paths[index])
+        if fast or image is not None:
             yield index, image

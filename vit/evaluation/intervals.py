@@ -32,15 +32,14 @@ Bootstrap Confidence Intervals", Journal of the American Statistical Association
 and Hinkley, "Bootstrap Methods and their Application", section 5.3, 1997.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vit.evaluation.classification_metrics import LEAST, Outcomes
-from vit.evaluation.statistical_tests import Z95, wilson_interval
+from vit.evaluation.exact_tests import Z95, wilson_interval
 
 FEWEST_DEGREES = 3.0
 """Degrees of freedom below which no interval is wider: of a class with three or four images."""
@@ -164,6 +163,12 @@ def jackknife_weights(
         yield (units % parts != left_out.unsqueeze(1)).double()
 
 
+def jackknife_error(left_out: Tensor) -> float:
+    """Standard error of a metric, from its values without each part of the images, (parts,)."""
+    squares = float((left_out - left_out.mean()).square().sum())
+    return math.sqrt(squares * (len(left_out) - 1) / len(left_out))
+
+
 def bootstrap(
     images: int,
     statistics: Statistics,
@@ -215,77 +220,11 @@ def _bca(draws: Tensor, whole: Tensor, left_out: Tensor) -> Interval:
     return limits
 
 
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Mean of the values of images, (images,), in each draw; `weights`, (draws, images)."""
+    return weights @ values / weights.sum(dim=1)
+
+
 def few_groups(groups: Tensor | None) -> bool:
     """Whether there are too few groups to draw from."""
     return groups is not None and count_groups(groups) < MIN_BOOTSTRAP_GROUPS
-
-
-def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Interval]:
-    """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
-
-    None of fewer than 5 wrong answers, and those of balanced accuracy and macro F1 also of fewer
-    than 5 right ones or 20 images a class. With `groups` of images, that of top-1 too, and none of
-    the others of fewer than 20 groups.
-    """
-    labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
-    right = (outcomes.ranks == 0).double()
-    loss = -outcomes.likelihoods.clamp(min=LEAST).log()
-    brier = outcomes.squares - 2 * outcomes.likelihoods + 1
-    width = 1 + int(torch.maximum(labels.max(), answers.max()))
-
-    def statistics(weights: Tensor) -> dict[str, Tensor]:
-        def sums(index: Tensor, size: int, values: Tensor) -> Tensor:
-            return weights.new_zeros(len(weights), size).index_add_(1, index, values)
-
-        labelled, answered = sums(labels, width, weights), sums(answers, width, weights)
-        hits = sums(labels, width, weights * right)
-        return {
-            "nll": weights @ loss / weights.sum(dim=1),
-            "brier": weights @ brier / weights.sum(dim=1),
-            "balanced_accuracy": (hits / labelled).nanmean(dim=1),
-            "macro_f1": (2 * hits / (labelled + answered)).nanmean(dim=1),
-        }
-
-    few = images - int(right.sum()) < MIN_ANSWERS
-    found = bootstrap(images, statistics, groups=groups, few=few)
-    if groups is not None:
-        found["top1"] = share_interval(right.bool(), groups)
-    if int(right.sum()) < MIN_ANSWERS or images < MIN_CLASS_IMAGES * len({*labels.tolist()}):
-        found |= {"balanced_accuracy": None, "macro_f1": None}
-    return {f"{name}_interval": limits for name, limits in found.items()}
-
-
-def multilabel_intervals(
-    probabilities: Tensor, targets: Tensor, decisions: Tensor, groups: Tensor | None = None
-) -> dict[str, Interval]:
-    """Intervals of scores that `summarize_multilabel` returns, as NAME_interval.
-
-    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups; that of micro F1
-    also of fewer than 5 images with a class that is found.
-
-    Args:
-        probabilities: (images, classes).
-        decisions: 1 where it is predicted, (images, classes).
-    """
-    probabilities, truth = probabilities.double(), targets.double()
-    inside = probabilities.clamp(LEAST, 1 - 2**-53)
-    loss = F.binary_cross_entropy(inside, truth, reduction="none").mean(dim=1)
-    brier = (probabilities - truth).square().mean(dim=1)
-    wrong = (decisions.bool() != targets.bool()).double().mean(dim=1)
-    right = (decisions.bool() & targets.bool()).double().sum(dim=1)
-    named = decisions.double().sum(dim=1) + truth.sum(dim=1)
-
-    def statistics(weights: Tensor) -> dict[str, Tensor]:
-        return {
-            "nll": weights @ loss / weights.sum(dim=1),
-            "brier": weights @ brier / weights.sum(dim=1),
-            "hamming": weights @ wrong / weights.sum(dim=1),
-            "micro_f1": 2 * (weights @ right) / (weights @ named).clamp(min=1),
-        }
-
-    few = int((wrong > 0).sum()) < MIN_ANSWERS
-    found = bootstrap(len(probabilities), statistics, groups=groups, few=few)
-    if int((right > 0).sum()) < MIN_ANSWERS:
-        found["micro_f1"] = None
-    found["subset_accuracy"] = share_interval(wrong == 0, groups)
-    return {f"{name}_interval": limits for name, limits in found.items()}

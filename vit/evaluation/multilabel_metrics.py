@@ -23,12 +23,17 @@ from vit.evaluation.classification_metrics import (
 from vit.evaluation.intervals import (
     FEWEST_RESAMPLES,
     MAX_DRAWN,
+    MIN_ANSWERS,
     Interval,
+    bootstrap,
     count_groups,
     draw_weights,
     few_groups,
+    jackknife_error,
     jackknife_weights,
+    share_interval,
     student_quantile,
+    weighted_mean,
 )
 
 DEFAULT_THRESHOLD = 0.5
@@ -121,12 +126,11 @@ def map_interval(scores: Tensor, targets: Tensor, groups: Tensor | None = None) 
         for each in both
     )
     means, left_out = draws.nanmean(dim=0), parts.nanmean(dim=0)
-    squares = float((left_out - left_out.mean()).square().sum())
-    if not bool(means.isfinite().all() and left_out.isfinite().all()) or squares == 0:
+    error = jackknife_error(left_out)
+    if not bool(means.isfinite().all() and left_out.isfinite().all()) or error == 0:
         return None
     value = float(average_precisions(scores, targets).nanmean())
     centre = min(max(2 * value - float(means.mean()), SMALLEST_SHARE), 1 - SMALLEST_SHARE)
-    error = math.sqrt(squares * (len(left_out) - 1) / len(left_out))
     middle = math.log(centre / (1 - centre))
     degrees = degrees_of_mean(draws, targets)
     if groups is not None:
@@ -248,6 +252,42 @@ def summarize_multilabel(
             )
         ],
     }
+
+
+def multilabel_intervals(
+    probabilities: Tensor, targets: Tensor, decisions: Tensor, groups: Tensor | None = None
+) -> dict[str, Interval]:
+    """Intervals of scores that `summarize_multilabel` returns, as NAME_interval.
+
+    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups; that of micro F1
+    also of fewer than 5 images with a class that is found.
+
+    Args:
+        probabilities: (images, classes).
+        decisions: 1 where it is predicted, (images, classes).
+    """
+    probabilities, truth = probabilities.double(), targets.double()
+    inside = probabilities.clamp(LEAST, 1 - 2**-53)
+    loss = F.binary_cross_entropy(inside, truth, reduction="none").mean(dim=1)
+    brier = (probabilities - truth).square().mean(dim=1)
+    wrong = (decisions.bool() != targets.bool()).double().mean(dim=1)
+    right = (decisions.bool() & targets.bool()).double().sum(dim=1)
+    named = decisions.double().sum(dim=1) + truth.sum(dim=1)
+
+    def statistics(weights: Tensor) -> dict[str, Tensor]:
+        return {
+            "nll": weighted_mean(loss, weights),
+            "brier": weighted_mean(brier, weights),
+            "hamming": weighted_mean(wrong, weights),
+            "micro_f1": 2 * (weights @ right) / (weights @ named).clamp(min=1),
+        }
+
+    few = int((wrong > 0).sum()) < MIN_ANSWERS
+    found = bootstrap(len(probabilities), statistics, groups=groups, few=few)
+    if int((right > 0).sum()) < MIN_ANSWERS:
+        found["micro_f1"] = None
+    found["subset_accuracy"] = share_interval(wrong == 0, groups)
+    return {f"{name}_interval": limits for name, limits in found.items()}
 
 
 def calibration_scores(probabilities: Tensor, targets: Tensor) -> dict[str, float]:

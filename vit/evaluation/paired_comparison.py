@@ -30,7 +30,7 @@ Of several classes an image, by the mean average precision (mAP):
     needed     = images ((z_0.975 + z_0.8) s / difference)²
 
 Of more than two classifiers, every two are compared, with p values that are adjusted to the number
-of pairs (Holm, vit/evaluation/statistical_tests.py).
+of pairs (Holm, vit/evaluation/exact_tests.py).
 
 Source: McNemar, "Note on the sampling error of the difference between correlated proportions",
 Psychometrika 12, 1947; interval: Bonett and Price, "Adjusted Wald confidence interval for a
@@ -57,7 +57,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.evaluation.html_page import readable_thumbnails, render_page
+from vit.evaluation.exact_tests import Z95, binomial_tail, holm
+from vit.evaluation.html_page import render_page, thumbnails
 from vit.evaluation.intervals import (
     FEWEST_DEGREES,
     MIN_GROUPS,
@@ -65,6 +66,7 @@ from vit.evaluation.intervals import (
     Interval,
     count_groups,
     effective_images,
+    jackknife_error,
     jackknife_weights,
     share_interval,
     student_quantile,
@@ -75,7 +77,6 @@ from vit.evaluation.multilabel_metrics import (
     degrees_of_mean,
     map_interval,
 )
-from vit.evaluation.statistical_tests import Z95, binomial_tail, holm
 from vit.text import plural
 
 LEVEL = 0.05
@@ -187,8 +188,7 @@ class PairedComparison:
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
         finite = parts >= MIN_GROUPS and bool(means.isfinite().all())
         known = finite and float(means.max() - means.min()) > ROUNDING
-        squares = float((means - means.mean()).square().sum()) if known else math.nan
-        error = math.sqrt(squares * (parts - 1) / parts)
+        error = jackknife_error(means) if known else math.nan
         degrees = max(min(degrees_of_mean(left_out, targets), parts - 1), FEWEST_DEGREES)
         half = student_quantile(degrees) * error if known else math.inf
         side_a, side_b = (
@@ -344,11 +344,6 @@ class RunsComparison:
     failed: Sequence[dict[str, str]] = ()
 
     @property
-    def result(self) -> "RunsComparison":
-        """Itself, by an older name."""
-        return self
-
-    @property
     def first(self) -> PairedComparison:
         """The comparison of the first two."""
         return self.pairs[0, 1]
@@ -446,7 +441,7 @@ class RunsComparison:
     def page(self) -> str:
         """The HTML page: the result in words, and images on which the networks differ."""
         ordered = sorted(self.disagreements, key=Disagreement.order)
-        readable = readable_thumbnails(range(len(ordered)), [image.path for image in ordered])
+        readable = thumbnails(range(len(ordered)), [image.path for image in ordered])
         return render_page(
             "comparison_page.html.j2",
             heading=" and ".join(self.names) if len(self.names) == 2 else f"{len(self.names)} runs",

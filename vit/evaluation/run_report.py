@@ -10,7 +10,7 @@ from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.parser import all_settings, flatten, make_config
 from vit.config.settings import as_typed
-from vit.evaluation.charts import Chart, line_chart
+from vit.evaluation.charts import Chart, line_chart, robustness_charts
 from vit.evaluation.html_page import render_page
 
 REPORT_FILE = "report.html"
@@ -24,11 +24,15 @@ class RunFacts:
     """Facts about a run beside its scores.
 
     Args:
+        epochs: The events that end an epoch.
+        robustness: `robustness` of `vit.evaluate` with corruptions, if the report shows it.
         machine: Devices and arithmetic, such as `1 x cuda, bf16`.
         best_epoch: The epoch whose weights are measured, from 1.
         flops: Of one image, forward; None if they were not counted.
     """
 
+    folder: Path
+    epochs: Sequence[Event]
     config: Config
     classes: Sequence[str]
     parameters: int
@@ -43,6 +47,7 @@ class RunFacts:
     environment: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
     tested: str = ""
+    robustness: Mapping[str, Any] | None = None
 
     @property
     def fast(self) -> bool:
@@ -50,10 +55,9 @@ class RunFacts:
         return self.config.run.report == "fast"
 
 
-def write_run_report(
-    folder: Path, template: str, *, facts: RunFacts, epochs: Sequence[Event], **values: Any
-) -> None:
-    """Write `folder`/report.html."""
+def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:
+    """Write report.html of a run."""
+    folder, epochs = facts.folder, facts.epochs
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
     page = render_page(
         template,
@@ -66,6 +70,8 @@ def write_run_report(
         routers=best.get("routers", ()),
         cost=training_cost(folder, epochs),
         settings=changed_settings(facts.config),
+        robustness=facts.robustness,
+        severity_charts=robustness_charts(facts.robustness),
         **values,
     )
     write_text(folder / REPORT_FILE, page)
@@ -91,35 +97,24 @@ def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | No
     }
 
 
-def select_epochs(events: Sequence[Event]) -> list[Event]:
-    """The events that end an epoch."""
-    return [event for event in events if event["event"] == "epoch"]
-
-
 def epoch_chart(
-    facts: RunFacts,
-    epochs: Sequence[Event],
-    title: str,
-    curves: Mapping[str, Sequence[str]],
-    unit: str = "",
+    facts: RunFacts, title: str, curves: Mapping[str, Sequence[str]], unit: str = ""
 ) -> Chart:
     """A chart over epochs."""
     values = {
-        label: [next(event[key] for key in keys if key in event) for event in epochs]
+        label: [next(event[key] for key in keys if key in event) for event in facts.epochs]
         for label, keys in curves.items()
     }
-    numbers = [int(event["epoch"]) for event in epochs]
+    numbers = [int(event["epoch"]) for event in facts.epochs]
     return line_chart(title, numbers, values, best=facts.best_epoch, unit=unit)
 
 
-def learning_charts(
-    facts: RunFacts, epochs: Sequence[Event], score_key: str, score_name: str
-) -> list[Chart]:
+def learning_charts(facts: RunFacts, score_key: str, score_name: str) -> list[Chart]:
     """The losses, and a score that is a share, if it is defined."""
     losses = {"training": ["train_loss"], "validation": ["val_loss"]}
-    charts = [epoch_chart(facts, epochs, "Loss", losses)]
-    if all(event[score_key] is not None for event in epochs):
-        charts.append(epoch_chart(facts, epochs, score_name, {"validation": [score_key]}, "%"))
+    charts = [epoch_chart(facts, "Loss", losses)]
+    if all(event[score_key] is not None for event in facts.epochs):
+        charts.append(epoch_chart(facts, score_name, {"validation": [score_key]}, "%"))
     return charts
 
 

@@ -30,7 +30,8 @@ from vit.config.parser import all_settings, read_stored_settings, settings_with
 from vit.config.presets import PRESETS
 from vit.config.settings import as_typed
 from vit.errors import ConfigError, RunError
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.metrics import metric_of
 from vit.event_log import (
     METRICS_FILE,
     Event,
@@ -40,7 +41,6 @@ from vit.event_log import (
     saved_event,
 )
 from vit.paths import did_you_mean, is_run_folder, path_argument
-from vit.score_calibration import ScoreCalibration
 from vit.text import align_columns, format_duration, format_parameters, nearest, percent, printable
 
 SETTINGS = "config.yaml"
@@ -49,14 +49,6 @@ SUMMARY_FILE = "summary.json"
 OWN_FOLDERS = {"checkpoints", "best", "tracking"}
 """Folders inside a run folder, which are no runs."""
 FINISHED, RUNNING, UNFINISHED, BROKEN = "finished", "running", "unfinished", "broken"
-SCORE_NAMES = {
-    "val_top1": "top-1",
-    "val_balanced_accuracy": "balanced accuracy",
-    "val_map": "mAP",
-    "val_cider": "CIDEr",
-    "val_loss": "loss",
-}
-SHARES = {"val_top1", "val_balanced_accuracy", "val_map"}
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angles")
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}
@@ -67,7 +59,7 @@ MAX_HEADER_BYTES = 100_000_000
 def rank_of(run: "RunRecord") -> tuple[str, float]:
     """Sort key of scores: those of one metric stand together, the best one first."""
     metric, score = run.metric or "", run.score or 0.0
-    return score_name(metric), score if metric == "val_loss" else -score
+    return metric_of(metric).title, score if metric == "val_loss" else -score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +116,9 @@ class RunRecord:
     @property
     def score_text(self) -> str:
         """The score; its name stands beside all but top-1."""
-        metric, score = self.metric or "", self.score or 0.0
-        value = percent(score) if metric in SHARES else f"{score:.4g}"
-        return value if metric == "val_top1" else f"{score_name(metric)} {value}"
+        metric = metric_of(self.metric or "")
+        value = metric.text(self.score, ".4g")
+        return value if self.metric == "val_top1" else f"{metric.title} {value}"
 
     @property
     def lower_limit(self) -> float | None:
@@ -255,12 +247,16 @@ class RunsTable:
         """The columns in which a run has something."""
         return [one for one in COLUMNS.values() if any(map(one.show, self.runs))]
 
-    def deviations(self, run: RunRecord) -> dict[str, str]:
-        """Settings of `run` that differ from those of most runs."""
+    def setting_texts(self, run: RunRecord) -> dict[str, str]:
+        """Its settings that differ between the runs; none if they cannot be read."""
         if not run.settings:
             return {}
-        values = {name: setting_text(run.setting(name)) for name in self.differing}
-        return {name: value for name, value in values.items() if value != self.differing[name]}
+        return {name: setting_text(run.setting(name)) for name in self.differing}
+
+    def deviations(self, run: RunRecord) -> dict[str, str]:
+        """Settings of `run` that differ from those of most runs."""
+        texts = self.setting_texts(run).items()
+        return {name: value for name, value in texts if value != self.differing[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit runs`."""
@@ -285,22 +281,21 @@ class RunsTable:
         from vit.evaluation.html_page import render_page
 
         place = Path(file).resolve().parent
-        names, columns = list(self.differing), self.columns
         rows = []
         for run in self.runs:
-            cells = [(one.show(run), one.value(run) if one.number else None) for one in columns]
-            values = [setting_text(run.setting(name)) for name in names] if run.settings else []
-            marks = [
-                value != self.differing[name] for name, value in zip(names, values, strict=False)
+            cells = [
+                (one.show(run), one.value(run) if one.number else None) for one in self.columns
             ]
+            rare = self.deviations(run)
+            settings = [(value, name in rare) for name, value in self.setting_texts(run).items()]
             report = run.folder.resolve() / "report.html"
             link = quote(os.fsencode(os.path.relpath(report, place).replace(os.sep, "/")))
-            rows.append((run, link, cells, list(zip(values, marks, strict=True))))
+            rows.append((run, link, cells, settings))
         return render_page(
             "runs_page.html.j2",
             heading=self.folder.resolve().name or self.folder,
-            columns=columns,
-            names=names,
+            columns=self.columns,
+            names=list(self.differing),
             rows=rows,
             states=Counter(run.state for run in self.runs),
         )
@@ -391,12 +386,11 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         settings = read_stored_settings(folder / SETTINGS)
     except ConfigError as problem:
         reasons.append(str(problem).replace(f"{printable(folder)}{os.sep}", ""))
-    soup_of_folds = settings.get("folds") is not None and settings.get("fold") is None
     try:
         facts, damage = read_summary(folder, settings, ended=has_report)
         if damage:
             reasons.append(damage)
-        elif not facts and (has_report or has_weights) and not soup_of_folds:
+        elif not facts and (has_report or has_weights):
             reasons.append(f"{METRICS_FILE} has no epoch")
     except (ValueError, KeyError, TypeError):
         reasons.append(f"{SUMMARY_FILE} or {METRICS_FILE} is damaged")
@@ -405,8 +399,6 @@ def read_run(folder: Path, root: Path) -> RunRecord:
         try:
             parameters = count_parameters(folder / WEIGHTS, settings)
             own = json.loads((folder / "config.json").read_bytes())["vit"]
-            if own.get("calibration") is not None:
-                ScoreCalibration.from_dict(own["calibration"])
             error = own.get("calibration_error")
             error = None if error is None else float(error)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
@@ -506,11 +498,6 @@ def count_parameters(path: Path, settings: Mapping[str, Any]) -> int:
 def local_time(seconds: float) -> datetime:
     """A time since 1970 in the time zone of this machine."""
     return datetime.fromtimestamp(seconds).astimezone()
-
-
-def score_name(metric: str) -> str:
-    """A metric in words."""
-    return SCORE_NAMES.get(metric, metric.removeprefix("val_").replace("_", " "))
 
 
 def short_path(path: str | None) -> str:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vit.evaluation.exact_tests import binomial_tail
 from vit.evaluation.intervals import count_present, group_means
-from vit.evaluation.statistical_tests import binomial_tail
 
 TARGET_PRECISION = 0.98
 ALLOWED_ERROR = 0.01
@@ -34,8 +34,6 @@ of 100 halves of the predictions of docs/trust.md, with 0.05 for 93."""
 STARTS = 2
 GROWTH = 1.01
 """Ratio of the images above one tested threshold and above the one before."""
-LOWER_TARGETS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-"""Shares that are tried where images do not prove the target."""
 
 
 class PrecisionThreshold(NamedTuple):
@@ -88,26 +86,6 @@ def precision_threshold(
     if not best:
         return None
     return PrecisionThreshold(float(ordered[best - 1]), best / len(ordered))
-
-
-def highest_provable(
-    confidences: Tensor, right: Tensor, target: float, groups: Tensor | None = None
-) -> float | None:
-    """The highest of LOWER_TARGETS below `target` that has a threshold; None if none has.
-
-    They divide the allowed error, so a threshold for the one that is found keeps its promise.
-
-    Args:
-        target: The share that these images do not prove.
-    """
-    error = ALLOWED_ERROR / len(LOWER_TARGETS)
-    for lower in LOWER_TARGETS:
-        proven = lower < target and precision_threshold(
-            confidences, right, lower, error=error, groups=groups
-        )
-        if proven:
-            return lower
-    return None
 
 
 def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:

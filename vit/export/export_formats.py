@@ -1,10 +1,9 @@
-"""Export formats: ONNX, OpenVINO, torch.export and Triton, verified after they are written."""
+"""Export formats: ONNX and OpenVINO, verified after they are written, and torch.export."""
 
 import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +15,13 @@ from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
 from vit.export import export_classifier
 from vit.export.export_onnx import write_onnx
-from vit.export.export_openvino import check_openvino_output, write_openvino
+from vit.export.export_openvino import write_openvino
 from vit.export.export_options import (
     Exported,
     ExportJob,
-    OutputCheck,
     PathLike,
-    Writer,
     check_output_path,
 )
-from vit.export.export_triton import check_repository_folder, write_triton
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
@@ -35,11 +31,7 @@ from vit.weights.load_model import load_model
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """An exported file and its comparison with the run.
-
-    Args:
-        verification: Outputs of the file and the run on images; None for torch.export.
-    """
+    """An exported file and its comparison with the run, which a program of torch.export lacks."""
 
     run: str
     to: str
@@ -90,15 +82,15 @@ def export_model(
 
     Args:
         run, notify, options: As for `export_onnx`.
-        out: The file to write; for triton the folder REPOSITORY/NAME.
-        to: onnx, openvino, torch or triton; by the suffix of `out` by default.
+        out: The file to write.
+        to: onnx, openvino or torch; by the suffix of `out` by default.
         on_written: Called when the files are complete and in place, before they are verified.
 
     Raises:
         VitError: It cannot be exported, written or compared.
     """
     suffix = Path(path_argument("out", out, "the file to write, such as NAME.onnx")).suffix.lower()
-    to = to or next((name for name, one in FORMATS.items() if one.suffix == suffix), "onnx")
+    to = to or next((name for name, one in FORMATS.items() if one.suffixes[0] == suffix), "onnx")
     if to not in FORMATS:
         raise VitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
     exported = export(run, out, to=to, notify=notify, **options)
@@ -150,7 +142,12 @@ def export(
     """Write a run in the format `to`; the other arguments are those of `export_onnx`."""
     settings: ExportOptions = split_settings(options, "an export", ExportOptions)[0]
     path = Path(out)
-    FORMATS[to].check(path, settings, overwrite)
+    graph, *others = FORMATS[to].suffixes
+    check_output_path(path, overwrite, graph)
+    for suffix in others:
+        check_output_path(path.with_suffix(suffix), overwrite, suffix)
+    if to == "torch":
+        settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {run} writes captions, and becomes onnx alone")
@@ -198,25 +195,17 @@ def write_torch(job: ExportJob) -> Exported:
     return Exported(((job.path, job.path.stat().st_size),), largest)
 
 
-def check_torch_output(path: Path, options: ExportOptions, overwrite: bool) -> None:
-    """Check the options, and that NAME.pt2 can be written."""
-    options.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
-    check_output_path(path, options, overwrite, suffix=".pt2")
-
-
 class Format(NamedTuple):
     """A format that runs are exported to."""
 
-    suffix: str | None
-    """Suffix of the file, by which the format is chosen; None for a folder."""
-    write: Writer
-    check: OutputCheck
+    suffixes: tuple[str, ...]
+    """Suffixes of its files; the first is that of the graph, and chooses the format."""
+    write: Callable[[ExportJob], Exported]
 
 
 FORMATS = {
-    "onnx": Format(".onnx", write_onnx, partial(check_output_path, suffix=".onnx")),
-    "openvino": Format(".xml", write_openvino, check_openvino_output),
-    "torch": Format(".pt2", write_torch, check_torch_output),
-    "triton": Format(None, write_triton, check_repository_folder),
+    "onnx": Format((".onnx",), write_onnx),
+    "openvino": Format((".xml", ".bin"), write_openvino),
+    "torch": Format((".pt2",), write_torch),
 }
-"""By the name of --to; the graph is the first file that each writes."""
+"""By the name of --to."""

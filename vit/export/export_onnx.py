@@ -108,7 +108,7 @@ def _write_captioner(job: ExportJob) -> Exported:
             f"precision={job.options.precision!r}: a captioner is exported in fp32; leave it out"
         )
     decoder = job.path.with_name(f"{job.path.stem}.decoder{job.path.suffix}")
-    check_output_path(decoder, job.options, job.overwrite, suffix=decoder.suffix)
+    check_output_path(decoder, job.overwrite, decoder.suffix)
     parts = export_captioner.parts_of(job.run)
     metadata = export_captioner.metadata_of(job.run, printable(job.source))
     contents, difference = [], 0.0

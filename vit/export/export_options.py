@@ -1,7 +1,6 @@
 """The job of an export, which all formats write, and the files that it leaves."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +48,8 @@ class Exported:
     accuracy: Accuracy | None = None
 
 
-Writer = Callable[[ExportJob], Exported]
-"""Writes the files of one format."""
-OutputCheck = Callable[[Path, ExportOptions, bool], None]
-"""Checks, before any work is done, that a path can be written, and replaced if the last is True."""
-
-
-def check_output_path(path: Path, _: ExportOptions, overwrite: bool, *, suffix: str) -> None:
-    """The OutputCheck of an ordinary file with `suffix`."""
+def check_output_path(path: Path, overwrite: bool, suffix: str) -> None:
+    """Check, before any work is done, that a file with `suffix` can be written."""
     name, folder = printable(path), printable(path.parent)
     if path.suffix != suffix:
         raise RunError(f"{name}: name it {suffix}, such as {path.stem or 'model'}{suffix}")

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -370,35 +369,20 @@ def named_source(exported: PathLike, runner: Predictor) -> str:
 
 
 def metadata_differences(run: LoadedRun, runner: Predictor) -> list[str]:
-    """Differences between the metadata of the file and the run, one sentence each."""
+    """A sentence that names what the metadata of the file have otherwise than the run."""
     ours, theirs = (_described(one) for one in (run, runner))
-    found = [
-        f"its metadata say {name} {_text(theirs.get(name))}, the run {_text(ours.get(name))}"
-        for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
-    ]
-    classes = enumerate(zip_longest(runner.classes, run.classes))
-    differing = ((index, pair) for index, pair in classes if len({*pair}) > 1)
-    for index, (theirs_name, ours_name) in islice(differing, 1):
-        found.append(
-            f"its metadata say class {index} {_text(theirs_name)}, the run {_text(ours_name)}"
-        )
-    return found
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [f"its metadata differ from the run in {', '.join(names)}"] if names else []
 
 
 def _described(model: LoadedRun | Predictor) -> dict[str, Any]:
-    calibration = getattr(model, "calibration", None)
-    scores = {} if calibration is None else calibration.to_dict()
+    scores = {} if model.calibration is None else model.calibration.to_dict()
     return {
         **model.preprocessing.to_dict(),
-        "thresholds": getattr(model, "thresholds", None),
+        "classes": tuple(model.classes),
+        "thresholds": model.thresholds,
         **{f"calibration {name}": value for name, value in scores.items()},
     }
-
-
-def _text(value: Any) -> str:
-    values = value if isinstance(value, list | tuple) else [value]
-    return ", ".join(f"{one:g}" if isinstance(one, float) else printable(one) for one in values)
 
 
 def compare(

@@ -167,6 +167,8 @@ def open_exported(
         threads: Compute threads; one per core by default.
     """
     check_exported_settings(config)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads}: must be at least 1")
     opened: Engine
     if engine == "onnx" and read_metadata(path).get("graph") in ("encoder", "decoder"):
         from vit.exported.onnx_captioner import OnnxCaptioner

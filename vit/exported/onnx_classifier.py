@@ -117,7 +117,6 @@ class OnnxClassifier(ExportedEngine):
             raise WeightsError(
                 f"{self._name}: its metadata are damaged ({error}); export it again"
             ) from None
-        self._check_signature(getattr(session, "signature", {}))
 
     def _check_graph(self) -> None:
         """Refuse a graph that is not a classifier of vit export."""
@@ -130,22 +129,6 @@ class OnnxClassifier(ExportedEngine):
             names = f"{self._session.inputs} -> {self._session.outputs}"
             raise WeightsError(
                 f"{self._name}: computes {names}, expected {INPUT} -> {OUTPUT}; export it again"
-            )
-
-    def _check_signature(self, signature: dict[str, tuple[str, tuple[Any, ...]]]) -> None:
-        """Compare the graph's declared input and output shapes with the expected ones."""
-        dtype, shape = signature.get(INPUT, ("tensor(uint8)", (None, None, None, 3)))
-        dynamic = len(shape) == 4 and not any(isinstance(side, int) for side in shape[:3])
-        if dtype != "tensor(uint8)" or not dynamic or shape[3] != 3:
-            raise WeightsError(
-                f"{self._name}: takes {dtype} of shape {list(shape)}, expected bytes of "
-                "any (batch, height, width, 3); export it again"
-            )
-        _, shape = signature.get(OUTPUT, ("", (None, len(self.classes))))
-        if len(shape) != 2 or shape[1] != len(self.classes):
-            raise WeightsError(
-                f"{self._name}: returns probabilities of shape {list(shape)}, and names "
-                f"{len(self.classes)} classes; export it again"
             )
 
     def prepare(self, image: Image.Image) -> Array:

@@ -1,13 +1,13 @@
 """Inference sessions of onnxruntime, the only module that imports it. Needs no torch."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vit.errors import ConfigError, VitError, WeightsError, error_text
+from vit.errors import VitError, WeightsError, error_text
 from vit.exported.onnx_metadata import check_external_data
 from vit.text import printable
 
@@ -42,36 +42,16 @@ class OnnxSession:
 
     Args:
         source: The file, or its bytes.
-        providers: Execution providers, in order of preference; default: the CPU.
         threads: Compute threads per operator; default: one per core.
-
-    Attributes:
-        signature: Type and shape of each input and output; a dynamic axis is a name.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        providers: Sequence[str] | None = None,
-        *,
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None and threads < 1:
-            raise ConfigError(f"threads={threads}: must be at least 1")
+    def __init__(self, source: Source, *, threads: int | None = None) -> None:
         if not isinstance(source, bytes):
             check_external_data(source)
         try:
             import onnxruntime
         except ImportError:
             raise VitError(f"onnxruntime is not installed: {LIBRARIES}") from None
-        requested = list(providers or ["CPUExecutionProvider"])
-        available = onnxruntime.get_available_providers()
-        for name in requested:
-            if name not in available:  # onnxruntime would take the CPU instead
-                raise ConfigError(
-                    f"provider={name!r}: this onnxruntime has {', '.join(available)}; choose "
-                    "one of them"
-                )
         options = onnxruntime.SessionOptions()
         options.log_severity_level = ERRORS_ONLY
         options.intra_op_num_threads = threads or 0
@@ -81,22 +61,19 @@ class OnnxSession:
         # overflow: int8 answers were wrong there. Both unsigned is exact; elsewhere nothing changes
         options.add_session_config_entry("session.x64quantprecision", "1")
         self._shrink_arena = onnxruntime.RunOptions()
-        if requested == ["CPUExecutionProvider"]:
-            self._shrink_arena.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._shrink_arena.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         given = source if isinstance(source, bytes) else os.fspath(source)
         try:
-            self._session = onnxruntime.InferenceSession(given, options, providers=requested)
+            self._session = onnxruntime.InferenceSession(
+                given, options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # the library has no common class of its errors
             raise WeightsError(
                 f"{source_name(source)} is no usable ONNX file ({error_text(error)}); export it "
                 "again"
             ) from None
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        self.inputs = [value.name for value in inputs]
-        self.outputs = [value.name for value in outputs]
-        self.signature = {
-            value.name: (value.type, tuple(value.shape)) for value in (*inputs, *outputs)
-        }
+        self.inputs = [value.name for value in self._session.get_inputs()]
+        self.outputs = [value.name for value in self._session.get_outputs()]
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:

@@ -8,23 +8,21 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from vit.errors import ConfigError, VitError, WeightsError, error_text
+from vit.errors import VitError, WeightsError, error_text
 from vit.exported.onnx_metadata import check_external_data
 from vit.exported.onnx_session import Array, Source, source_name
 from vit.paths import did_you_mean
 
 LIBRARIES = "pip install 'vit-toolkit[openvino]'"
-Precision = Literal["fp32", "bf16"]
-HINTS: dict[str, str] = {"fp32": "f32", "bf16": "bf16"}
+# OpenVINO's own default is bf16 where the CPU supports it
+SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
 METADATA_KEY, DIGEST_KEY = "framework", ("vit", "sha256")
 """Keys in rt_info: OpenVINO's for metadata of an ONNX file, ours for the digest of X.bin."""
 MAX_REPEATS = 4
-ELEMENT_TYPES = {"u8": "tensor(uint8)", "f32": "tensor(float)"}
-"""OpenVINO's names of element types -> onnxruntime's."""
 
 
 class OpenVINOSession:
@@ -32,20 +30,16 @@ class OpenVINOSession:
 
     Args:
         source: X.xml with X.bin beside it, X.onnx, or the bytes of the latter.
-        precision: Arithmetic of float32 operators. OpenVINO's own default is bf16 where the CPU
-            supports it; here it is fp32.
-
-    Attributes:
-        signature: Type and shape of each input and output; a dynamic axis is None.
     """
 
-    def __init__(
-        self, source: Source, *, threads: int | None = None, precision: Precision = "fp32"
-    ) -> None:
+    def __init__(self, source: Source, *, threads: int | None = None) -> None:
         core = openvino_core()
-        settings = _settings(core, threads, precision)
+        settings = SETTINGS if threads is None else {**SETTINGS, "INFERENCE_NUM_THREADS": threads}
         model = read_model(core, source)
-        self.metadata = rt_metadata(model)
+        self.metadata = {}
+        if model.has_rt_info([METADATA_KEY]):
+            about = model.rt_info[METADATA_KEY]
+            self.metadata = {name: str(value.value) for name, value in about.items()}
         try:
             compiled = core.compile_model(model, "CPU", settings)
         except RuntimeError as error:
@@ -56,10 +50,6 @@ class OpenVINOSession:
         # names of the model: what is compiled has names of its own beside them
         self.inputs = [value.any_name for value in model.inputs]
         self.outputs = [value.any_name for value in model.outputs]
-        self.signature = {
-            value.any_name: (_element_type(value), shape_of(value))
-            for value in (*model.inputs, *model.outputs)
-        }
         self._request = compiled.create_infer_request()
         self._lock = threading.Lock()
         self._settled_sizes: set[int] = set()
@@ -139,18 +129,6 @@ def read_model(core: Any, source: Source) -> Any:
     return model
 
 
-def rt_metadata(model: Any) -> dict[str, str]:
-    """Metadata of the ONNX file that a model comes from."""
-    if not model.has_rt_info([METADATA_KEY]):
-        return {}
-    return {name: str(value.value) for name, value in model.rt_info[METADATA_KEY].items()}
-
-
-def shape_of(value: Any) -> tuple[int | None, ...]:
-    """Shape of an input or output; None for a dynamic axis."""
-    return tuple(axis.get_length() if axis.is_static else None for axis in value.partial_shape)
-
-
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file."""
     total = hashlib.sha256()
@@ -172,20 +150,3 @@ def _check_weights(model: Any, path: str) -> None:
 
 def _weights_of(path: str) -> str:
     return f"{path.removesuffix('.xml')}.bin"
-
-
-def _settings(core: Any, threads: int | None, precision: str) -> dict[str, Any]:
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads}: must be at least 1")
-    if precision not in HINTS:
-        raise ConfigError(f"precision={precision!r}: choose one of {', '.join(HINTS)}")
-    capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    if precision == "bf16" and "BF16" not in capabilities:
-        raise ConfigError("precision='bf16': CPU has no bf16 here; leave it out")
-    settings = {"INFERENCE_PRECISION_HINT": HINTS[precision], "PERFORMANCE_HINT": "LATENCY"}
-    return settings if threads is None else {**settings, "INFERENCE_NUM_THREADS": threads}
-
-
-def _element_type(value: Any) -> str:
-    name = value.element_type.get_type_name()
-    return ELEMENT_TYPES.get(name, f"tensor({name})")

@@ -12,7 +12,6 @@ from torch import Tensor
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
 from vit.generation.beam_search import beam_search
-from vit.generation.caption_likelihood import caption_losses
 from vit.generation.generation_config import (
     Caption,
     Hypothesis,
@@ -21,7 +20,7 @@ from vit.generation.generation_config import (
     make_hypothesis,
 )
 from vit.generation.logits_processors import LogitsProcessor, choose_tokens, random_numbers
-from vit.model.captioner import CachedDecoder
+from vit.model.captioner import CachedDecoder, caption_losses
 from vit.model.decoder import TextDecoder
 
 
@@ -47,11 +46,7 @@ def generate(
         image_indices: Index of each image, for the random numbers of sampling; default: its row.
         device: Device of the decoder.
     """
-    if not search.max_tokens:
-        raise ValueError("max_tokens=0: give the maximum number of tokens")
     image_indices = range(rows) if image_indices is None else image_indices
-    if len(image_indices) != rows:
-        raise ValueError(f"{len(image_indices)} image indices for {rows} rows")
     if rows == 0:
         return []
     if search.beams > 1:

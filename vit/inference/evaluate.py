@@ -44,7 +44,6 @@ from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, explain_full_memory
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
-from vit.evaluation.classification_report import check_page
 from vit.evaluation.intervals import count_groups, number_groups
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
 from vit.inference.predictor import ImageOutput, PathLike, Predictor, open_evaluated
@@ -62,7 +61,7 @@ from vit.precision import autocast
 from vit.text import Notify, Progress, ignore, printable
 from vit.weights.saved_model import LoadedRun
 
-ROBUSTNESS_SCORES = ("top1", "map")
+CLASSIFIER_SCORES = ("top1", "map")
 CLASS_SCORE = "class_score_"
 """Begins the name of the column of the score of a class."""
 ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv", ".xlsx": "xlsx"}
@@ -103,9 +102,18 @@ def evaluate(
     spec = as_dataset_spec(data, {"split": split}, source=source)
     spec = dataclasses.replace(spec, columns=(*spec.columns, *config.slice))
     predictor = open_evaluated(model, **vars(inference), notify=notify)
-    if config.page:
-        check_page(predictor.task.metric.removeprefix("val_"), captions=bool(predictor.n_best))
-    score = robustness_score(predictor) if config.corruptions else ""
+    score = predictor.task.metric.removeprefix("val_")
+    if config.page and score not in CLASSIFIER_SCORES:
+        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+    if config.corruptions and score not in CLASSIFIER_SCORES:
+        raise ConfigError(
+            "corruptions: measures classifiers, and this network is none; leave it out"
+        )
+    if config.corruptions and predictor.exported:
+        raise ConfigError(
+            "corruptions: an exported network resizes images itself, and corruptions are of "
+            "resized ones; give the run it was exported from"
+        )
     trained = source_of(model, predictor)
     samples = load_samples(predictor.task, trained, spec, predictor.classes, notify)
     full_spec = evaluated_spec(predictor.task, trained, spec, predictor.classes)
@@ -154,21 +162,6 @@ def _measure_with_rows(
         return measured(
             write=lambda outputs, samples: file.writelines(rows.lines(outputs, samples))
         )
-
-
-def robustness_score(predictor: Predictor) -> str:
-    """The score that is measured on corrupted images: top-1, or mAP of several classes an image."""
-    if predictor.exported:
-        raise ConfigError(
-            "corruptions: an exported network resizes images itself, and corruptions are of "
-            "resized ones; give the run it was exported from"
-        )
-    name = predictor.task.metric.removeprefix("val_")
-    if name not in ROBUSTNESS_SCORES:
-        raise ConfigError(
-            "corruptions: measures classifiers, and this network is none; leave it out"
-        )
-    return name
 
 
 def measure_robustness(

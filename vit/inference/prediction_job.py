@@ -263,11 +263,11 @@ def read_urls(word: str) -> list[str] | None:
 
 def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
     """Paths that one input means; a folder without images is an error of its own among others."""
-    from vit.data.sources.dataset_spec import refuse_mistaken
+    from vit.data.sources.dataset_spec import refuse_run_folder
     from vit.data.sources.open_dataset import list_images
 
     if alone:  # among others it has its row
-        refuse_mistaken(word)
+        refuse_run_folder(word)
     try:
         found = list_images([word], notes=notes)
         if alone and found == [word] and (hint := did_you_mean(word)):
@@ -281,14 +281,14 @@ def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
 
 def input_rows(inputs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The rows of the image lists among `inputs`; see `list_rows`."""
-    from vit.data.sources.dataset_spec import DatasetSpec
+    from vit.data.sources.dataset_spec import DatasetSpec, named_source
     from vit.data.sources.image_list import list_rows
-    from vit.data.sources.list_files import is_list
 
     spec = partial(DatasetSpec, allow_outside=True, labels=False, reads_splits=False)
     found: dict[str, dict[str, Any]] = {}
     for word in inputs:
-        rows = list_rows(spec(word)) if is_list(word) and os.path.isfile(word) else {}
+        is_list = named_source(word) == "list" and os.path.isfile(word)
+        rows = list_rows(spec(word)) if is_list else {}
         found |= {path: {**row, **found.get(path, {})} for path, row in rows.items()}
     return found
 

@@ -7,7 +7,6 @@ torch unless the engine is torch (vit/inference/torch_engine.py).
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from vit.exported.engine import (
     select_engine,
 )
 from vit.exported.image_reader import ImageReader, chunks, expected_pixels, prefetch
-from vit.generation.generation_config import Caption
+from vit.output.prediction_results import ImageOutput as ImageOutput
 from vit.output.prediction_results import Prediction, check_top_k, classes_per_row
 from vit.quick_imports import quick_imports
 from vit.score_calibration import check_decisions, check_selection
@@ -38,30 +37,6 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 EXPORTED_TASKS = {"softmax": "classify", "sigmoid": "multilabel"}
 """Activation in the metadata of an exported file -> the task that evaluates it."""
-
-
-@dataclass(frozen=True)
-class ImageOutput:
-    """Model output for one image, or its error; `to_predictions` makes Predictions of them.
-
-    Args:
-        probabilities: (classes,) float64, empty without a head; None on an error.
-        error: Why there is no output, or None.
-        captions: The best first; empty from a classifier.
-        memory: The captioner's image tokens, (tokens, dim) on the device.
-        pixels: Input of the encoder, uint8 (channels, height, width).
-        embedding: Input of the head, (dim,) float32, if requested.
-        distance: From the training images, if requested.
-    """
-
-    image: str
-    probabilities: Array | None
-    error: str | None = None
-    captions: tuple[Caption, ...] = ()
-    memory: Any = None
-    pixels: Any = None
-    embedding: Any = None
-    distance: float | None = None
 
 
 OUTPUTS = ("probabilities", "captions", "memory", "pixels", "embedding", "distance")

@@ -12,6 +12,8 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.config import ModelConfig
+from vit.model.normalization import build_norm
 from vit.model.position_embedding import Grid
 from vit.model.rotary_embedding import Rotation
 
@@ -140,51 +142,35 @@ def proportional_attention_bias(token_sizes: Tensor, dtype: torch.dtype) -> Tens
 class SelfAttention(nn.Module):
     """Multi-head self-attention among the tokens of each image.
 
+    With `num_kv_heads`, each key and value head is shared by an equal group of query heads (Ainslie
+    et al., "GQA", section 2.2, arXiv:2305.13245; with 1, Shazeer's multi-query attention,
+    arXiv:1911.02150).
+
     Args:
-        dim: Width of a token.
-        num_heads: Heads that share `dim` equally.
-        num_kv_heads: Key and value heads, each shared by an equal group of query heads (Ainslie
-            et al., "GQA", section 2.2, arXiv:2305.13245; with 1, Shazeer's multi-query attention,
-            arXiv:1911.02150). Default: `num_heads`.
         rel_pos: Relative position bias, added to the scores; None for none.
-        q_norm, k_norm: Normalise each head's queries and keys; identities by default.
-        norm: Normalises the input of the output projection; the identity by default.
         rope: Gives the rotation of this layer's heads, where each has its own; None for one of all.
-        qkv_bias: Whether the projections to queries, keys and values have a bias.
-        proj_bias: Whether the output projection has a bias.
-        attention_dropout: Probability of dropping an attention weight during training.
-        dropout: Probability of dropping an output during training.
     """
 
     def __init__(
         self,
-        dim: int,
-        num_heads: int,
+        config: ModelConfig,
         *,
-        num_kv_heads: int | None = None,
         rel_pos: nn.Module | None = None,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-        norm: nn.Module | None = None,
         rope: nn.Module | None = None,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
-        attention_dropout: float = 0.0,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        kv_heads = resolve_kv_heads(dim, num_heads, num_kv_heads)
-        self.heads = (num_heads, kv_heads, kv_heads)
-        self.queries_per_kv = num_heads // kv_heads
-        self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, sum(self.heads) * (dim // num_heads), bias=qkv_bias)
+        dim, head_dim = config.dim, config.dim // config.num_heads
+        kv_heads = config.num_kv_heads or config.num_heads
+        self.heads = (config.num_heads, kv_heads, kv_heads)
+        self.queries_per_kv = config.num_heads // kv_heads
+        self.attention_dropout = config.attention_dropout
+        self.qkv = nn.Linear(dim, sum(self.heads) * head_dim, bias=config.qkv_bias)
         self.rel_pos = rel_pos
-        self.q_norm = q_norm or nn.Identity()
-        self.k_norm = k_norm or nn.Identity()
-        self.norm = norm or nn.Identity()
+        self.q_norm, self.k_norm = build_qk_norms(config)
+        self.norm = build_norm(config) if config.norm_order == "sub" else nn.Identity()
         self.rope = rope
-        self.proj = nn.Linear(dim, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(dropout)
+        self.proj = nn.Linear(dim, dim, bias=config.proj_bias)
+        self.proj_drop = nn.Dropout(config.dropout)
 
     def project_qkv(self, x: Tensor, rope: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, dim) -> query, key, value, each (batch, its heads, tokens, head_dim)"""
@@ -226,33 +212,20 @@ class CrossAttention(nn.Module):
 
     Args:
         memory_dim: Width of a token of the memory.
-        dim, num_heads, num_kv_heads, q_norm, k_norm, attention_dropout, dropout: As in
-            SelfAttention.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        memory_dim: int,
-        num_kv_heads: int | None = None,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-        attention_dropout: float = 0.0,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, memory_dim: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.kv_heads = resolve_kv_heads(dim, num_heads, num_kv_heads)
-        self.queries_per_kv = num_heads // self.kv_heads
-        self.attention_dropout = attention_dropout
+        dim, head_dim = config.dim, config.dim // config.num_heads
+        self.num_heads = config.num_heads
+        self.kv_heads = config.num_kv_heads or config.num_heads
+        self.queries_per_kv = self.num_heads // self.kv_heads
+        self.attention_dropout = config.attention_dropout
         self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * (dim // num_heads))
-        self.q_norm = q_norm or nn.Identity()
-        self.k_norm = k_norm or nn.Identity()
+        self.kv = nn.Linear(memory_dim, 2 * self.kv_heads * head_dim)
+        self.q_norm, self.k_norm = build_qk_norms(config)
         self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(dropout)
+        self.proj_drop = nn.Dropout(config.dropout)
 
     def project_kv(self, memory: Tensor) -> KeyValue:
         """(batch, tokens, memory_dim) -> two of (batch, kv_heads, tokens, head_dim)"""
@@ -278,14 +251,12 @@ class CrossAttention(nn.Module):
         return tokens
 
 
-def resolve_kv_heads(dim: int, num_heads: int, num_kv_heads: int | None) -> int:
-    """Number of key and value heads; by default that of the query heads."""
-    if dim % num_heads:
-        raise ValueError(f"dim={dim} does not split into {num_heads} heads")
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads % kv_heads:
-        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}")
-    return kv_heads
+def build_qk_norms(config: ModelConfig) -> tuple[nn.Module, nn.Module]:
+    """Norms of each head's queries and keys; identities without `qk_norm`."""
+    if not config.qk_norm:
+        return nn.Identity(), nn.Identity()
+    head_dim = config.dim // config.num_heads
+    return build_norm(config, head_dim), build_norm(config, head_dim)
 
 
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:

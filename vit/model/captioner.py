@@ -8,11 +8,13 @@ arXiv:1411.4555, with Transformers as encoder and decoder.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from vit.config import ModelConfig
 from vit.model.attention import AttentionContext
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache
@@ -36,11 +38,10 @@ class Captioner(VisionTransformer):
 
     Args:
         decoder: The text decoder.
-        parts: Arguments of VisionTransformer.
     """
 
-    def __init__(self, *, decoder: TextDecoder, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, config: ModelConfig, decoder: TextDecoder) -> None:
+        super().__init__(config)
         self.decoder = decoder
 
     def encode_images(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,3 +107,50 @@ def use_column_major_weights(decoder: TextDecoder) -> None:
     for layer in decoder.modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
             layer.weight.data = layer.weight.data.T.contiguous().T
+
+
+def caption_losses(
+    logits: Tensor, ids: Tensor, pad: int, *, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Summed next-token cross-entropy of each caption, and its number of target tokens.
+
+    Args:
+        logits: After each token but the last, (batch, tokens - 1, vocab).
+        ids: Token ids, (batch, tokens), padded with `pad`.
+        pad: Id of padding, which has no loss.
+        smoothing: Label smoothing.
+
+    Returns:
+        Two tensors (batch,); the losses in float32 or wider.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = ids[:, 1 : 1 + logits.shape[1]]
+    losses = F.cross_entropy(
+        logits.transpose(1, 2),
+        targets,
+        ignore_index=pad,
+        label_smoothing=smoothing,
+        reduction="none",
+    )
+    return losses.sum(dim=1), (targets != pad).sum(dim=1)
+
+
+def matched_and_shuffled_losses(
+    decoder: TextDecoder, memory: Tensor, ids: Tensor, shuffled_ids: Tensor, pad: int
+) -> Tensor:
+    """`caption_losses` of the images' own captions, and of captions of other images.
+
+    If captions are as likely with other images, the decoder ignores the image.
+
+    Args:
+        memory: Output of the encoder, (batch, memory_tokens, dim).
+        ids, shuffled_ids: Captions of these images and of others, (batch, tokens), padded.
+
+    Returns:
+        float64 on the CPU, (4, batch): losses and token counts, then those of `shuffled_ids`.
+    """
+    shuffled = caption_losses(decoder(shuffled_ids[:, :-1], memory), shuffled_ids, pad)
+    # last, so that MoE layers keep the routing of the right captions
+    logits = decoder(ids[:, :-1], memory, counted=ids[:, 1:] != pad)
+    matched = caption_losses(logits, ids, pad)
+    return torch.stack([part.cpu().double() for part in (*matched, *shuffled)])

@@ -169,7 +169,7 @@ class MixtureOfExperts(nn.Module):
     forward pass; of the tokens where `counted`, (batch, tokens), is True, or of all if it is None.
 
     Args:
-        dim, hidden_dim, num_experts, activation, bias, dropout: As for Experts.
+        experts: The MLPs.
         top_k: Experts of each token.
         weight_fn: Top-k probabilities (..., top_k) -> weights of the experts' outputs.
         capacity_fn: Drops assignments, a partial of `drop_over_capacity`; None drops none.
@@ -180,27 +180,21 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        hidden_dim: int,
+        experts: Experts,
         *,
-        num_experts: int,
         top_k: int,
-        weight_fn: Callable[[Tensor], Tensor] | None = None,
+        weight_fn: Callable[[Tensor], Tensor],
         capacity_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-        activation: nn.Module | None = None,
-        bias: bool = True,
-        dropout: float = 0.0,
         jitter: float = 0.0,
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.jitter = Jitter(jitter) if jitter else nn.Identity()
+        num_experts, _, dim = experts.fc1_weight.shape
         self.router = nn.Linear(dim, num_experts, bias=False)
-        self.weight_fn, self.capacity_fn = weight_fn or softmax_weights, capacity_fn
-        self.experts = Experts(
-            dim, hidden_dim, num_experts, activation=activation, bias=bias, dropout=dropout
-        )
+        self.weight_fn, self.capacity_fn = weight_fn, capacity_fn
+        self.experts = experts
         self.shared = shared
         self.record_routing = False
         self.routing: Routing | None = None

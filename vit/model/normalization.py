@@ -1,4 +1,4 @@
-"""Normalisation layers that torch lacks: RMSNorm, and those of a convolutional stem."""
+"""Normalisation layers: those that torch lacks, and the one that a config chooses."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from vit.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
@@ -115,3 +117,11 @@ class BatchNorm(nn.Module):
         scale = self.weight * torch.rsqrt(variance + self.eps)
         shift = self.bias - mean * scale
         return (x * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+
+
+NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
+
+
+def build_norm(config: ModelConfig, dim: int | None = None) -> nn.Module:
+    """The norm of `config` for vectors of width `dim`; by default that of a token."""
+    return NORMS[config.norm](dim or config.dim, eps=config.norm_eps)

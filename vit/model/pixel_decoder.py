@@ -13,13 +13,14 @@ Source: He et al., "Masked Autoencoders Are Scalable Vision Learners", section 3
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.config import ModelConfig
 from vit.model.attention import AttentionContext
 from vit.model.blocks import Block
 from vit.model.patch_dropout import gather_tokens, take_tokens
@@ -103,11 +104,10 @@ class MaskedAutoencoder(VisionTransformer):
     Args:
         decoder: The decoder.
         mask_ratio: Share of the patches that is hidden, between 0 and 1; one is kept at least.
-        parts: Arguments of VisionTransformer.
     """
 
-    def __init__(self, *, decoder: PixelDecoder, mask_ratio: float, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, config: ModelConfig, decoder: PixelDecoder, *, mask_ratio: float) -> None:
+        super().__init__(config)
         self.decoder = decoder
         self.mask_ratio = mask_ratio
 

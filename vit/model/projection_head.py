@@ -11,12 +11,12 @@ Caron et al., DINO, section 3.1 (prototypes), arXiv:2104.14294.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.config import ModelConfig
 from vit.model.grouped_linear import autocast_device
 from vit.model.moe import add_up_routing, collect_routing
 from vit.model.vision_transformer import VisionTransformer
@@ -65,11 +65,10 @@ class JointEmbedding(VisionTransformer):
 
     Args:
         projector: The projector.
-        parts: Arguments of VisionTransformer.
     """
 
-    def __init__(self, *, projector: ProjectionHead, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, config: ModelConfig, projector: ProjectionHead) -> None:
+        super().__init__(config)
         self.projector = projector
 
     def forward(  # type: ignore[override]

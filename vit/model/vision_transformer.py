@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model.attention import (
     AttentionContext,
@@ -20,83 +21,52 @@ from vit.model.attention import (
     AttentionRecorder,
     dot_product_attention,
 )
-from vit.model.blocks import Block
+from vit.model.layers import POOLINGS, POSITIONS, STEMS, build_block, build_rotary
+from vit.model.normalization import build_norm
 from vit.model.patch_dropout import PatchDropout
-from vit.model.patch_embed import ImageEmbedding
 from vit.model.pooling import NoPooling
-from vit.model.position_embedding import Grid, LearnedPositions
-from vit.model.rotary_embedding import RotaryEmbedding
+from vit.model.position_embedding import Grid
 from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
 
 
 class VisionTransformer(nn.Module):
     """Classifies images of any size that is a multiple of the patch size.
 
-    Args:
-        patch_embed: Patch embedding.
-        positions: Position embedding, added to the tokens; None for none.
-        rotary: Rotary position embedding of queries and keys; None for none.
-        patch_drop: Drops patches during training.
-        norm_pre: Normalises all tokens before the first block.
-        blocks: The encoder, in order.
-        repeats: How many times the stack of blocks is applied.
-        norm: Normalises all tokens after the last block.
-        pool: Reduces tokens to one vector.
-        fc_norm: Normalises the pooled vector.
-        dim: Width of a token.
-        pooled_dim: Width of the pooled vector.
-        num_classes: Width of the output; 0 gives the pooled vector itself.
-        class_token: Whether a class token comes first.
-        registers: Registers that follow it.
-        dropout: Probability of dropping an embedded activation during training.
+    Its weights are uninitialised; `create_model` initialises them.
     """
 
     cls_token: nn.Parameter | None
     reg_token: nn.Parameter | None
     pos_embed: Tensor | None
 
-    def __init__(
-        self,
-        *,
-        patch_embed: ImageEmbedding,
-        positions: LearnedPositions | None,
-        rotary: RotaryEmbedding | None,
-        patch_drop: PatchDropout,
-        norm_pre: nn.Module,
-        blocks: Sequence[Block],
-        norm: nn.Module,
-        pool: nn.Module,
-        fc_norm: nn.Module,
-        dim: int,
-        pooled_dim: int,
-        num_classes: int,
-        class_token: bool = True,
-        registers: int = 0,
-        repeats: int = 1,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_features = pooled_dim
-        self.num_prefix_tokens = int(class_token) + registers
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
+        dim, prefix, last_norm = config.dim, config.num_prefix_tokens, config.last_norm
+        self.num_prefix_tokens = prefix
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.class_token else None
+        registers = config.registers
         self.reg_token = nn.Parameter(torch.zeros(1, registers, dim)) if registers else None
+        positions = POSITIONS[config.position](config)
         table = None if positions is None else positions.table()
         if isinstance(table, nn.Parameter):
             self.pos_embed = table
         else:
             self.register_buffer("pos_embed", table)
-        self.patch_embed = patch_embed
+        self.patch_embed = STEMS[config.stem](config)
         self.positions = positions
-        self.rotary = rotary
-        self.pos_drop = nn.Dropout(dropout)
-        self.patch_drop = patch_drop
-        self.norm_pre = norm_pre
-        self.blocks = nn.ModuleList(blocks)
-        self.repeats = repeats
-        self.norm = norm
-        self.attn_pool = pool  # timm's name; attention pooling has weights
-        self.fc_norm = fc_norm
-        self.head = nn.Linear(pooled_dim, num_classes) if num_classes else nn.Identity()
+        self.rotary = build_rotary(config)
+        self.pos_drop = nn.Dropout(config.dropout)
+        self.patch_drop = None
+        if config.patch_dropout:
+            self.patch_drop = PatchDropout(config.patch_dropout, prefix=prefix)
+        self.norm_pre = build_norm(config) if config.norm_pre else nn.Identity()
+        self.blocks = nn.ModuleList(build_block(config, index) for index in range(config.depth))
+        self.repeats = config.repeat_blocks
+        self.norm = build_norm(config) if last_norm == "tokens" else nn.Identity()
+        self.attn_pool = POOLINGS[config.pooling](config)  # timm's name
+        width = self.num_features = config.pooled_dim
+        self.fc_norm = build_norm(config, width) if last_norm == "pooled" else nn.Identity()
+        self.head = nn.Linear(width, config.num_classes) if config.num_classes else nn.Identity()
 
     @property
     def num_classes(self) -> int:
@@ -125,7 +95,9 @@ class VisionTransformer(nn.Module):
         rope = None if self.rotary is None else self.rotary(grid, tokens)
         if self.positions is not None:
             tokens = self.positions(tokens, self.pos_embed, grid)
-        tokens, context = self.patch_drop(self.pos_drop(tokens), AttentionContext(grid, rope))
+        tokens, context = self.pos_drop(tokens), AttentionContext(grid, rope)
+        if self.patch_drop is not None:
+            tokens, context = self.patch_drop(tokens, context)
         return self.norm_pre(tokens), context
 
     def encode(

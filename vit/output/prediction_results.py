@@ -24,6 +24,7 @@ from vit.output.output_file import open_output, resolve_link
 from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
+    from vit.data.image_objects import Array
     from vit.generation.generation_config import Caption
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
@@ -46,6 +47,30 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
+
+
+@dataclass(frozen=True)
+class ImageOutput:
+    """What a network gives for one image, or its error; a Predictor makes a Prediction of it.
+
+    Args:
+        probabilities: (classes,) float64, empty without a head; None on an error.
+        error: Why there is no output, or None.
+        captions: The best first; empty from a classifier.
+        memory: The captioner's image tokens, (tokens, dim) on the device.
+        pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
+        embedding: Input of the head, (dim,) float32, if requested.
+        distance: From the training images, if requested.
+    """
+
+    image: str
+    probabilities: "Array | None"
+    error: str | None = None
+    captions: "tuple[Caption, ...]" = ()
+    memory: Any = None
+    pixels: Any = None
+    embedding: Any = None
+    distance: float | None = None
 
 
 @dataclass(frozen=True)

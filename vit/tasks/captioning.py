@@ -28,27 +28,27 @@ from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores, ignores_image
 from vit.evaluation.classification_metrics import Outcomes
 from vit.event_log import ranking_metric
-from vit.generation.caption_likelihood import caption_losses, matched_and_shuffled_losses
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Caption, Search
 from vit.model.build import build_captioner
-from vit.model.captioner import Captioner, CaptionerOutput
-from vit.output.prediction_results import unended_note
+from vit.model.captioner import (
+    Captioner,
+    CaptionerOutput,
+    caption_losses,
+    matched_and_shuffled_losses,
+)
+from vit.output.prediction_results import ImageOutput, unended_note
 from vit.tasks.classification import (
     ClassEvaluation,
-    balanced_accuracy,
-    correct_per_class,
+    ClassTally,
     count_classes,
     format_accuracy,
-    loss_and_correct,
 )
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
 )
@@ -102,12 +102,8 @@ class Captioning(Task):
         """Without classes, the network has no head."""
         if self.classifies:
             return config
-        if config.chosen("pooling") and config.model.pooling != "none":
-            raise ConfigError(
-                f"pooling={config.model.pooling}: the decoder attends to all tokens, and there "
-                "is no head to pool for; leave it out"
-            )
-        for name, usual in (("num_classes", (0,)), ("final_norm", ("auto", "tokens", "none"))):
+        headless = {"num_classes": (0,), "pooling": ("none",)}
+        for name, usual in (*headless.items(), ("final_norm", ("auto", "tokens", "none"))):
             if config.chosen(name) and (value := getattr(config.model, name)) not in usual:
                 raise ConfigError(
                     f"{name}={value}: task=caption alone has no head; leave it out, or learn "
@@ -203,7 +199,7 @@ class Captioning(Task):
         return replace(spec, multilabel=False, captions=True, labels=bool(outputs))
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "CaptionEvaluation":
         """Start an evaluation on the samples with a caption that fits into the decoder."""
         kept, ids = drop_long_captions(model.caption_generator, samples, notify)
@@ -224,19 +220,13 @@ class Captioning(Task):
         ]
         with contextlib.closing(run.batches(samples, failed)) as batches:
             outcomes, class_outcomes = caption_outcomes(run, batches, samples)
-        write_caption_report(
-            run.folder,
-            facts=run.facts(failed),
-            caption_facts=CaptionFacts(
-                captions=sum(len(sample.captions) for sample in run.splits.train),
-                mean_tokens=self.mean_tokens,
-                val_images=count,
-                advice=image_use_advice(run.config),
-            ),
-            events=run.events,
-            outcomes=outcomes,
-            class_outcomes=class_outcomes,
+        facts = CaptionFacts(
+            captions=sum(len(sample.captions) for sample in run.splits.train),
+            mean_tokens=self.mean_tokens,
+            val_images=count,
+            advice=image_use_advice(run.config),
         )
+        write_caption_report(run.facts(failed), facts, outcomes, class_outcomes)
 
     def warning(self, event: Event, config: Config) -> str | None:
         """A log line if captions fit shuffled images as well as their own; else None.
@@ -377,11 +367,15 @@ class CaptionTally:
 
     def __init__(self, task: Captioning, samples: Sequence[Sample]) -> None:
         self.task, self.samples = task, samples
-        self.classes = count_classes(samples) if task.classifies else 0
-        # losses and tokens with the matching image and with another one, class loss, correct
-        # predictions, correct predictions and images of each class, count
-        self.sums = torch.zeros(7 + 2 * self.classes, dtype=torch.float64)
+        self.classes = ClassTally(count_classes(samples) if task.classifies else 0)
+        # losses and tokens with the matching image and with another one
+        self.losses = torch.zeros(4, dtype=torch.float64)
         self.written: list[tuple[int, str]] = []
+
+    @property
+    def sums(self) -> Tensor:
+        """Those of the captions, then those of the classes."""
+        return torch.cat([self.losses, self.classes.sums])
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         network, task = run.network, self.task
@@ -391,25 +385,22 @@ class CaptionTally:
         few = is_chosen(batch.indices, len(self.samples), run.config.training.caption_samples)
         with run.autocast():
             classes, sentences, losses = describe(network, batch, images, task.tokenizer, few)
-        class_sums = torch.zeros(3 + 2 * self.classes, dtype=torch.float64)
         if task.classifies:
-            logits = classes.to(run.dtype).cpu()
-            class_sums[:2] = loss_and_correct(logits, batch.labels)[:2]
-            class_sums[2:-1] = correct_per_class(logits, batch.labels, self.classes)
-        class_sums[-1] = len(images)
-        self.sums += torch.cat([losses.sum(dim=1), class_sums])
+            self.classes.count(classes.to(run.dtype).cpu(), batch.labels)
+        else:
+            self.classes.sums[-1] += len(images)
+        self.losses += losses.sum(dim=1)
         texts = [best[0].text for best in sentences]
         self.written += zip(batch.indices[few].tolist(), texts, strict=True)
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean losses per token, caption metrics against all references, and of how many images."""
-        right, words, wrong, others, class_loss, correct, *each, count = totals
+        right, words, wrong, others, *class_totals = totals
         found = {"val_loss": right / words, "val_loss_shuffled": wrong / others}
         if self.task.classifies:
-            found["val_caption_loss"] = found["val_loss"]
-            found["val_loss"] += class_loss / count
-            found["val_top1"] = correct / count
-            found["val_balanced_accuracy"] = balanced_accuracy(each)
+            own = self.classes.scores(run, class_totals)
+            loss = found["val_loss"] + own["val_loss"]
+            found |= {"val_caption_loss": found["val_loss"], **own, "val_loss": loss}
         captions = sorted(run.gather(self.written))
         if not captions:
             most = run.config.training.caption_samples

@@ -23,21 +23,20 @@ from vit.evaluation.classification_metrics import (
     ClassChange,
     Outcomes,
     RecallRow,
+    class_intervals,
     compare_recall,
     recall_lines,
     summarize,
 )
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.intervals import class_intervals, share_interval
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
+from vit.output.prediction_results import ImageOutput
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import ClassBalance, smoothed_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
     forward,
@@ -59,7 +58,6 @@ class Classification(Task):
     metric = "val_top1"
     planned = True
     activation_name = "softmax"
-    score_name = "top-1"
     measures_distance = True
 
     def __init__(
@@ -105,7 +103,7 @@ class Classification(Task):
             )
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "ClassEvaluation":
         return ClassEvaluation(samples, model.classes)
 
@@ -159,15 +157,12 @@ class Classification(Task):
         for line in recall_lines(recall) if recall else []:
             run.notify(line)
         write_classification_report(
-            run.folder,
-            facts=run.facts(found.failed),
-            events=run.events,
-            outcomes=outcomes,
+            run.facts(found.failed),
+            outcomes,
+            found.paths,
             calibrated=calibrated,
-            paths=found.paths,
             groups=found.groups,
             recall=recall,
-            robustness=run.robustness,
             slices=found.slices(
                 (outcomes.ranks == 0).tolist(),
                 classes=[run.splits.classes[label] for label in found.labels.tolist()],
@@ -253,9 +248,10 @@ class ClassEvaluation(Evaluation):
         if not self.outcomes:
             return {}
         outcomes = Outcomes.cat(self.outcomes)
-        scores, groups = summarize(outcomes, self.classes), self.measured_groups()
+        groups = self.measured_groups()
+        scores = summarize(outcomes, self.classes, groups)
         if self.brief:
-            return {**scores, "top1_interval": share_interval(outcomes.ranks == 0, groups)}
+            return scores
         confusion = outcomes.confusion(self.classes)
         return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
 
@@ -268,18 +264,24 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        logits = forward(run, images).to(run.dtype).cpu()
-        loss, correct, count = loss_and_correct(logits, batch.labels).unsqueeze(1)
-        each = correct_per_class(logits, batch.labels, self.classes)
-        self.sums += torch.cat([loss, correct, each, count])
+        self.count(forward(run, images).to(run.dtype).cpu(), batch.labels)
+
+    def count(self, logits: Tensor, labels: Tensor) -> None:
+        """Add answers, (images, classes), and labels, both on the CPU."""
+        loss, correct, count = loss_and_correct(logits, labels).unsqueeze(1)
+        right = labels[logits.argmax(dim=1) == labels]
+        each = [torch.bincount(some, minlength=self.classes).double() for some in (right, labels)]
+        self.sums += torch.cat([loss, correct, *each, count])
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, accuracy, and balanced accuracy over classes that have images."""
         loss, correct, *each, count = totals
+        pairs = zip(each[: self.classes], each[self.classes :], strict=True)
+        recalls = [right / images for right, images in pairs if images]
         found: dict[str, Any] = {
             "val_loss": loss / count,
             "val_top1": correct / count,
-            "val_balanced_accuracy": balanced_accuracy(each),
+            "val_balanced_accuracy": math.fsum(recalls) / len(recalls),
         }
         if run.config.training.balance != "none":
             found["chosen_by"] = "val_balanced_accuracy"
@@ -315,20 +317,6 @@ def loss_and_correct(logits: Tensor, labels: Tensor) -> Tensor:
 def count_classes(samples: Sequence[Sample]) -> int:
     """One more than the largest label in `samples`."""
     return 1 + max((sample.label for sample in samples), default=-1)
-
-
-def correct_per_class(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Correct predictions of each class, then images of each, float64, (2 * classes,)."""
-    right = labels[logits.argmax(dim=1) == labels]
-    counts = [torch.bincount(some, minlength=classes) for some in (right, labels)]
-    return torch.cat(counts).double()
-
-
-def balanced_accuracy(each: Sequence[float]) -> float:
-    """Mean recall of the classes that have images, from `correct_per_class`."""
-    half = len(each) // 2
-    recalls = [right / seen for right, seen in zip(each[:half], each[half:], strict=True) if seen]
-    return math.fsum(recalls) / len(recalls)
 
 
 def format_accuracy(event: Event) -> str:

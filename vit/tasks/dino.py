@@ -45,6 +45,7 @@ ITERATIONS = 3
 class DINO(JointEmbeddingPretraining):
     """DINO."""
 
+    title = "DINO"
     compares_prototypes = True
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "ema": MOMENTUM,

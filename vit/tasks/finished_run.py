@@ -5,13 +5,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
@@ -20,7 +19,6 @@ from vit.data.sources.open_dataset import image_groups
 from vit.errors import DataError, VitError
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.intervals import number_groups
-from vit.evaluation.model_summary import forward_flops
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
 from vit.event_log import METRICS_FILE, read_event_log
@@ -30,6 +28,9 @@ from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.task import Task
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun, load_run
+
+if TYPE_CHECKING:  # prediction needs none of it
+    from vit.data.dataloader import EvaluationLoader
 
 MAX_HEADERS = 10_000
 """Images up to which the report opens files for their size and format."""
@@ -123,7 +124,7 @@ class FinishedRun:
     device: torch.device
     precision: Precision
     processes: int
-    open_loader: Callable[[Sequence[Sample], Preprocessing], EvaluationLoader]
+    open_loader: Callable[[Sequence[Sample], Preprocessing], "EvaluationLoader"]
     interruption: Interruption
     notify: Notify
     failed: Mapping[str, str]
@@ -138,17 +139,17 @@ class FinishedRun:
         loaded.model.to(self.device)
         return loaded
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of metrics.jsonl."""
-        return read_event_log(self.folder / METRICS_FILE).events
-
     def facts(self, failed: Mapping[str, str]) -> RunFacts:
         """What every report shows of the run; `failed` could not be read, with the reason."""
+        from vit.evaluation.model_summary import forward_flops
+
         log, processes = read_event_log(self.folder / METRICS_FILE), self.processes
         events = log.events
         soups = [one["epochs"] for one in events if one["event"] == "soup" and one["better"]]
         return RunFacts(
+            folder=self.folder,
+            epochs=[one for one in events if one["event"] == "epoch"],
+            robustness=self.robustness,
             config=self.config,
             classes=self.splits.classes,
             parameters=sum(parameter.numel() for parameter in self.loaded.model.parameters()),

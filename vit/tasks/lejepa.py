@@ -35,6 +35,7 @@ Total = Callable[[Tensor], Tensor]
 class LeJEPA(JointEmbeddingPretraining):
     """LeJEPA."""
 
+    title = "LeJEPA"
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "start_image_size": None,
         "local_views": 4,

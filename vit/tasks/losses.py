@@ -62,10 +62,6 @@ def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing:
     return losses / logits.shape[1]
 
 
-RARE = 10
-"""Repetitions of an image in an epoch from which on a warning is logged."""
-
-
 @dataclass(frozen=True)
 class ClassBalance:
     """How a loss treats classes that are not equally frequent.
@@ -106,25 +102,20 @@ class ClassBalance:
         return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
 
     def notes(self, classes: Sequence[str]) -> list[str]:
-        """Notes for the log before the first step, safe on a terminal."""
+        """A note for the log before the first step, safe on a terminal."""
         present = torch.where(self.counts > 0, self.counts, self.counts.max())
         ends = int(present.argmin()), int(self.counts.argmax())
-        names = [
+        rare, often = (
             f"{printable(classes[end])} ({plural(int(self.counts[end]), 'image')})" for end in ends
-        ]
-        rare, frequent = (float(self.weights[end]) for end in ends)
-        if self.kind == "loss":
-            said = f"an image of {names[0]} weighs {rare:.2f}, of {names[1]} {frequent:.2f}"
-        elif self.kind == "sampler":
-            often = "; augmentation is all that tells them apart" if rare >= RARE else ""
-            said = (
-                f"an epoch has an image of {names[0]} {rare:.2f} times, of {names[1]} "
-                f"{frequent:.2f} times{often}"
-            )
-        else:
+        )
+        if self.kind == "logit-adjust":
             shift = math.log(float(self.prior[ends[1]] / self.prior[ends[0]]))
-            said = f"while learning {names[1]} is {shift:.2f} ahead of {names[0]} in the logits"
-        return [f"note: balance={self.kind}: {said}"]
+            effect = f"while learning {often} is {shift:.2f} ahead of {rare} in the logits"
+        else:
+            few, many = (float(self.weights[end]) for end in ends)
+            verb = "weighs" if self.kind == "loss" else "is in an epoch"
+            effect = f"an image of {rare} {verb} {few:.2f} times, of {often} {many:.2f} times"
+        return [f"note: balance={self.kind}: {effect}"]
 
 
 def weighted_cross_entropy(

@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 class MaskedAutoencoding(Pretraining):
     """MAE."""
 
+    title = "MAE"
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "final_norm": "tokens",
         "start_image_size": None,

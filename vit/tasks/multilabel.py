@@ -27,32 +27,31 @@ from vit.data.dataset import Batch, MultiHot
 from vit.data.dataset_types import Sample, Splits, labels_of, to_multilabel
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
-from vit.evaluation.intervals import multilabel_intervals
 from vit.evaluation.multilabel_metrics import (
     DEFAULT_THRESHOLD,
     MIN_IMAGES,
     average_precisions,
     choose_thresholds,
     f1_scores,
+    multilabel_intervals,
     nanmean,
     summarize_multilabel,
 )
+from vit.output.prediction_results import ImageOutput
 from vit.tasks.classification import preview_mixture
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.losses import smoothed_binary_cross_entropy
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
-    ImageOutput,
     Task,
     TrainingRun,
     calibrated_activation,
     forward,
 )
 from vit.text import Notify, join_names, percent
-from vit.weights.saved_model import CALIBRATION, CALIBRATION_ERROR, update_run
+from vit.weights.saved_model import store_calibration, update_run
 
 
 class MultiLabel(Task):
@@ -61,7 +60,6 @@ class MultiLabel(Task):
     metric = "val_map"
     planned = True
     activation_name = "sigmoid"
-    score_name = "mAP"
 
     def __init__(self, distillation: Distillation | None = None) -> None:
         self.distillation = distillation
@@ -115,7 +113,7 @@ class MultiLabel(Task):
         return replace(spec, multilabel=True)
 
     def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
+        self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "MultiLabelEvaluation":
         assert model.thresholds is not None, "a multi-label network has thresholds"
         return MultiLabelEvaluation(samples, model.classes, model.thresholds)
@@ -136,18 +134,17 @@ class MultiLabel(Task):
 
     def finish(self, run: FinishedRun) -> None:
         """Calibrate the scores and choose a threshold of each class on the validation images."""
-        found, changes = run.validation_logits, dict[str, Any]()
+        found = run.validation_logits
         logits = found.logits.double()
         groups = found.calibration_groups(run.notify)
         fitted = fit_calibration(logits, found.labels, fitted=found.temperature, groups=groups)
         if fitted is not None:
-            changes[CALIBRATION] = fitted.calibration.to_dict()
-            changes[CALIBRATION_ERROR] = fitted.error
+            store_calibration(run.folder, fitted.calibration, error=fitted.error)
             logits = logits / fitted.calibration.temperature
             for line in describe_calibration(fitted):
                 run.notify(line)
         thresholds, few = choose_thresholds(logits.sigmoid(), found.labels)
-        update_run(run.folder, {**changes, "thresholds": thresholds})
+        update_run(run.folder, {"thresholds": thresholds})
         run.notify(
             f"thresholds of the classes: {min(thresholds):.3f} to {max(thresholds):.3f}, by F1 on "
             "the validation images"
@@ -173,12 +170,8 @@ class MultiLabel(Task):
         limits = torch.tensor(loaded.thresholds, dtype=torch.float64)
         wrong = (probabilities >= limits) != found.labels.bool()
         write_multilabel_report(
-            run.folder,
-            facts=run.facts(found.failed),
-            events=run.events,
-            robustness=run.robustness,
-            slices=found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
-            outcomes=MultilabelOutcomes(
+            run.facts(found.failed),
+            MultilabelOutcomes(
                 probabilities=probabilities,
                 targets=found.labels,
                 thresholds=loaded.thresholds,
@@ -188,6 +181,7 @@ class MultiLabel(Task):
                 temperature=loaded.calibration.temperature if loaded.calibration else 1.0,
                 groups=found.groups,
             ),
+            found.slices((~wrong.any(dim=1)).tolist(), fast=run.config.run.report == "fast"),
         )
 
 

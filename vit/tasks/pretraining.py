@@ -20,7 +20,7 @@ The last epoch is kept: a loss without labels does not say which one is best for
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,17 +30,24 @@ from torch import Tensor
 from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
+from vit.data.image_objects import to_rgb_image
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
-from vit.evaluation.feature_quality import effective_rank, feature_spread, knn_accuracy
+from vit.evaluation.feature_quality import (
+    effective_rank,
+    feature_spread,
+    knn_accuracy,
+    nearest_images,
+)
+from vit.evaluation.html_page import encode_thumbnail, read_thumbnail
+from vit.evaluation.run_report import epoch_chart, write_run_report
 from vit.model.build import build_joint_embedding
 from vit.model.projection_head import JointEmbedding
 from vit.precision import at_least_float32
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import (
-    EvaluatedModel,
     Evaluation,
     Event,
     Task,
@@ -49,6 +56,8 @@ from vit.tasks.task import (
 )
 from vit.text import Notify
 
+QUERIES, NEIGHBOURS = 8, 5
+"""Images of the report whose nearest others are shown, and how many of them."""
 MOST_FEATURES = 2000
 """Most validation images whose features are compared."""
 LEAST_RANK = 3.0
@@ -62,6 +71,8 @@ class Pretraining(Task):
     higher_is_better = False
     planned = True
     trained_head = "the encoder"
+    title: ClassVar[str]
+    """The name of the method."""
     least_spread: ClassVar[float]
     """Spread of the features below which they have collapsed: they hardly depend on the image."""
     remedy: ClassVar[str]
@@ -158,9 +169,7 @@ class Pretraining(Task):
             f"image; {self.remedy}"
         )
 
-    def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
-    ) -> Evaluation:
+    def evaluation(self, model: Any, samples: Sequence[Sample], notify: Notify) -> Evaluation:
         """Refuse: there are no answers."""
         raise ConfigError(
             "the network was pretrained without classes, and has no answers to measure: add them "
@@ -169,24 +178,42 @@ class Pretraining(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Learning curves, rank of the features, and nearest neighbours."""
-        from vit.evaluation.pretraining_report import write_pretraining_report
-
         failed: dict[str, str] = {}
         samples = compared(run.splits.val)
-        features, labels, paths = [], [], list[str]()
+        found, labels, paths = [], [], list[str]()
         for batch, outputs in run.logits(samples, failed):
-            features.append(outputs)
+            found.append(outputs)
             labels += batch.labels.tolist()
             paths += [samples[index].path for index in batch.indices.tolist()]
-        write_pretraining_report(
-            run.folder,
-            facts=run.facts(failed),
-            events=run.events,
-            features=torch.cat(features),
-            classes=[run.splits.classes[n] if n != NO_LABEL else "" for n in labels],
-            paths=paths,
-            reconstructions=self.reconstructions(run),
-            method=run.config.training.task,
+        features, facts = torch.cat(found), run.facts(failed)
+        classes = [run.splits.classes[label] if label != NO_LABEL else "" for label in labels]
+        curves = {"training": ["train_loss"], "validation": ["val_loss"]}
+        charts = [
+            epoch_chart(facts, "Loss", curves),
+            epoch_chart(facts, "Effective rank", {"validation": ["val_rankme"]}),
+        ]
+        labelled = all("val_knn" in event for event in facts.epochs)
+        if labelled:
+            charts.append(epoch_chart(facts, "k-NN accuracy", {"validation": ["val_knn"]}, "%"))
+        write_run_report(
+            facts,
+            "pretraining_report.html.j2",
+            charts=charts,
+            final=facts.epochs[-1],
+            labelled=labelled,
+            dim=features.shape[1],
+            compared=len(features),
+            method=self.title,
+            neighbours=neighbour_rows(features, classes, paths),
+            reconstructions=[
+                [
+                    encode_thumbnail(to_rgb_image((image * 255).round().byte(), "a reconstruction"))
+                    for image in row
+                ]
+                for row in self.reconstructions(run)
+            ],
+            score_name="Effective rank",
+            score_key="val_rankme",
         )
 
     def reconstructions(self, run: FinishedRun) -> Sequence[tuple[Tensor, ...]]:
@@ -197,6 +224,23 @@ class Pretraining(Task):
 def compared(samples: Sequence[Sample]) -> Sequence[Sample]:
     """The samples whose features are compared, evenly from all of them."""
     return samples[:: stride_of(len(samples))]
+
+
+def neighbour_rows(
+    features: Tensor, classes: Sequence[str], paths: Sequence[str]
+) -> list[list[Mapping[str, Any]]]:
+    """Some images, evenly from all, each followed by its nearest others."""
+    if len(paths) < 2:
+        return []
+    nearest = nearest_images(features, NEIGHBOURS).tolist()
+    queries = range(0, len(paths), max(len(paths) // QUERIES, 1))
+    return [
+        [
+            {"image": read_thumbnail(paths[at], 128), "label": classes[at], "path": paths[at]}
+            for at in (query, *nearest[query])
+        ]
+        for query in [*queries][:QUERIES]
+    ]
 
 
 def stride_of(count: int) -> int:

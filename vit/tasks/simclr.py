@@ -30,6 +30,7 @@ FAR = -1e4
 class SimCLR(JointEmbeddingPretraining):
     """SimCLR."""
 
+    title = "SimCLR"
     planned_settings: ClassVar[Mapping[str, Any]] = {
         "drop_path": 0.0,
         "min_crop": 0.35,

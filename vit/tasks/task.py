@@ -33,10 +33,10 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.temperature_scaling import scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
+from vit.output.prediction_results import ImageOutput
 from vit.text import Notify, plural
 
 if TYPE_CHECKING:
-    from vit.generation.generation_config import Caption
     from vit.tasks.finished_run import FinishedRun
     from vit.weights.saved_model import LoadedRun
 
@@ -85,28 +85,6 @@ class TrainingRun(Protocol):
         """Differentiable sum of `mine`, (n,), over all processes, which must all make this call."""
 
 
-class ImageOutput(Protocol):
-    """What a task uses of `vit.inference.predictor.ImageOutput`."""
-
-    @property
-    def probabilities(self) -> Any: ...
-    @property
-    def captions(self) -> "tuple[Caption, ...]": ...
-    @property
-    def memory(self) -> Tensor | None: ...
-
-
-class EvaluatedModel(Protocol):
-    """What a task uses of `vit.inference.predictor.Predictor`."""
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def thresholds(self) -> tuple[float, ...] | None: ...
-    @property
-    def caption_generator(self) -> Any: ...
-
-
 class Evaluation(ABC):
     """Accumulates the metrics of `vit evaluate`.
 
@@ -153,7 +131,8 @@ class Tally(Protocol):
             of images.
     """
 
-    sums: Tensor
+    @property
+    def sums(self) -> Tensor: ...
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         """Add one batch, whose normalised `images` are on the device."""
@@ -189,8 +168,6 @@ class Task(ABC):
 
     activation_name: ClassVar[str] = "identity"
     """A key of ACTIVATIONS, which exported files record."""
-    score_name: ClassVar[str] = ""
-    """Name of `score`."""
     measures_distance: ClassVar[bool] = False
     """Whether the distance of images from those of training is measured for its calibration."""
     compares_images: ClassVar[bool] = False
@@ -311,10 +288,8 @@ class Task(ABC):
         """Check that a network of this task can be evaluated on `samples` of the data `where`."""
 
     @abstractmethod
-    def evaluation(
-        self, model: EvaluatedModel, samples: Sequence[Sample], notify: Notify
-    ) -> "Evaluation":
-        """Start an evaluation of a saved network on `samples`."""
+    def evaluation(self, model: Any, samples: Sequence[Sample], notify: Notify) -> "Evaluation":
+        """Start an evaluation of a Predictor, which has classes and what else the task needs."""
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
         """Share in [0, 1] by which an exported file is compared with its run, higher is better.

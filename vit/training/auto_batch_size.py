@@ -89,7 +89,13 @@ def fit_memory(
     with limit_gpu_memory(accelerator) as room:
         found = largest_that_fits(sizes, trial, accelerator)
     if found is None:
-        raise RunError(too_large(config, sizes[-1], room))
+        recompute = "" if config.run.checkpoint_activations else "--checkpoint-activations, "
+        images = "an image" if sizes[-1] == 1 else f"{sizes[-1]} images"
+        raise RunError(
+            f"batch_size=auto: not even {images} of {config.model.image_size} px fit into "
+            f"{room / GIB:.1f} GiB of a GPU: use {recompute}a smaller --model or --image-size, or "
+            "several GPUs with FSDP (docs/training.md)"
+        )
     size, peak = found
     total = torch.cuda.get_device_properties(device).total_memory
     parts, batches = share // size, "micro-batch" if size == share else "micro-batches"
@@ -120,7 +126,8 @@ def take_steps(run: TrainingState, size: int) -> None:
     batches = [random_batch(run.config, size)] * min(run.config.data.micro_batches, 2)
     done = 0
     for _ in range(MAX_STEPS):
-        run.alone = steps_locally(run)
+        # without communication if each process has a full copy of the network
+        run.alone = isinstance(run.model, DistributedDataParallel)
         with local_batch_norm(run.network) if run.alone else contextlib.nullcontext():
             trial_step(run, batches)
         run.alone = False
@@ -129,20 +136,12 @@ def take_steps(run: TrainingState, size: int) -> None:
             return
 
 
-def steps_locally(run: TrainingState) -> bool:
-    """Whether a process can make a step without the others: each has a full copy of the network."""
-    return isinstance(run.model, DistributedDataParallel)
-
-
 def trial_step(run: TrainingState, batches: Sequence[Batch]) -> None:
-    """One update; without communication if each process has a full copy of the network."""
-    no_communication = steps_locally(run)
+    """One update; without communication if `run.alone`."""
     for index, batch in enumerate(batches):
-        local = no_communication or index < len(batches) - 1
+        local = run.alone or index < len(batches) - 1
         with run.accelerator.no_sync(run.model) if local else contextlib.nullcontext():
-            losses = forward_losses(
-                run, batch, 0, micro_batch=index, reduce_routers=not no_communication
-            )
+            losses = forward_losses(run, batch, 0, micro_batch=index, reduce_routers=not run.alone)
             run.accelerator.backward(objective(run, losses) / run.config.data.batch_size)
     clip_gradients(run)
     run.optimizer.step()
@@ -168,15 +167,4 @@ def random_batch(config: Config, size: int) -> Batch:
         caption_ids=torch.randint(0, decoder.vocab_size, (size, decoder.caption_tokens))
         if decoder.vocab_size and decoder.caption_tokens
         else None,
-    )
-
-
-def too_large(config: Config, size: int, room: float) -> str:
-    """The error message if no size fits."""
-    recompute = "" if config.run.checkpoint_activations else "--checkpoint-activations, "
-    images = "an image" if size == 1 else f"{size} images"
-    return (
-        f"batch_size=auto: not even {images} of {config.model.image_size} px fit into "
-        f"{room / GIB:.1f} GiB of a GPU: use {recompute}a smaller --model or --image-size, or "
-        "several GPUs with FSDP (docs/training.md)"
     )

@@ -1,7 +1,6 @@
 """Tokenizer of a captioning run: trained or loaded once, and the captions it leaves out."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -28,7 +27,11 @@ def prepare_captions(
     """Complete settings and splits with a tokenizer, and drop captions that are too long."""
     tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
-    report_unknown_words(tokenizer, captions, notify)
+    if unknown := tokenizer.count_unknown(captions):
+        notify(
+            f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
+            "know; --tokenizer bpe knows all"
+        )
     requested = config.decoder.vocab_size
     if requested is not None and tokenizer.size > requested:
         raise ConfigError(
@@ -55,16 +58,6 @@ def prepare_captions(
     config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
     splits = dataclasses.replace(splits, train=train, val=val, test=test, tokenizer=tokenizer)
     return config, splits
-
-
-def report_unknown_words(tokenizer: Tokenizer, captions: Sequence[str], notify: Notify) -> None:
-    """Report how many captions have words that the tokenizer does not know."""
-    unknown = tokenizer.count_unknown(captions)
-    if unknown:
-        notify(
-            f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
-            "know; --tokenizer bpe knows all"
-        )
 
 
 def make_tokenizer(

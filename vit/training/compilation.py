@@ -46,5 +46,4 @@ def raise_recompile_limit() -> None:
     """Allow `RECOMPILE_LIMIT` graphs; beyond its limit torch runs eagerly, with a warning."""
     import torch._dynamo.config as dynamo
 
-    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo, name, max(getattr(dynamo, name), RECOMPILE_LIMIT))
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)

@@ -38,7 +38,8 @@ from vit.config.parser import (
 from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.metrics import metric_of
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
     WEIGHTS,
@@ -57,10 +58,6 @@ from vit.weights.model_soup import delete_fold_soup
 LEVEL = 0.95
 COUNTS = ("count", "groups")
 """Numbers beside the scores, which have no interval."""
-SHARES = ("top1", "top5", "subset_accuracy", "exact")
-"""Scores that are a share of the images."""
-UNBOUNDED = ("loss", "nll", "brier", "loss_shuffled", "class_loss", "cider")
-"""Scores that are not in [0, 1]."""
 HOW = "Student's t with the variance of Nadeau and Bengio (2003); of a share at least Wilson's"
 
 Measure = Callable[[Path], Mapping[str, Any]]
@@ -234,13 +231,11 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         return {}
     names = [name for name in rows[0] if name not in COUNTS and all(name in row for row in rows)]
     images, groups = (int(sum(row.get(name, 0) for row in rows)) for name in COUNTS)
-    trials = dict.fromkeys(SHARES, groups or images)
-    spread = {
-        name: interval(
-            [row[name] for row in rows], share=name not in UNBOUNDED, trials=trials.get(name, 0)
-        )
-        for name in names
-    }
+    spread = {}
+    for name in names:
+        metric = metric_of(name)
+        trials = (groups or images) if metric.of_images else 0
+        spread[name] = interval([row[name] for row in rows], share=metric.share, trials=trials)
     return {
         "mean": {name: statistics.fmean(row[name] for row in rows) for name in names},
         "interval": spread,

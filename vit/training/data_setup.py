@@ -25,11 +25,7 @@ from vit.tasks.task import Task, get_task
 from vit.text import Notify
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
-from vit.training.finetune.finetuning import (
-    complete_for_added_classes,
-    dropped_lists_note,
-    seen_images_note,
-)
+from vit.training.finetune.finetuning import complete_for_added_classes, seen_images_note
 from vit.weights.formats.pretrained import Pretrained
 
 
@@ -76,9 +72,8 @@ def prepare_data(
         notify(f"note: {note}")
     if source is not None and (weights := config.finetune.weights):
         seen = seen_images_note(weights, splits, source.classes)
-        for told in (dropped_lists_note(config), seen):
-            if told is not None:
-                notify(told)
+        if seen is not None:
+            notify(seen)
     if resumed is None:  # the run began with its own range, or without one
         config = complete_intensity_range(config, splits, scan.deep, accelerator, notify)
     if config.training.captions:
@@ -188,8 +183,7 @@ def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> Hea
     scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val, *splits.test]))
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
-        others = ", ".join(str(image) for image in bad[1:5])
-        more = f" (and {len(bad) - 1} more: {others})" if others else ""
+        more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 
 from vit.config import Config
@@ -70,9 +69,7 @@ def largest_that_fits(
     Returns:
         The size and the largest of the processes' numbers; None if none fits.
     """
-    smaller = iter(sizes[1:])
-
-    def attempt(size: int) -> tuple[int, float]:
+    for size in sizes:
         needed = math.inf
         try:
             needed = trial(size)
@@ -82,18 +79,9 @@ def largest_that_fits(
         # after the except block, whose traceback referred to the training
         accelerator.free_memory()
         most = max_over_processes(accelerator, needed)
-        if most == math.inf:
-            raise torch.OutOfMemoryError(f"{size} images: out of memory.")
-        return size, most
-
-    finder = find_executable_batch_size(
-        attempt, starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller)
-    )
-    try:
-        found: tuple[int, float] = finder()
-    except StopIteration:
-        return None
-    return found
+        if most < math.inf:
+            return size, most
+    return None
 
 
 @contextlib.contextmanager
@@ -109,7 +97,7 @@ def limit_gpu_memory(accelerator: Accelerator, headroom: float = HEADROOM) -> It
         return
     if device.index is None:  # that of a single process
         device = torch.device("cuda", torch.cuda.current_device())
-    before = memory_fraction(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
     mine = (1 - headroom) * (free + torch.cuda.memory_reserved(device))
     room = -max_over_processes(accelerator, -mine)
@@ -119,9 +107,3 @@ def limit_gpu_memory(accelerator: Accelerator, headroom: float = HEADROOM) -> It
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
     accelerator.free_memory()
-
-
-def memory_fraction(device: torch.device) -> float:
-    """Fraction of the GPU's memory that torch may use; older versions have no getter."""
-    getter = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if getter is None else float(getter(device))

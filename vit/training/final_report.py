@@ -4,7 +4,6 @@ Only the main process does this, on all validation images, or on `caption_sample
 captions. The run is complete before: an error in the report is logged, and does not fail the run.
 """
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ from vit.config.stored_config import stored_config
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.held_out_split import read_split
-from vit.errors import DataError, RunError, VitError
+from vit.errors import DataError, RunError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.temperature_scaling import MIN_IMAGES
@@ -28,8 +26,7 @@ from vit.paths import did_you_mean, path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import Task, get_task
-from vit.text import printable
-from vit.training.checkpoint.run_folder import lock_folder
+from vit.training.checkpoint.run_folder import lock_folder, require_held_out
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
@@ -119,13 +116,11 @@ def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) 
         run.task.write_report(best)
     except Interrupted:
         raise
-    except (VitError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        notify(f"note: no {REPORT_FILE}, but the run is complete: {printable(error)}")
     except Exception as error:  # a bug in the report does not make the run incomplete
-        reason = f"{type(error).__name__}: {printable(error)}"
+        reason = f"{type(error).__name__}: {error}"
         notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
-        notify(f"report: {printable(folder / REPORT_FILE)}")
+        notify(f"report: {folder / REPORT_FILE}")
 
 
 def report(
@@ -168,7 +163,7 @@ def report(
                 f"{config.data.data} has other classes than the run; vit evaluate "
                 "measures it on them, matched by name"
             )
-        splits = with_held_out(splits, folder)
+        require_held_out(folder, splits)
         best = finished_run(
             found,
             splits,
@@ -199,24 +194,3 @@ def finished_config(folder: Path) -> Config:
         why = log.damage or "nothing to report"
         raise RunError(f"{folder} has no finished epoch: {why}")
     return stored_config(folder)
-
-
-def with_held_out(splits: Splits, folder: Path) -> Splits:
-    """`splits` with the validation images that the run in `folder` held out.
-
-    Images that were added to the data since may have changed the split.
-    """
-    split = read_split(folder) if splits.made else None
-    if split is None:
-        return splits
-    every = (*splits.train, *splits.val)
-    match = split.find((one.path for one in every), splits.root)
-    if len(match.paths) < match.recorded:
-        notify(f"note: {match.describe(len(splits.val))}")
-    if not match.known:  # the same seed and names usually make the same split
-        return splits
-    held = [one for one in every if one.path in match.paths]
-    if not held:
-        raise DataError(f"none of the images that {folder} held out is there")
-    train = [one for one in splits.train if one.path not in match.paths]
-    return dataclasses.replace(splits, train=tuple(train), val=tuple(held))

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,10 +18,10 @@ from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
 from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import DeviceCache, check_device_memory, free_device_memory
-from vit.data.image_cache import SHARED_MEMORY, ImageCache, Kind, cache_side, open_cache
+from vit.data.image_cache import SHARED_MEMORY, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
 from vit.data.sampler import SampleKey
-from vit.errors import BadImage, ConfigError, DataError
+from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
 from vit.text import Notify, plural
 from vit.training.distributed.collectives import min_over_processes
@@ -41,35 +41,6 @@ NEGLIGIBLE_SHARE = 0.05
 """Loading time relative to the network's below which no loader process is started."""
 SUFFICIENT_RATIO = 2
 """Loading rate relative to the network's rate on a CPU that is always sufficient."""
-MAX_SHARED_CACHES = 2
-"""Caches in memory that consecutive trainings of a process share."""
-
-# caches in memory for the next training of this process, the newest last; None outside of
-# `shared_caches`
-_shared: list[ImageCache] | None = None
-
-
-@contextlib.contextmanager
-def shared_caches() -> Iterator[None]:
-    """Inside, consecutive trainings with the same image size share their caches in memory."""
-    global _shared
-    _shared = []
-    try:
-        yield
-    finally:
-        for cache in _shared:
-            cache.unlink()
-        _shared = None
-
-
-def keep_or_release(cache: ImageCache) -> None:
-    """Keep a cache in memory for the next training, or release it."""
-    if _shared is None:
-        cache.unlink()
-        return
-    _shared[:] = [*(other for other in _shared if other.file != cache.file), cache]
-    while len(_shared) > MAX_SHARED_CACHES:
-        _shared.pop(0).unlink()
 
 
 def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify: Notify) -> Splits:
@@ -93,16 +64,9 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
         kind = "disk"
     paths = [sample.path for sample in splits.train]
     visible = accelerator.is_local_main_process
-    with (
-        tqdm(
-            desc="cache",
-            total=len(paths),
-            unit="img",
-            disable=None if visible else True,
-            leave=False,
-        ) as bar,
-        explained_for_device() if on_device else contextlib.nullcontext(),
-    ):
+    with tqdm(
+        desc="cache", total=len(paths), unit="img", disable=None if visible else True, leave=False
+    ) as bar:
         cache = open_cache(
             paths,
             side=cache_side(config.model.image_size, config.augment.min_crop),
@@ -115,22 +79,12 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
         )
     accelerator.wait_for_everyone()
     if kind == "ram":
-        keep_or_release(cache)
+        cache.unlink()  # the processes of this training have it open
     if on_device:
         if (free := free_device_memory(device)) is not None:  # all processes raise, or none
             check_device_memory(cache, min_over_processes(accelerator, free))
         return dataclasses.replace(splits, cache=DeviceCache(cache, device))
     return dataclasses.replace(splits, cache=cache)
-
-
-@contextlib.contextmanager
-def explained_for_device() -> Iterator[None]:
-    """Say in errors of the cache on the host why `cache=device` needs it."""
-    try:
-        yield
-    except DataError as error:
-        why = "cache=device decodes images there first, or in --cache-folder FOLDER"
-        raise DataError(f"{error} ({why})") from None
 
 
 def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:

@@ -33,6 +33,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
 from vit.data.image_io import read_pixels, read_size
+from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
@@ -50,6 +51,7 @@ from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_SIDE,
     CaptionStats,
+    Choice,
     Facts,
     Network,
     Plan,
@@ -63,7 +65,7 @@ from vit.training.plan_rules import (
     needed_passes,
     planned_seconds,
     usual_batch,
-    with_given,
+    with_chosen,
 )
 from vit.training.plan_weights import (
     FOR_STEPS,
@@ -121,19 +123,19 @@ def chooses_weights(chosen: Mapping[str, Any]) -> bool:
     return chosen.get("weights") == AUTO_WEIGHTS
 
 
-def continues_pretraining(chosen: Mapping[str, Any]) -> bool:
-    """Whether these settings leave it to the plan how training goes on from `vit pretrain`."""
+def pretraining_run(chosen: Mapping[str, Any]) -> tuple[ModelConfig, Preprocessing] | None:
+    """The run of `vit pretrain` from which these settings leave it to the plan to go on."""
     one_class = TrainingConfig(task=chosen.get("task", TrainingConfig.task)).single_label
     names = ("model", "method", "probe_first", "lora_rank", "feedforward")
     decided = any(chosen.get(name) is not None for name in names)
-    if not one_class or decided or chosen.get("weights") is None:
-        return False
-    return read_pretraining_run(chosen["weights"]) is not None
+    if not one_class or decided or chosen.get("weights") is None or chooses_weights(chosen):
+        return None
+    return read_pretraining_run(chosen["weights"])
 
 
 def check_plannable(chosen: Mapping[str, Any]) -> None:
     """Refuse settings that leave nothing to plan."""
-    if not (is_planned(chosen) or chooses_weights(chosen) or continues_pretraining(chosen)):
+    if not (is_planned(chosen) or chooses_weights(chosen) or pretraining_run(chosen)):
         raise ConfigError(
             "a plan chooses the network: leave out --model and --method, and --weights or give "
             "--weights auto; or a run of vit pretrain, and images of one class each"
@@ -144,8 +146,7 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     """Settings of a training: those in `settings`, and for all others what the plan says.
 
     Args:
-        settings: By name, `data` among them; `is_planned`, `chooses_weights` or
-            `continues_pretraining` holds.
+        settings: By name, `data` among them; `check_plannable` does not refuse them.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
@@ -174,11 +175,9 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     splits = open_data(config, listing, compare=False)
     # what does not fit the task is refused before anything is measured
     get_task(config.training.task).check_data(config, splits, lambda _line: None)
-    run = None
-    if not pretrained and continues_pretraining(values):
-        run = read_pretraining_run(values["weights"])
-        network = architecture_settings(*run) if run else {}
-    facts = facts_of(config, splits, accelerator, {**network, **values} if run else values)
+    run = pretraining_run(values)
+    network = {} if run is None else architecture_settings(*run)
+    facts = facts_of(config, splits, accelerator, {**network, **values})
     if pretrained:
         one_class = not (splits.multilabel or config.training.multilabel)
 
@@ -204,15 +203,11 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
     """Refuse settings that leave `--weights auto` nothing to choose."""
-    if not has_plan(values) or get_task(values.get("task", "classify")).writes_captions:
+    task = values.get("task", "classify")
+    if "model" in values or not has_plan(values) or get_task(task).writes_captions:
         raise ConfigError(
-            f"weights=auto chooses for classes, not for task={values['task']}: give the weights by "
-            "name, such as timm/vit_small_patch16_224.augreg_in21k"
-        )
-    if "model" in values:
-        raise ConfigError(
-            f"weights=auto chooses the network, and model={values['model']!r} is one: leave "
-            "--model out, or give the weights by name"
+            "weights=auto chooses the network of a classifier: leave --model and other tasks out, "
+            "or give the weights by name, such as timm/vit_small_patch16_224.augreg_in21k"
         )
 
 
@@ -231,8 +226,7 @@ def with_chosen_weights(
     """
     needed = {"data": config.data.data, "weights": config.finetune.weights}
     chosen = Settings(**{"config": needed, **Settings.of(config).layers})
-    auto = chooses_weights(chosen)
-    if not auto and (begun is not None or not continues_pretraining(chosen)):
+    if not chooses_weights(chosen) and (begun is not None or not pretraining_run(chosen)):
         return config, None
     if begun is None:
         config, plan = plan_training(chosen)
@@ -249,12 +243,12 @@ def with_chosen_weights(
 
 
 def facts_of(
-    config: Config, splits: Splits, accelerator: Accelerator, given: Mapping[str, Any]
+    config: Config, splits: Splits, accelerator: Accelerator, chosen: Mapping[str, Any]
 ) -> Facts:
     """What the plan follows from, the same on all processes."""
     with limit_gpu_memory(accelerator, headroom=HEADROOM):
         facts = data_facts(config, splits, accelerator)
-        return with_speeds(facts, given, cache(partial(measure_speed, config, accelerator)))
+        return with_speeds(facts, chosen, cache(partial(measure_speed, config, accelerator)))
 
 
 def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
@@ -304,11 +298,11 @@ def free_shared_memory(accelerator: Accelerator) -> int:
     return min_over_processes(accelerator, free)
 
 
-def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
+def with_speeds(facts: Facts, chosen: Mapping[str, Any], measure: Measure) -> Facts:
     """`facts` with the speeds of the networks that the plan chooses from."""
     if facts.device == "cuda":
-        return with_gpu_speeds(facts, given, measure)
-    if chooses_weights(given):
+        return with_gpu_speeds(facts, chosen, measure)
+    if chooses_weights(chosen):
         return dataclasses.replace(facts, flops=measure(PROBE, facts.captions).flops)
     timed = time_networks(facts, ladder_for(facts.side)[:MEASURED], {}, measure)
     if facts.seconds is not None and facts.side <= TINY_SIDE:
@@ -318,21 +312,21 @@ def with_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Fac
     return dataclasses.replace(facts, flops=flops, timed=timed)
 
 
-def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) -> Facts:
+def with_gpu_speeds(facts: Facts, chosen: Mapping[str, Any], measure: Measure) -> Facts:
     """The same on GPUs: small batches and networks leave them waiting, and memory is limited."""
-    batch = given.get("batch_size") or usual_batch(facts)
+    batch = chosen.get("batch_size") or usual_batch(facts)
     views = max(round(facts.pass_cost), 1)  # of an image that are in memory together
-    share = max(batch // facts.processes // (given.get("accumulate") or 1), 1)
+    share = max(batch // facts.processes // (chosen.get("accumulate") or 1), 1)
     measure = partial(measure, batch=views * share)
     facts = dataclasses.replace(facts, flops=measure(PROBE, facts.captions).flops)
     if not facts.flops:
         raise RunError(
             "the GPU has no memory left for a training: end what else uses it, or use --device cpu"
         )
-    if chooses_weights(given):
+    if chooses_weights(chosen):
         return dataclasses.replace(facts, timed=(measure(WEIGHTS_PROBE, facts.captions),))
     known = dataclasses.replace(facts, seconds=planned_seconds(facts))
-    timed = time_networks(known, ladder_for(facts.side), given, measure)
+    timed = time_networks(known, ladder_for(facts.side), chosen, measure)
     if not timed[0].flops:
         raise RunError(
             "not one image of this network fits into the free memory of the GPU: choose a smaller "
@@ -345,13 +339,13 @@ def with_gpu_speeds(facts: Facts, given: Mapping[str, Any], measure: Measure) ->
 
 
 def time_networks(
-    facts: Facts, ladder: Sequence[Network], given: Mapping[str, Any], measure: Measure
+    facts: Facts, ladder: Sequence[Network], chosen: Mapping[str, Any], measure: Measure
 ) -> tuple[TimedNetwork, ...]:
     """The networks of `ladder`, up to the first one that is out of reach."""
     timed: list[TimedNetwork] = []
     for row in ladder:
-        network = with_given(row, facts.side, given)
-        cost = flops_with_captions(network, given, facts.captions)
+        network = with_chosen(row, facts.side, chosen)
+        cost = flops_with_captions(network, chosen, facts.captions)
         if timed and not timed[-1].flops:
             break
         if facts.seconds is not None and timed:
@@ -428,21 +422,19 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
         f"{', '.join(labels)}, {kind}, short side {facts.side} px; {facts.device} trains at "
         f"{(plan.speed or facts.flops) / 1e9:.0f} GFLOP/s"
     ]
-    task = plan.given.get("task", config.training.task)
+    task = plan.get("task", config.training.task)
     fixed = get_task(task).planned_settings
-    given = [
-        (name, value, f"for task={task}" if (name, value) in fixed.items() else "given")
-        for name, value in plan.given.items()
-        if name != "data"
-    ]
-    if plan.given.get("time") is not None:
-        unused = "not used: time is the length"
-        given = [(name, value, unused if name == "epochs" else why) for name, value, why in given]
+    rows = {name: Choice(value, "given") for name, value in plan.chosen.items() if name != "data"}
+    for name in fixed.keys() & rows.keys():
+        if rows[name].value == fixed[name]:
+            rows[name] = Choice(fixed[name], f"for task={task}")
+    if "epochs" in rows and plan.chosen.get("time") is not None:
+        rows["epochs"] = Choice(plan.get("epochs"), "not used: time is the length")
     if "weights" in plan.settings:
         lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
-    chosen = [(name, choice.value, choice.reason) for name, choice in plan.choices.items()]
-    width = max((len(name) for name, *_ in [*given, *chosen]), default=0)
-    for name, value, reason in [*given, *chosen]:
+    rows |= plan.choices
+    width = max(map(len, rows), default=0)
+    for name, (value, reason) in rows.items():
         lines.append(f"  {name:<{width}}  {value!s:<13}  {reason}".rstrip())
     if "weights" in plan.settings:
         return [*lines, *weights_lines(plan)]
@@ -474,8 +466,7 @@ def summary_lines(plan: Plan) -> list[str]:
     if "weights" in plan.settings:
         reason = plan.choices["weights"].reason
         return [f"weights=auto: {plan.settings['weights']} ({reason})", *weights_lines(plan)]
-    size = plan.given.get("image_size", plan.settings.get("image_size"))
-    what = f"planned {plan_name(plan)}, {size} px"
+    what = f"planned {plan_name(plan)}, {plan.get('image_size')} px"
     if "method" in plan.settings:  # the network is that of weights
         what = plan.choices["method"].reason
     return [
@@ -487,17 +478,17 @@ def summary_lines(plan: Plan) -> list[str]:
 
 def weights_lines(plan: Plan) -> list[str]:
     """What a plan with pretrained weights costs, and how to train it."""
-    every = {**plan.settings, **plan.given}
-    length = "" if every["method"] == "probe" else f", {length_of(plan)}"
+    method = plan.get("method")
+    length = "" if method == "probe" else f", {length_of(plan)}"
     return [
-        f"note: planned method={every['method']} at {every.get('image_size')} px, "
+        f"note: planned method={method} at {plan.get('image_size')} px, "
         f"{plan.flops / 1e6:,.0f} MFLOPs an image{length}; any flag fixes its setting"
     ]
 
 
 def length_of(plan: Plan) -> str:
     """`about 50 passes in 5m`; where the time has room for more, why no more are made."""
-    time = {**plan.settings, **plan.given}.get("time")
+    time = plan.get("time")
     when = f" in {time}" if time else ""
     if (room := plan.choices.get("time")) is not None and time is None:
         when = f" ({room.reason}, which gain nothing)"
@@ -507,14 +498,14 @@ def length_of(plan: Plan) -> str:
 def notes_of(plan: Plan) -> list[str]:
     """What no rule decides: pretrained weights for photographs, and what of long images is seen."""
     facts, notes = plan.facts, []
-    if facts.aspect >= LONG and plan.given.get("resize", "crop") == "crop":
+    if facts.aspect >= LONG and plan.chosen.get("resize", "crop") == "crop":
         notes.append(
             f"note: images are typically {facts.aspect:.1f} times as long as wide: validation and "
             f"prediction see the middle {1 / facts.aspect:.0%} of one; --resize squash shows all "
             "of it, distorted; or cut images into squares first"
         )
     few = bool(plan.settings.get("probe_first")) and facts.labels < MANY_LABELS
-    if few and facts.divided and "weights" in plan.given and plan.given.get("folds") is None:
+    if few and facts.divided and "weights" in plan.chosen and plan.get("folds") is None:
         every = f"all {facts.labels + facts.validation:,} labels"
         notes.append(f"note: --folds 5 measures with {every}, and makes one network of the five")
     return [*notes, *from_scratch_note(plan)]
@@ -522,17 +513,16 @@ def notes_of(plan: Plan) -> list[str]:
 
 def from_scratch_note(plan: Plan) -> list[str]:
     """What is better than training photographs from scratch: the weights of `--weights auto`."""
-    without = plan.facts.captions is not None or plan.given.get("task") in PRETRAINING_TASKS
-    without = without or "weights" in plan.given
-    if plan.facts.side <= TINY_SIDE or without:
+    without = plan.facts.captions is not None or plan.get("task") in PRETRAINING_TASKS
+    if plan.facts.side <= TINY_SIDE or without or "weights" in plan.chosen:
         return []
-    given = {name: plan.given[name] for name in ("time", "image_size") if name in plan.given}
+    chosen = {name: plan.chosen[name] for name in ("time", "image_size") if name in plan.chosen}
 
     def everything() -> dict[ListedWeights, str]:  # nothing is downloaded for a note
         return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
 
     try:
-        choice = choose_weights(plan.facts, given, on_disk=find_on_disk(), on_hub=everything)
+        choice = choose_weights(plan.facts, chosen, on_disk=find_on_disk(), on_hub=everything)
     except ConfigError:  # an image size that no weights have patches for
         return []
     where = "on this disk" if choice.here else "downloaded once"
@@ -544,9 +534,8 @@ def from_scratch_note(plan: Plan) -> list[str]:
 
 def plan_name(plan: Plan) -> str:
     """The network of a plan in a few words."""
-    every = {**plan.settings, **plan.given}
-    stem = "a convolutional stem, " if every.get("stem") == "conv" else ""
+    stem = "a convolutional stem, " if plan.get("stem") == "conv" else ""
     decoder = ""
     if plan.facts.captions is not None:
-        decoder = f" and {every.get('decoder_depth')} of a decoder"
-    return f"{stem}{plural(every['depth'], 'block')} of {every.get('dim')}{decoder}"
+        decoder = f" and {plan.get('decoder_depth')} of a decoder"
+    return f"{stem}{plural(plan.get('depth'), 'block')} of {plan.get('dim')}{decoder}"

@@ -192,7 +192,8 @@ class Plan:
     """Settings with their reasons, in the order in which they were decided."""
 
     facts: Facts
-    given: Mapping[str, Any]
+    chosen: Mapping[str, Any]
+    """The settings that a person chose."""
     choices: dict[str, Choice] = field(default_factory=dict)
     passes: float = 0.0
     """Passes over the training images that are expected."""
@@ -206,38 +207,44 @@ class Plan:
     """What the data hold, for a training that follows."""
 
     def decide(self, name: str, value: Any, reason: str) -> Any:
-        """Set `name` to `value`, unless somebody chose it; returns what it is."""
-        if name in self.given:
-            return self.given[name]
+        """Set `name` to `value`, unless it is chosen or decided already; returns what it is."""
+        if name not in self.chosen:
+            self.choices.setdefault(name, Choice(value, reason))
+        return self.get(name)
+
+    def overrule(self, name: str, value: Any, reason: str) -> None:
+        """Set `name` to `value`, also where somebody chose it."""
+        self.chosen = {other: self.chosen[other] for other in self.chosen if other != name}
         self.choices[name] = Choice(value, reason)
-        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A setting that is chosen or decided."""
+        return self.values.get(name, default)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All settings, chosen and decided."""
+        return {**self.settings, **self.chosen}
 
     @property
     def parts(self) -> int:
         """What a batch is a multiple of: processes, micro-batches and copies that were chosen."""
-        return math.prod(
-            [self.facts.processes, *(self.given.get(n) or 1 for n in ("accumulate", "repeats"))]
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all settings, given and decided, for `given` of `vit.train`.
-
-        A time that the plan decided is none of them: it may get longer on a slow machine.
-        """
-        return [
-            name for name in {**self.given, **self.choices} if name != "time" or name in self.given
-        ]
+        chosen = [self.chosen.get(name) or 1 for name in ("accumulate", "repeats")]
+        return math.prod([self.facts.processes, *chosen])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that were decided, without those that were given."""
+        """The settings that were decided, a layer of `Settings`."""
         return {name: choice.value for name, choice in self.choices.items()}
 
 
-def make_plan(facts: Facts, given: Mapping[str, Any]) -> Plan:
-    """Settings for `facts` beside those that are `given`."""
-    plan = Plan(facts, given)
+def make_plan(facts: Facts, chosen: Mapping[str, Any], network: Mapping[str, Choice] = {}) -> Plan:
+    """Settings for `facts` beside those that are `chosen`.
+
+    Args:
+        network: Those of a pretrained network, which stay.
+    """
+    plan = Plan(facts, chosen, {name: network[name] for name in network if name not in chosen})
     seconds = decide_time(plan)
     decide_network(plan, seconds)
     decide_decoder(plan)
@@ -262,25 +269,25 @@ def decide_time(plan: Plan) -> float:
     facts, seconds = plan.facts, planned_seconds(plan.facts)
     if facts.seconds is not None:
         return seconds
-    if not {"epochs", "steps"} & set(plan.given) and not has_all_folds(plan.given):
+    if {"epochs", "steps"}.isdisjoint(plan.values) and not has_all_folds(plan):
         text = f"{seconds:.0f}s" if seconds < 600 else f"{seconds / 60:.0f}m"
         plan.decide("time", text, f"sensible for {facts.images:,} images; --time T takes longer")
     return seconds
 
 
-def has_all_folds(given: Mapping[str, Any]) -> bool:
+def has_all_folds(plan: Plan) -> bool:
     """Whether one command trains on all folds, each of which is a run with epochs."""
-    return given.get("folds") is not None and given.get("fold") is None
+    return plan.get("folds") is not None and plan.get("fold") is None
 
 
 def decide_network(plan: Plan, seconds: float) -> None:
     """Image size and network: the largest of the ladder that sees the images often enough."""
-    facts, given = plan.facts, plan.given
+    facts, fixed = plan.facts, plan.values
     tiny, ladder = facts.side <= TINY_SIDE, ladder_for(facts.side)
     network = ladder[0]
     for number, row in enumerate(ladder):
-        candidate = with_given(row, facts.side, given)
-        cost = flops_with_captions(candidate, given, facts.captions)
+        candidate = with_chosen(row, facts.side, fixed)
+        cost = flops_with_captions(candidate, fixed, facts.captions)
         _, speed, fits = facts.nearest(cost)
         affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
         if number and affordable < needed_passes(row, facts.images) * facts.passes_factor:
@@ -298,20 +305,19 @@ def decide_network(plan: Plan, seconds: float) -> None:
     plan.decide("depth", depth, often)
     heads = heads_for(dim)
     plan.decide("num_heads", heads, f"heads of {dim // heads}")
-    if network.ratio != 4 and given.get("feedforward", "mlp") in ("mlp", "moe"):
+    if network.ratio != 4 and plan.get("feedforward", "mlp") in ("mlp", "moe"):
         plan.decide("hidden_dim", network.ratio * dim, "more passes are worth more than width")
     decide_stem(plan, network)
     if dim % 4 == 0:
         plan.decide("position", "sinusoidal_2d", "nothing to learn, and any size of image")
-    if has_all_folds(given) and "steps" not in given:
+    if has_all_folds(plan) and "steps" not in fixed:
         plan.decide("epochs", max(round(plan.passes), 1), f"about {seconds:.0f} s for each fold")
     if facts.classes or facts.captions is None:  # for captions alone, a decoder reads every token
-        plan.decide("pooling", "mean", "learns faster than a class token without pretraining")
-        if given.get("pooling", "mean") in ("mean", "attention"):
+        why = "learns faster than a class token without pretraining"
+        if plan.decide("pooling", "mean", why) in ("mean", "attention"):
             plan.decide("class_token", False, "nothing reads it")
     small = math.ceil(side / 2 / patch) * patch
-    growing = {"start_image_size", "patch_sizes"} & set(given)
-    if small < side and side >= 24 and not growing:
+    if small < side and side >= 24 and {"start_image_size", "patch_sizes"}.isdisjoint(fixed):
         plan.decide("start_image_size", small, "early steps see little, and cost a quarter")
 
 
@@ -327,7 +333,7 @@ def decide_decoder(plan: Plan) -> None:
     if captions is None:
         return
     plan.decide("decoder_depth", decoder_depth(captions), f"for {captions.total:,} captions")
-    if plan.given.get("tokenizer", "bpe") == "bpe":
+    if plan.get("tokenizer", "bpe") == "bpe":
         text = f"at most; each word that occurs twice, about {captions.vocab_size:,} tokens"
         plan.decide("vocab_size", captions.most_vocab, text)
 
@@ -354,21 +360,21 @@ def ladder_for(side: int) -> tuple[Network, ...]:
     return TINY_NETWORKS if side <= TINY_SIDE else PHOTO_NETWORKS
 
 
-def with_given(row: Network, native: int, given: Mapping[str, Any]) -> Network:
-    """`row` for images of which the median short side is `native`, and with what is given."""
-    side = given.get("image_size", image_side(native, row))
-    patch = given.get("patch_size")
+def with_chosen(row: Network, native: int, chosen: Mapping[str, Any]) -> Network:
+    """`row` for images of which the median short side is `native`, and with what is chosen."""
+    side = chosen.get("image_size", image_side(native, row))
+    patch = chosen.get("patch_size")
     if patch is None:
-        patch = patch_for(side, row.patch, convolutions=given.get("stem") == "conv")
-    if "image_size" not in given:
-        multiple = math.lcm(patch, *given.get("patch_sizes", ()))
+        patch = patch_for(side, row.patch, convolutions=chosen.get("stem") == "conv")
+    if "image_size" not in chosen:
+        multiple = math.lcm(patch, *chosen.get("patch_sizes", ()))
         side = max(math.ceil(side / multiple), 1) * multiple
     stride = row.stem_stride if patch >= 8 else 1
     layers = row.stem_depth if patch == row.patch else max(3, patch.bit_length() - stride)
-    chosen = {name: given.get(name, getattr(row, name)) for name in ("dim", "depth")}
-    stem = {"stem_depth": layers, "stem_stride": stride}
-    stem["stem_width"] = min(row.stem_width, chosen["dim"])
-    return row._replace(side=side, patch=patch, **stem, **chosen)
+    dim, depth = chosen.get("dim", row.dim), chosen.get("depth", row.depth)
+    width = min(row.stem_width, dim)
+    sizes = {"side": side, "patch": patch, "dim": dim, "depth": depth}
+    return row._replace(**sizes, stem_depth=layers, stem_stride=stride, stem_width=width)
 
 
 def patch_for(side: int, usual: int, *, convolutions: bool = False) -> int:
@@ -405,54 +411,36 @@ def network_settings(network: Network) -> dict[str, int]:
     return settings
 
 
-def neighbours(plan: Plan) -> list[dict[str, int]]:
-    """The networks beside that of `plan` on the ladder, the cheaper one first, as settings.
-
-    There is none where its network is none of the ladder's.
-    """
-    facts, every = plan.facts, {**plan.settings, **plan.given}
-    networks: list[dict[str, int]] = []
-    for row in ladder_for(facts.side):
-        network = network_settings(with_given(row, facts.side, {}))
-        if network not in networks:
-            networks.append(network)
-    at = next((n for n, one in enumerate(networks) if one.items() <= every.items()), None)
-    if at is None:
-        return []
-    return networks[max(at - 1, 0) : at] + networks[at + 1 : at + 2]
-
-
 def decide_stem(plan: Plan, network: Network) -> None:
     """Convolutions before the blocks, where patches have a side that they reach."""
-    if not stem_reaches(network.patch, plan.given):
+    if not stem_reaches(network.patch, plan.values):
         text = f"convolutions do not reach patches of {network.patch} pixels"
         plan.decide("stem", "linear", text)
         return
     if plan.decide("stem", "conv", "worth more than ten points in as many minutes") != "conv":
         return
-    plan.decide("stem_depth", network.stem_depth, f"for patches of {network.patch} pixels")
-    if plan.given.get("stem_depth", network.stem_depth) > 1:
+    why = f"for patches of {network.patch} pixels"
+    if plan.decide("stem_depth", network.stem_depth, why) > 1:
         width = min(network.stem_width, network.dim)
         plan.decide("stem_width", width, "the first convolutions cost the most")
     if network.patch >= 8 and network.stem_stride == 1:
         plan.decide("stem_stride", 1, "small images are read in full detail")
 
 
-def stem_reaches(patch: int, given: Mapping[str, Any]) -> bool:
+def stem_reaches(patch: int, chosen: Mapping[str, Any]) -> bool:
     """Whether a convolutional stem can make the tokens of such patches."""
-    return patch in (2, 4, 8, 16) and not {"patch_sizes", "merge_tokens"} & set(given)
+    return patch in (2, 4, 8, 16) and {"patch_sizes", "merge_tokens"}.isdisjoint(chosen)
 
 
 def decide_optimisation(plan: Plan) -> None:
     """Batch, optimiser and learning rate."""
     facts = plan.facts
     parts = plan.parts
-    timed = plan.given.get("time") is not None  # which is then the length
     usual = usual_batch(facts)
     if plan.fits is not None and facts.task_batch is not None:  # images of a part are compared
         held = 2 ** int(math.log2(max(plan.fits * facts.processes, 1)))
         usual = min(usual, max(facts.task_batch, held))
-    if plan.fits is not None and plan.given.get("accumulate") is None:
+    if plan.fits is not None and plan.get("accumulate") is None:
         needed = usual / (plan.fits * facts.processes)
         parts *= 2 ** max(math.ceil(math.log2(needed)), 0)
     batch = even_batch(facts.images, usual, parts)
@@ -461,11 +449,12 @@ def decide_optimisation(plan: Plan) -> None:
     )
     batch = plan.decide("batch_size", batch, f"{why} on {facts.device}")
     decide_micro_batches(plan, batch)
-    if plan.given.get("steps") is not None:
-        plan.passes = plan.given["steps"] * batch / facts.images
-    elif "epochs" in plan.given and plan.given.get("epoch_steps") is None and not timed:
-        plan.passes = plan.given["epochs"]
-    if not plan.given.get("encoder_lr"):
+    epochs, timed = plan.chosen.get("epochs"), plan.chosen.get("time")  # which is the length then
+    if plan.get("steps") is not None:
+        plan.passes = plan.get("steps") * batch / facts.images
+    elif epochs is not None and plan.get("epoch_steps") is None and timed is None:
+        plan.passes = epochs
+    if not plan.get("encoder_lr"):
         best, why = "muon", "fewer steps to the same accuracy than AdamW"
         if facts.sharded:
             best, why = "adamw", "Muon needs whole matrices, and FSDP divides them"
@@ -479,7 +468,7 @@ def decide_optimisation(plan: Plan) -> None:
             why = f"less in longer trainings: about {steps:,.0f} steps"
             plan.decide("weight_decay", float(f"{decay:.1g}"), why)
     plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
-    if plan.given.get("depth", 2) > 1:
+    if plan.get("depth") > 1:
         rate = 0.1 if plan.passes > 60 else 0.05 if plan.passes > 40 else 0.0
         plan.decide("drop_path", rate, counted_passes(plan.passes))
 
@@ -503,19 +492,19 @@ def decide_augmentation(plan: Plan) -> None:
     elif characters:
         why = "small and grey: characters, which are neither mirrored nor cut"
         plan.decide("hflip", 0.0, why)
-        if plan.given.get("random_crop") != "simple":
+        if plan.get("random_crop") != "simple":
             plan.decide("min_crop", 1.0, why)
-        if plan.given.get("cache") != "device":  # which does not rotate
+        if plan.get("cache") != "device":  # which does not rotate
             plan.decide("rotate", 10.0, "characters lean")
         plan.decide("translate", 0.08, "and are not centred")
-    elif tiny and not {"random_crop", "min_crop"} & set(plan.given):
+    elif tiny and {"random_crop", "min_crop"}.isdisjoint(plan.values):
         plan.decide("min_crop", 1.0, "of so few pixels none can be missed")
         plan.decide("translate", 0.07, "whole images, a little shifted")
-    elif plan.given.get("random_crop") != "simple":
+    elif plan.get("random_crop") != "simple":
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
     varies = not characters and plan.facts.captions is None  # captions name colours
-    if plan.passes >= MANY_PASSES and varies and plan.given.get("color_jitter") != 0:
+    if plan.passes >= MANY_PASSES and varies and plan.get("color_jitter") != 0:
         why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
         plan.decide("auto_augment", "three", why)
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
@@ -525,7 +514,7 @@ def decide_augmentation(plan: Plan) -> None:
 def decide_caption_crops(plan: Plan) -> None:
     """Neither mirror images nor small crops: captions name left, right and what is at the edges."""
     plan.decide("hflip", 0.0, "captions name left and right")
-    if plan.given.get("random_crop") == "simple":
+    if plan.get("random_crop") == "simple":
         return
     if plan.passes < MANY_PASSES:
         plan.decide("min_crop", 1.0, "captions describe the whole image")
@@ -541,7 +530,7 @@ def decide_validation(plan: Plan, seconds: float) -> None:
     affordable = int(VALIDATION_TIME * seconds * plan.speed / plan.flops)
     multilabel = VALIDATION_OF_CLASS * facts.classes
     held_out = min(max(affordable, LEAST_VALIDATION, multilabel), max(MOST_VALIDATION, multilabel))
-    if facts.divided and "folds" not in plan.given and total * 0.2 > held_out:
+    if facts.divided and "folds" not in plan.chosen and total * 0.2 > held_out:
         within = 100 * 1.96 * 0.5 / math.sqrt(held_out)
         plan.decide(
             "val_share",
@@ -553,14 +542,13 @@ def decide_validation(plan: Plan, seconds: float) -> None:
 def decide_cache(plan: Plan) -> None:
     """Keep decoded images in memory, where they fit: in that of a GPU if it can augment them."""
     facts = plan.facts
-    side = plan.given.get("image_size", plan.settings.get("image_size", facts.side))
-    crop = plan.given.get("min_crop", plan.settings.get("min_crop", 1.0))
-    kept = min(side / math.sqrt((crop + 1) / 2), facts.side)
+    crop = plan.get("min_crop", 1.0)
+    kept = min(plan.get("image_size", facts.side) / math.sqrt((crop + 1) / 2), facts.side)
     bytes_needed = 3 * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
-    if not fits or plan.given.get("decode") == "exact":
+    if not fits or plan.get("decode") == "exact":
         return
-    every = {**plan.given, **plan.settings}
+    every = plan.values
     augment = AugmentConfig(
         **{one.name: every[one.name] for one in fields(AugmentConfig) if one.name in every}
     )
@@ -614,17 +602,17 @@ def counted_passes(passes: float) -> str:
     return f"{passes:.{digits}f} passes"
 
 
-def flops_of(network: Network, given: Mapping[str, Any]) -> float:
+def flops_of(network: Network, chosen: Mapping[str, Any]) -> float:
     """FLOPs of a network for one image, forward; with a convolutional stem, or a linear one."""
     side, patch, dim, depth, ratio, layers, width, _, stride = network
     tokens = (side / patch) ** 2
-    hidden = given.get("hidden_dim") or ratio * dim
+    hidden = chosen.get("hidden_dim") or ratio * dim
     total = depth * ((8 * dim + 4 * hidden) * dim * tokens + 4 * tokens**2 * dim)
-    if given.get("stem", "conv") != "conv" or not stem_reaches(patch, given):
+    if chosen.get("stem", "conv") != "conv" or not stem_reaches(patch, chosen):
         return 6.0 * side**2 * dim + total
-    layers = given.get("stem_depth") or layers
-    width = given.get("stem_width") or width
-    stride = given.get("stem_stride") or stride
+    layers = chosen.get("stem_depth") or layers
+    width = chosen.get("stem_width") or width
+    stride = chosen.get("stem_stride") or stride
     widths = [3, *(min(width << n, dim) for n in range(layers - 1)), dim]
     pools, pixels = int(math.log2(patch / stride)), side / stride
     for index in range(layers):
@@ -635,15 +623,15 @@ def flops_of(network: Network, given: Mapping[str, Any]) -> float:
 
 
 def flops_with_captions(
-    network: Network, given: Mapping[str, Any], captions: CaptionStats | None
+    network: Network, chosen: Mapping[str, Any], captions: CaptionStats | None
 ) -> float:
     """`flops_of`, with those of a decoder for a caption of mean length if there are `captions`."""
-    encoder = flops_of(network, given)
+    encoder = flops_of(network, chosen)
     if captions is None:
         return encoder
-    dim = given.get("decoder_dim") or network.dim
-    hidden = given.get("decoder_hidden_dim") or 4 * dim
-    depth = given.get("decoder_depth", decoder_depth(captions))
+    dim = chosen.get("decoder_dim") or network.dim
+    hidden = chosen.get("decoder_hidden_dim") or 4 * dim
+    depth = chosen.get("decoder_depth", decoder_depth(captions))
     words, image = captions.tokens, (network.side / network.patch) ** 2
     matrices = (12 * dim + 4 * hidden) * dim * words + 4 * network.dim * dim * image
     attention = 4 * (words + image) * words * dim

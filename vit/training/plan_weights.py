@@ -16,7 +16,7 @@ arXiv:1912.11370 (small images are resized up, to 128 pixels).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,6 @@ class WeightsChoice:
     """Weights that would be preferred, and are not on this disk."""
 
 
-Available = Callable[[], Mapping[ListedWeights, str]]
-"""Weights that can be had, with the source that --weights takes."""
-
-
 def find_on_disk() -> dict[ListedWeights, str]:
     """Weights of the list that need no network: of the hub's cache, or a folder of their name."""
     found = {}
@@ -184,34 +180,35 @@ def find_on_hub() -> dict[ListedWeights, str]:
 
 def choose_weights(
     facts: Facts,
-    given: Mapping[str, Any],
+    chosen: Mapping[str, Any],
     *,
     on_disk: Mapping[ListedWeights, str],
-    on_hub: Available,
+    on_hub: Callable[[], Mapping[ListedWeights, str]],
     one_class: bool = True,
 ) -> WeightsChoice:
     """The weights for `facts`, and how they are trained.
 
     Args:
-        given: Settings that somebody chose; the method and the image size may be among them.
-        on_hub: Gives all that could be downloaded; called only where none on the disk fits.
+        chosen: Settings of a person; the method and the image size may be among them.
+        on_disk: Weights with their source, as --weights takes it.
+        on_hub: Returns all that could be downloaded; called only where none on the disk fits.
     """
-    rules = Rules(facts, given, one_class=one_class)
+    rules = Rules(facts, chosen, one_class=one_class)
     best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
     if best is None:
         raise ConfigError(
-            f"image_size={given['image_size']}: none of the weights that weights=auto chooses from "
-            "has patches that divide it; use a multiple of 16, or leave it out"
+            f"image_size={chosen['image_size']}: none of the weights that weights=auto chooses "
+            "from has patches that divide it; use a multiple of 16, or leave it out"
         )
     mine = rules.choose(on_disk)
     if mine is not None and mine.fits:
         better = best.source if best.fits and best.weights != mine.weights else ""
-        return WeightsChoice(**{**vars(mine), "here": True, "better": better})
+        return replace(mine, here=True, better=better)
     try:
         return rules.choose(on_hub()) or best
     except WeightsError as error:
         if mine is not None:  # too slow for the time, and the only one
-            return WeightsChoice(**{**vars(mine), "here": True})
+            return replace(mine, here=True)
         raise ConfigError(
             f"weights=auto: none of the weights that it chooses from is on this disk, and {error}; "
             "leave --weights out to train from scratch, or where there is a network run "
@@ -225,7 +222,7 @@ class Rules:
     """What fits the time."""
 
     facts: Facts
-    given: Mapping[str, Any]
+    chosen: Mapping[str, Any]
     one_class: bool
 
     def choose(self, sources: Mapping[ListedWeights, str]) -> WeightsChoice | None:
@@ -253,24 +250,24 @@ class Rules:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        if "image_size" in self.given:
-            return (int(self.given["image_size"]),)
+        if "image_size" in self.chosen:
+            return (int(self.chosen["image_size"]),)
         return TINY_SIZES if self.facts.side <= TINY_SIDE else PHOTO_SIZES
 
     @property
     def methods(self) -> tuple[str, ...]:
         """What to try, the preferred one first."""
-        if self.given.get("method") is not None:
-            return (str(self.given["method"]),)
+        if self.chosen.get("method") is not None:
+            return (str(self.chosen["method"]),)
         if not self.one_class:
             return ("full", "linear")
-        steps = [n for n in self.given if "probe" in all_settings()[n].properties.unused_by]
-        if self.given.get("probe_first") or {*steps} - {"time"}:
+        steps = [n for n in self.chosen if "probe" in all_settings()[n].properties.unused_by]
+        if self.chosen.get("probe_first") or {*steps} - {"time"}:
             return ("full",)
         return ("probe",) if self.facts.images <= PROBED_IMAGES else ("full", "probe")
 
     def divides(self, weights: ListedWeights, size: int) -> bool:
-        return "image_size" not in self.given or weights.size(size) == size
+        return "image_size" not in self.chosen or weights.size(size) == size
 
     def estimate(
         self, weights: ListedWeights, source: str, method: str, wanted: int
@@ -286,7 +283,7 @@ class Rules:
             fits = each <= room
         else:
             each = forward * (STEP_FLOPS[method] * facts.images + facts.validation)
-            if self.one_class and self.given.get("probe_first") is not False:
+            if self.one_class and self.chosen.get("probe_first") is not False:
                 probed = min(facts.images, MAX_PROBE_IMAGES["train"]) + min(
                     facts.validation, MAX_PROBE_IMAGES["val"]
                 )
@@ -297,31 +294,26 @@ class Rules:
 
 
 def plan_weights(
-    facts: Facts, given: Mapping[str, Any], choice: WeightsChoice, *, one_class: bool = True
+    facts: Facts, chosen: Mapping[str, Any], choice: WeightsChoice, *, one_class: bool = True
 ) -> Plan:
     """Settings of a training from the weights of `choice`, each with its reason."""
-    plan = Plan(facts, {name: value for name, value in given.items() if name != "weights"})
+    plan = Plan(facts, {name: chosen[name] for name in chosen if name != "weights"})
     weights, size, method = choice.weights, choice.image_size, choice.method
     plan.passes, plan.flops = choice.passes, weights.flops(size)
     plan.speed = speed_of(facts, plan.flops)
     plan.decide("weights", choice.source, weights_reason(choice))
-    given_size = "image_size" in given
     up = f"images of {facts.side} px are resized up" if facts.side < size else ""
     smaller = "fewer tokens than at 224 px, for the time" if size < weights.size(224) else ""
     if facts.side <= TINY_SIDE and smaller:
         smaller = "more pixels would add no detail (BiT)"
-    if not given_size:
-        why = ", ".join(filter(None, (up, smaller))) or "the size of pretraining's end"
-        plan.decide("image_size", size, why)
+    why = ", ".join(filter(None, (up, smaller))) or "the size of pretraining's end"
+    plan.decide("image_size", size, why)
     plan.decide("method", method, method_reason(choice, facts, one_class=one_class))
     if method != "probe":
         decide_steps(plan, choice, one_class=one_class)
-    elif "time" in given:
-        # a probe has no length to choose: the time chose the network
-        plan.given = {name: value for name, value in plan.given.items() if name != "time"}
-        plan.choices["time"] = Choice(
-            None, f"{given['time']} chose the network: a probe ends when its head is fitted"
-        )
+    elif "time" in chosen:
+        why = f"{chosen['time']} chose the network: a probe ends when its head is fitted"
+        plan.overrule("time", None, why)
     decide_validation(plan, planned_seconds(facts))
     if method != "probe":
         decide_cache(plan)
@@ -346,7 +338,7 @@ def architecture_settings(model: ModelConfig, images: Preprocessing) -> dict[str
 
 def plan_after_pretraining(
     facts: Facts,
-    given: Mapping[str, Any],
+    chosen: Mapping[str, Any],
     network: Mapping[str, Any],
     *,
     one_class: bool = True,
@@ -356,33 +348,29 @@ def plan_after_pretraining(
     Many labels train it as they would from scratch. Few overfit so, and fine-tuning is gentle:
     the settings of its method stay. Those that a teacher gives are not counted: it knows no more.
     """
-    plan = make_plan(facts, {**network, **given})
-    of_network = {
-        name: Choice(value, "as pretrained") for name, value in network.items() if name not in given
-    }
-    plan.given = given
+    of_network = {name: Choice(value, "as pretrained") for name, value in network.items()}
+    plan = make_plan(facts, chosen, of_network)
     usual = DEFAULTS["full"]
     if one_class and facts.labels >= MANY_LABELS:
-        plan.choices = {**of_network, **plan.choices}
         for name in sorted({*usual} - {"epochs", "min_crop"} - {*plan.choices}):
             plan.decide(name, all_settings()[name].default, "as from scratch")
         plan.decide("probe_first", False, "all parameters learn as from scratch")
         why = f"{facts.labels:,} labels are enough to train all parameters as from scratch"
         plan.decide("method", "full", why)
         return plan
-    plan.choices = of_network
+    plan.choices = {name: plan.choices[name] for name in network if name in plan.choices}
     batch = divisible_batch(usual["batch_size"], plan.parts)
     batch = plan.decide("batch_size", batch, "of fine-tuning")
-    if given.get("steps") is not None:
-        plan.passes = given["steps"] * min(batch, facts.images) / facts.images
-    elif "time" in given:
+    if plan.get("steps") is not None:
+        plan.passes = plan.get("steps") * min(batch, facts.images) / facts.images
+    elif "time" in chosen:
         plan.passes *= GROWING_SHARE  # images do not grow
         if one_class:
             limit_epochs(plan)
-    elif "epochs" not in given:
+    elif "epochs" not in chosen:
         epochs, why = usual["epochs"], "of fine-tuning; --epochs N sets others"
         possible = int(min(GROWING_SHARE * plan.passes, MOST_PASSES))
-        if one_class and possible > epochs and given.get("epoch_steps") is None:
+        if one_class and possible > epochs and plan.get("epoch_steps") is None:
             epochs, why = possible, "in a sensible time for so few; --epochs N sets others"
         plan.passes = plan.decide("epochs", epochs, why)
     why = "images of several classes: the small steps of fine-tuning"
@@ -448,7 +436,7 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
         plan.decide("weight_decay", usual["weight_decay"], "little is learned")
     if facts.grey and facts.side <= TINY_SIDE:
         plan.decide("hflip", 0.0, "small and grey: characters, which are not mirrored")
-    if plan.given.get("random_crop") != "simple":
+    if plan.get("random_crop") != "simple":
         long = facts.side > TINY_SIDE and choice.passes > 12
         why = "a long training of large images bears strong crops" if long else "mild, as measured"
         plan.decide("min_crop", 0.5 if long else usual["min_crop"], why)
@@ -457,7 +445,7 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
 
 def decide_length(plan: Plan) -> None:
     """Time, where nothing else is given or decided."""
-    if not {"epochs", "steps"} & set(plan.given) and not limit_epochs(plan):
+    if {"epochs", "steps"}.isdisjoint(plan.values) and not limit_epochs(plan):
         decide_time(plan)
         plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
 
@@ -468,18 +456,16 @@ def limit_epochs(plan: Plan) -> bool:
     Returns:
         Whether it did.
     """
-    given = plan.given
-    if {"epochs", "steps"} & set(given):
+    if not {"epochs", "steps"}.isdisjoint(plan.values):
         return False
-    all_folds = has_all_folds(given)
+    all_folds = has_all_folds(plan)
     # an estimate, so what is a bit more is not cut; an epoch of --epoch-steps is no pass
-    many = plan.passes > 2 * MOST_PASSES and given.get("epoch_steps") is None
+    many = plan.passes > 2 * MOST_PASSES and plan.get("epoch_steps") is None
     if not (all_folds or many):
         return False
     epochs = int(min(max(plan.passes, LEAST_PASSES), MOST_PASSES))
-    if "time" in given and not all_folds:
-        plan.given = {name: value for name, value in given.items() if name != "time"}
-        plan.choices["time"] = Choice(None, f"{given['time']} has room for more epochs")
+    if "time" in plan.chosen and not all_folds:
+        plan.overrule("time", None, f"{plan.get('time')} has room for more epochs")
     why = "more gain nothing" if epochs == MOST_PASSES else "for each fold"
     plan.passes = plan.decide("epochs", epochs, why)
     return True

@@ -152,13 +152,10 @@ def check_forward(network: VisionTransformer, config: Config) -> None:
 def fingerprint(splits: Splits) -> dict[str, Any]:
     """SHA-256 of paths and labels of all images, and the number of images."""
     lines = [str(splits.classes)]
-    for samples in (splits.train, splits.val):
-        lines += [
-            "\t".join([relative(s.path, splits.root), ",".join(map(str, s.labels)), *s.captions])
-            if splits.multilabel
-            else "\t".join([relative(s.path, splits.root), str(s.label), *s.captions])
-            for s in samples
-        ]
+    for sample in (*splits.train, *splits.val):
+        labels = sample.labels if splits.multilabel else [sample.label]
+        names = [relative(sample.path, splits.root), ",".join(map(str, labels))]
+        lines.append("\t".join([*names, *sample.captions]))
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 
@@ -191,7 +188,6 @@ def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]
         f"{accelerator.num_processes} x {kind}, {precision}{repeated}, {batch}, "
         f"{steps_line(config, splits, total_steps)}",
         *run.task.notes(config, splits),
-        *repeats_note(config),
         *schedule_warnings(config),
     ]
 
@@ -207,15 +203,4 @@ def schedule_warnings(config: Config) -> list[str]:
         f"warning: {name}={epochs:g} is more than epochs={training.epochs}: {effect}"
         for name, effect in effects.items()
         if (epochs := getattr(training, name)) is not None and epochs > training.epochs
-    ]
-
-
-def repeats_note(config: Config) -> list[str]:
-    """A log line about repeated augmentation, if it is used."""
-    repeats, share = config.augment.repeats, config.data.batch_size // config.augment.repeats
-    if repeats == 1:
-        return []
-    return [
-        f"note: repeats={repeats}: a batch has {plural(share, 'image')} {repeats} times, and "
-        f"an epoch sees 1/{repeats} of them, others every time"
     ]

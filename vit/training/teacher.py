@@ -1,6 +1,6 @@
 """The teacher of a distillation: its answers for the training images, computed once.
 
-    teacher: run, weights, exported file -> classes matched by name with those of the data
+    teacher: run or weights -> classes matched by name with those of the data
     image, and its mirror image where training mirrors -> the teacher's own preprocessing
     -> probabilities p, calibrated where the teacher has a calibration
     -> log p, or log p - log(1 - p) of several classes an image -> mean of the two images
@@ -16,8 +16,8 @@ teacher.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,20 +25,16 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
-from vit.config.inference_config import InferenceConfig
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.image_io import read_image
-from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, DataError, RunError, WeightsError
-from vit.exported.engine import exported_engine, exported_files, open_exported
-from vit.paths import sha256_of_files
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
-from vit.text import Notify, join_names, percent, plural, printable
+from vit.text import Notify, join_names, percent, plural
 from vit.training.checkpoint.run_folder import TEACHER_ANSWERS, TEACHER_FILE, train_on
 from vit.training.distributed.collectives import broadcast_tensor, on_main
 from vit.training.distributed.devices import arithmetic, inference_precision
-from vit.training.finetune.feature_extraction import CPU_BATCH_SIZE, Extractor, extract
+from vit.training.finetune.feature_extraction import Extractor, extract
 from vit.weights.load_model import load_model
 from vit.weights.resolve_source import locate_weights
 from vit.weights.safetensors_io import digest, read_tensors
@@ -66,7 +62,7 @@ def with_teacher(
         answers = broadcast_tensor(accelerator, lambda: read_answers(stored, shape))
         return with_answers(splits, answers)
     teacher = open_teacher(config, accelerator, notify)
-    columns = match_classes(teacher, splits.classes)
+    columns = match_classes(teacher, config.distillation.teacher, splits.classes)
     for line in teacher_lines(config, len(splits.train)):
         notify(line)
     answers = compute_answers(teacher, columns, config, splits.train, accelerator, notify)
@@ -109,121 +105,33 @@ def teacher_lines(config: Config, images: int) -> list[str]:
     views = " and their mirror images" if config.augment.hflip else ""
     tau = f", tau {settings.distillation_tau:g}" if settings.distillation_type == "soft" else ""
     return [
-        f"teacher: {printable(settings.teacher)} answers {plural(images, 'training image')}{views} "
+        f"teacher: {settings.teacher} answers {plural(images, 'training image')}{views} "
         f"once, before the first step ({settings.distillation_type}, alpha "
         f"{settings.distillation_alpha:g}{tau})"
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """A trained classifier.
-
-    Args:
-        name: As the user gave it.
-        key: Digest of everything that its answers depend on, besides image and arithmetic.
-        prepare: One image, uint8 (3, height, width).
-        probabilities: Of prepared images, as of `vit predict`, (images, outputs) float64.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    multilabel: bool
-    preprocessing: Preprocessing
-    key: str
-    prepare: Callable[[str], Tensor]
-    probabilities: Callable[[Sequence[Tensor]], Tensor]
-
-
-def network_teacher(
-    name: str, loaded: LoadedRun, accelerator: Accelerator, precision: str
-) -> Teacher:
-    """A teacher in torch."""
-    about = {
-        "config": asdict(loaded.config),
-        "calibration": None if loaded.calibration is None else loaded.calibration.to_dict(),
-        "task": loaded.task_name,
-    }
-    key = digest(
-        loaded.model.state_dict(), {"about": json.dumps(about, sort_keys=True, default=str)}
-    )
-    device, preprocessing = accelerator.device, loaded.preprocessing
-    chosen = inference_precision(precision, device)
-    network, activation = loaded.model.to(device).eval(), calibrated_activation(loaded)
-
-    def prepare(path: str) -> Tensor:
-        return preprocessing(read_image(path, intensity_range=preprocessing.intensity_range))
-
-    @torch.inference_mode()
-    def probabilities(images: Sequence[Tensor]) -> Tensor:
-        inputs = preprocessing.normalise(torch.stack([*images]).to(device))
-        with autocast(chosen, device):
-            logits: Tensor = network(inputs)
-        found: Tensor = activation(logits.float().cpu().double())
-        return found
-
-    return Teacher(
-        name=name,
-        classes=loaded.classes,
-        multilabel=loaded.thresholds is not None,
-        preprocessing=preprocessing,
-        key=key,
-        prepare=prepare,
-        probabilities=probabilities,
-    )
-
-
-def exported_teacher(name: str, engine: str) -> Teacher:
-    """A teacher in a file of `vit export`, whose graph prepares images of any size itself."""
-    network = open_exported(name, engine, InferenceConfig(batch_size=CPU_BATCH_SIZE))
-    if network.n_best or not network.shares:
-        raise no_classifier(name, "its outputs are no probabilities of classes")
-
-    def prepare(path: str) -> Tensor:
-        image = read_image(path, intensity_range=network.preprocessing.intensity_range)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
-
-    def probabilities(images: Sequence[Tensor]) -> Tensor:
-        arrays = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
-        rows = torch.empty(len(arrays), len(network.classes), dtype=torch.float64)
-        for group in network.groups(arrays):
-            found = network.run([arrays[index] for index in group])["probabilities"]
-            rows[group] = torch.as_tensor(found)
-        if not rows.isfinite().all():
-            raise RunError(f"teacher {name}: the network overflowed")
-        return rows
-
-    return Teacher(
-        name=name,
-        classes=network.classes,
-        multilabel=network.thresholds is not None,
-        preprocessing=network.preprocessing,
-        key=sha256_of_files(exported_files(name)),
-        prepare=prepare,
-        probabilities=probabilities,
-    )
-
-
-def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Teacher:
+def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> LoadedRun:
     """Open the teacher of a run."""
     name = config.distillation.teacher
     assert name is not None, "called for a run with a teacher"
-    if engine := exported_engine(name):
-        teacher = exported_teacher(name, engine)
-    else:
-        # one process downloads, the others find the files
-        on_main(accelerator, lambda: locate_weights(name))
-        loaded = load_model(name, notify=notify, headless=True)
-        if loaded.tokenizer is not None:
-            raise no_classifier(name, "it writes captions")
-        if not loaded.classes:
-            raise no_classifier(name, "it has no classes")
-        if loaded.task_name not in ("classify", "multilabel"):
-            raise no_classifier(name, f"its task is {printable(loaded.task_name)}")
-        teacher = network_teacher(name, loaded, accelerator, config.run.precision)
-    if teacher.multilabel != config.training.multilabel:
-        gives = "any number of classes" if teacher.multilabel else "one class"
+    # one process downloads, the others find the files
+    on_main(accelerator, lambda: locate_weights(name))
+    teacher = load_model(name, notify=notify, headless=True)
+    why = ""
+    if teacher.tokenizer is not None:
+        why = "it writes captions"
+    elif not teacher.classes:
+        why = "it has no classes"
+    elif teacher.task_name not in ("classify", "multilabel"):
+        why = f"its task is {teacher.task_name}"
+    if why:
+        raise ConfigError(
+            f"teacher={name}: {why}, and a teacher is a classifier: give the run of one, or "
+            "weights with a head"
+        )
+    if (teacher.thresholds is not None) != config.training.multilabel:
+        gives = "one class" if teacher.thresholds is None else "any number of classes"
         raise ConfigError(
             f"teacher={name}: it gives an image {gives}, and the data are for "
             f"task={config.training.task}: give a teacher of the same task"
@@ -231,29 +139,31 @@ def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> Te
     return teacher
 
 
-def no_classifier(name: str, why: str) -> ConfigError:
-    """The error of a teacher that has no probabilities of classes."""
-    return ConfigError(
-        f"teacher={name}: {why}, and a teacher is a classifier: give the run of one, "
-        "weights with a head, or a classifier's file of vit export"
-    )
-
-
-def match_classes(teacher: Teacher, classes: Sequence[str]) -> list[int]:
+def match_classes(teacher: LoadedRun, name: str, classes: Sequence[str]) -> list[int]:
     """The output of the teacher for each of `classes`; it may have more."""
-    outputs = {name: column for column, name in enumerate(teacher.classes)}
-    if missing := [name for name in classes if name not in outputs]:
+    outputs = {each: column for column, each in enumerate(teacher.classes)}
+    if missing := [each for each in classes if each not in outputs]:
         raise ConfigError(
-            f"teacher={teacher.name}: it lacks "
-            f"{plural(len(missing), 'class', 'classes')} of the data ({join_names(missing)}; it "
-            f"knows {join_names(teacher.classes, 3)}): classes are matched by name, so rename the "
-            "data's, or give a teacher that was trained on them"
+            f"teacher={name}: it lacks {plural(len(missing), 'class', 'classes')} of the data "
+            f"({join_names(missing)}; it knows {join_names(teacher.classes, 3)}): classes are "
+            "matched by name, so rename the data's, or give a teacher that was trained on them"
         )
-    return [outputs[name] for name in classes]
+    return [outputs[each] for each in classes]
+
+
+def teacher_digest(teacher: LoadedRun) -> str:
+    """Digest of everything that its answers depend on, besides image and arithmetic."""
+    about = {
+        "config": asdict(teacher.config),
+        "calibration": None if teacher.calibration is None else teacher.calibration.to_dict(),
+        "task": teacher.task_name,
+    }
+    text = json.dumps(about, sort_keys=True, default=str)
+    return digest(teacher.model.state_dict(), {"about": text})
 
 
 def compute_answers(
-    teacher: Teacher,
+    teacher: LoadedRun,
     columns: Sequence[int],
     config: Config,
     samples: Sequence[Sample],
@@ -265,29 +175,39 @@ def compute_answers(
     (images, classes) float32, from the cache or computed. Rows of images that cannot be read, with
     on_bad_image=skip, are 0; training skips them too.
     """
-    mirrored = config.augment.hflip > 0
+    device, preprocessing = accelerator.device, teacher.preprocessing
+    mirrored, precision = config.augment.hflip > 0, config.run.precision
+    network, activation = teacher.model.to(device).eval(), calibrated_activation(teacher)
+    chosen = torch.tensor(columns)
 
-    def scores(inputs: Sequence[Tensor]) -> Tensor:
-        chosen = teacher.probabilities(inputs)[:, torch.tensor(columns)]
-        if teacher.multilabel:
-            return chosen.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
-        return chosen.clamp(min=MIN_PROBABILITY).log()
+    def prepare(path: str) -> Tensor:
+        return preprocessing(read_image(path, intensity_range=preprocessing.intensity_range))
+
+    @torch.inference_mode()
+    def scores(images: Tensor) -> Tensor:
+        with autocast(inference_precision(precision, device), device):
+            logits: Tensor = network(preprocessing.normalise(images.to(device)))
+        probabilities: Tensor = activation(logits.float().cpu().double())[:, chosen]
+        if config.training.multilabel:
+            return probabilities.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
+        return probabilities.clamp(min=MIN_PROBABILITY).log()
 
     def vectors(inputs: Sequence[Tensor]) -> Tensor:
-        views = [inputs, [image.flip(-1) for image in inputs]] if mirrored else [inputs]
+        images = torch.stack([*inputs])
+        views = [images, images.flip(-1)] if mirrored else [images]
         return torch.stack([scores(view) for view in views]).mean(dim=0).float()
 
     identity = {
-        "teacher": teacher.key,
-        "preprocessing": teacher.preprocessing.to_dict(),
+        "teacher": teacher_digest(teacher),
+        "preprocessing": preprocessing.to_dict(),
         "outputs": [*columns],
         "mirrored": mirrored,
-        "arithmetic": arithmetic(config.run.precision, accelerator.device),
+        "arithmetic": arithmetic(precision, device),
         "version": VERSION,
     }
     found = extract(
         samples,
-        Extractor("teacher's answers", identity, teacher.prepare, vectors),
+        Extractor("teacher's answers", identity, prepare, vectors),
         config,
         accelerator,
         notify,
@@ -305,13 +225,10 @@ def read_answers(path: Path, shape: tuple[int, int]) -> Tensor:
         answers = read_tensors(path)[0].get(TEACHER_ANSWERS)
     except WeightsError as error:
         raise RunError(f"{error}; delete it, and the teacher answers again") from None
-    if answers is None or answers.ndim != 2 or answers.dtype != torch.float16:
-        raise RunError(f"{path} holds no answers of a teacher; delete it, and it answers again")
-    if tuple(answers.shape) != shape:
-        rows, classes = answers.shape
+    if answers is None or tuple(answers.shape) != shape:
         raise DataError(
-            f"the data set changed since this run began: {path} is for "
-            f"{plural(rows, 'training image')} of {classes} classes, and there are {shape[0]} of "
-            f"{shape[1]}: restore it to resume, or {train_on(path.parent)}"
+            f"the data set changed since this run began: {path} does not have answers for "
+            f"{plural(shape[0], 'training image')} of {shape[1]} classes: restore the data to "
+            f"resume, or {train_on(path.parent)}"
         )
     return answers.float()

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -24,8 +24,6 @@ from accelerate import Accelerator
 from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.config.parser import settings_with, with_settings
-from vit.data.dataloader import TrainingLoader
-from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
@@ -306,12 +304,13 @@ def settle_steps(
     )
 
 
-def endless(config: Config) -> Config:
-    """`config` for measuring: images stay small, and the learning rate near 0 cannot diverge.
+def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
+    """What a run costs, measured on one that is thrown away, for some times `most` seconds.
 
-    Images that cannot be read are for the run itself to meet, which can say how to go on.
+    Its images stay small, and its learning rate near 0 cannot diverge. Images that cannot be read
+    are for the run itself to meet, which can say how to go on.
     """
-    return with_settings(
+    endless = with_settings(
         config,
         epochs=LONG,
         steps=None,
@@ -320,16 +319,12 @@ def endless(config: Config) -> Config:
         growth_epochs=None,
         on_bad_image="skip",
     )
-
-
-def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: float) -> Costs:
-    """What a run costs, measured on one that is thrown away, for some times `most` seconds."""
     watch = Stopwatch(
         wait=lambda: torch.zeros(1, device=accelerator.device).item(),
         agree=partial(max_over_processes, accelerator),
     )
     act = partial(measure, splits=splits, watch=watch, most=most)
-    return dry_run(endless(config), accelerator, act, splits)
+    return dry_run(endless, accelerator, act, splits)
 
 
 def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
@@ -380,7 +375,7 @@ def time_steps(
         were asked for.
     """
     loader = training_loader(run, samples)
-    batches = all_batches(loader)
+    batches = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in range(LONG))
     seconds: list[float] = []
     try:
         while len(seconds) <= WARM_STEPS or sum(seconds[1:]) < most:
@@ -391,11 +386,6 @@ def time_steps(
         loader.close()
     pace = fmean(seconds[max(len(seconds) // 2, WARM_STEPS) :])
     return max(sum(seconds) - len(seconds) * pace, 0.0), pace
-
-
-def all_batches(loader: TrainingLoader) -> Iterator[Batch]:
-    """Micro-batches of epoch after epoch."""
-    return itertools.chain.from_iterable(loader.epoch(epoch) for epoch in range(LONG))
 
 
 def time_validation(

@@ -317,7 +317,7 @@ def claim_run_folder(
         claimed()
     if new:
         write_new_run(folder, config, splits)
-    record_environment(folder, config.data.data)
+    record_environment(folder)
 
 
 def uses_probe(config: Config) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
-from vit.errors import BadImage, WeightsError
+from vit.errors import BadImage
 from vit.stop_signals import Interrupted
 from vit.text import quoted
 from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
@@ -357,15 +357,7 @@ class Trainer:
             shards = {n: shard_like(tensor, present[n]) for n, tensor in weights.items()}
             return self.validate(run, self.evaluation, len(self.splits.val), shards)
 
-        try:
-            event, weights = average_best_epochs(self.best, evaluate)
-        except WeightsError as error:  # on all processes alike; the run is complete
-            self.logger.notify(f"note: no soup: {error}")
-            with contextlib.suppress(WeightsError):  # an earlier attempt may have saved an average
-                weights = self.best.load(self.best.first["epoch"])
-                if run.accelerator.is_main_process:
-                    self.checkpoints.save_model(weights)
-            return None
+        event, weights = average_best_epochs(self.best, evaluate)
         self.logger.soup({**event, "step": run.step})
         if run.accelerator.is_main_process:
             self.checkpoints.save_model(weights)

@@ -1,24 +1,22 @@
-"""Hyperparameter search, started from the plan: `vit tune DATA --time T`.
+"""Hyperparameter search around the plan: `vit tune DATA --time T`.
 
-    plan -> trials: the plan, and changes of it (search_space.py)
-         -> rungs of equal time a trial (successive_halving.py), in half of the time
-         -> the best trial, trained for the remaining time
+    plan -> trials: the plan, and random changes of it -> rungs of equal time a trial, in half of
+    the time: the best third goes on, three times as long -> the best, trained for the rest
 
-    FOLDER/tune.json    settings, trials, rungs and results so far, from which a search resumes
-    FOLDER/best.yaml    the best settings          FOLDER/best    their run folder
-    FOLDER/tune.html    comparison of the trials   FOLDER/trials  run folders of the trials
+    FOLDER/tune.json        settings, plan and trials, from which a search resumes
+    FOLDER/rungR-trialNN    run folders of the trials; `vit runs FOLDER` compares them
+    FOLDER/best             run folder of the best one
 
-Trials and their numbers of steps are fixed before the first one, so a search that was killed
-resumes to the same result.
+Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
+Optimization", arXiv:1502.07943.
 """
 
 import contextlib
 import json
 import os
-import re
-import shutil
+import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,78 +24,41 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from vit.atomic_files import atomic_file, explain_write_errors, write_text
-from vit.config import Config
+from vit.atomic_files import write_text
+from vit.config import Config, TrainingConfig
 from vit.config.merge_settings import call_settings
-from vit.config.parser import (
-    Settings,
-    checked,
-    default_run_folder,
-    make_config,
-    settings_with,
-    write_settings,
-)
-from vit.config.settings import PRETRAINING_TASKS
+from vit.config.parser import Settings, checked, default_run_folder, make_config, settings_with
 from vit.config.stored_config import has_stored_config
-from vit.data.dataset_types import labels_of
-from vit.errors import BadImage, ConfigError, DataError, RunError, VitError
-from vit.evaluation.tune_report import (
-    PAGE_FILE,
-    changes_in_words,
-    measure_name,
-    table_lines,
-    tune_page,
-    verdict,
-)
-from vit.event_log import METRICS_FILE, read_event_log
+from vit.data.random_seed import random_seed
+from vit.errors import BadImage, ConfigError, RunError, VitError
+from vit.evaluation.runs_table import FINISHED, RunRecord, rank_of, read_run
 from vit.stop_signals import Interrupted
-from vit.tasks.task import get_task
-from vit.text import format_duration, percent, plural, printable, quoted
-from vit.training.checkpoint.checkpoint import CHECKPOINTS
-from vit.training.checkpoint.run_folder import (
-    BEST,
-    TEACHER_FILE,
-    WEIGHTS,
-    delete_run,
-    delete_unused,
-    foreign_files,
-    lock_folder,
-)
+from vit.text import format_duration, quoted
+from vit.training.checkpoint.run_folder import LOCK, lock_folder
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.loader_autotune import shared_caches
-from vit.training.logging.training_progress import notifier, redirect_lines, write_line
+from vit.training.logging.training_progress import notifier, silent_log
 from vit.training.plan import is_planned, plan_training, summary_lines
-from vit.training.search_space import SPACE, make_trials
-from vit.training.successive_halving import (
-    SEARCH_SHARE,
-    TRIAL_COUNTS,
-    CostMeter,
-    count_trials,
-    final_results,
-    find_result,
-    leaderboard,
-    make_rungs,
-    seconds_spent,
-    trials_of_rung,
-    with_steps,
-)
-from vit.training.time_budget import MOST_SECONDS, SHARE
-from vit.training.train import resolve, train, translate_errors
+from vit.training.train import train, translate_errors
 from vit.training.trainer import TrainingResult
 
-TUNE_FILE = "tune.json"
-RECIPE_FILE = "best.yaml"
-BEST_RUN = "best"
-TRIALS = "trials"
-COMMAND = "vit tune"
-
-MAX_SEARCH_SHARE = 0.75
-"""Share of the time after which a search that is slower than measured ends."""
-RECIPE = "The best settings that vit tune found.\nTrain them: vit train --config THIS"
-
-Record = dict[str, Any]
-"""The content of tune.json."""
+TUNE_FILE, BEST_RUN = "tune.json", "best"
+SEARCH_SHARE = 0.5
+"""Share of the time that is for the search."""
+FACTOR, MAX_FINAL_TRIALS = 3, 3
+"""Each rung has so many times fewer trials than the one before, each so many times as long; the
+last one has at most three."""
+TRIAL_COUNTS, MIN_TRIAL_SECONDS = (18, 9, 6, 3), 60.0
+"""Numbers of trials: the largest whose trials of the first rung take a minute, else the least."""
+CHANGE_PROBABILITY, MAX_DRAWS = 0.5, 100
+FACTORS = {"lr": (0.4, 0.6, 1.6, 2.5), "weight_decay": (0.25, 0.5, 2.0, 4.0)}
+"""Changes of a setting as factors on its planned value; fallback_lr follows lr."""
+VALUES = {
+    "min_crop": (0.2, 0.35, 0.6, 0.8),
+    "drop_path": (0.0, 0.05, 0.1, 0.2),
+    "smoothing": (0.0, 0.05, 0.1, 0.2),
+}
+"""Values that a setting may have in a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +67,22 @@ class TuneResult:
 
     Args:
         best: Number of the best trial; 0 is the plan.
+        changes: The settings in which it differs from the plan.
+        settings: All settings of the best trial that were chosen.
     """
 
     folder: Path
     best: int
+    changes: dict[str, Any]
     settings: dict[str, Any]
     training: TrainingResult
-    record: dict[str, Any]
-    lines: tuple[str, ...]
 
 
 def tune(
     settings: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     out: str | Path | None = None,
     *,
-    trials: int | None = None,
     resume: bool = False,
-    overwrite: bool = False,
     began: float | None = None,
     **more: Any,
 ) -> TuneResult:
@@ -135,9 +95,7 @@ def tune(
             is searched. A search that is resumed adds its own.
         out: The folder; `runs/<name of the data>-tune` if omitted. The trained network is the run
             folder `best` in it.
-        trials: Number of trials, the plan among them; chosen by the time if omitted.
         resume: Continue the search in `out`, or start if there is none.
-        overwrite: Replace the search in `out`, once the new one has its plan.
         began: Start of the time, by `time.monotonic`; now if omitted.
         more: More settings by name.
 
@@ -149,437 +107,275 @@ def tune(
     chosen = Settings(call=more) if resumes else call_settings(settings, more)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to search: give DATA")
-    values, trials, folder = resumed_settings(checked(chosen), out, trials, resume=resume)
-    seconds = check_tunable(values, trials)
-    accelerator = make_accelerator(device_settings(values).run)
-    notify = notifier(accelerator)
-    with shared_caches(), contextlib.ExitStack() as stack:
-        claim = partial(claim_tuning, folder, values, trials, stack)
-        record = on_main(accelerator, partial(claim, resume=resume, overwrite=overwrite))
-        if record is None:
-            if resume:
-                notify(f"note: no tuning in {printable(folder)} yet: starting one")
-            try:
-                with translate_errors():
-                    record = plan_search(values, seconds, trials, accelerator, began)
-            except VitError:
-                if accelerator.is_main_process:
-                    delete_unused(folder)
-                raise
-            on_main(accelerator, partial(delete_search, folder))
-            record["seconds"] = time.monotonic() - began
-            record = save(accelerator, folder, record)
-        rungs = [
-            f"{one['trials']} of {format_duration(one['seconds'])} each" for one in record["rungs"]
-        ]
-        notify(f"search: {len(record['trials'])} trials, in rungs of {', then '.join(rungs)}")
-        search(record, folder, seconds, accelerator)
-        best = final_results(record)[0]["trial"]
-        record["best"] = best
-        if "time" not in record:
-            left = seconds - seconds_spent(record)
-            record["time"] = f"{max(left, (1 - MAX_SEARCH_SHARE) * seconds / 2):.1f}s"
-        record = save(accelerator, folder, record)
-        trial = record["trials"][best]
-        config = make_config({**trial["settings"], "time": record["time"]})
-        on_main(accelerator, partial(write_search_results, folder, record, config))
-        name = f"trial {best} ({changes_in_words(trial)})" if best else "the plan"
-        run_folder = folder / BEST_RUN
-        notify(f"best: {name}; training it for {record['time']}, in {printable(run_folder)}")
-        result = train(
-            config,
-            run_folder,
-            resume=resume and has_stored_config(run_folder),
-            resumed_by=(COMMAND, folder),
-        )
-        record["result"] = {"epoch": result.epoch, "scores": result.scores}
-        record = save(accelerator, folder, record)
-        on_main(accelerator, partial(write_report, folder, record))
-    notify(f"comparison of the trials: {printable(folder / PAGE_FILE)}")
-    return TuneResult(
-        folder=folder,
-        best=best,
-        settings=dict(trial["settings"]),
-        training=result,
-        record=record,
-        lines=tuple(result_lines(record, result, folder)),
-    )
-
-
-def resumed_settings(
-    values: dict[str, Any], out: str | Path | None, trials: int | None, *, resume: bool
-) -> tuple[dict[str, Any], int | None, Path]:
-    """Settings and number of trials, completed by the search to resume, and its folder."""
+    values = checked(chosen)
     if not (values.get("data") or (resume and out)):
         raise ConfigError("data is missing: name a folder of images, a list or a known set")
     folder = Path(out or f"{default_run_folder(values['data'])}-tune")
-    if resume and (folder / TUNE_FILE).is_file():
-        record = read_record(folder / TUNE_FILE)
-        values = {**record["settings"], **values}
-        trials = record["asked"] if trials is None else trials
+    record = read_record(folder, values) if resume else {}
+    values = record.get("settings", values)
+    seconds = check_tunable(values, folder)
+    names = ("device", "precision", "deterministic")
+    devices = make_config({name: values[name] for name in names if name in values})
+    accelerator = make_accelerator(devices.run)
+    on_main(accelerator, partial(check_folder, folder, resumes=bool(record)))
+    if not record:
+        with translate_errors():
+            record = plan_search(values, seconds, accelerator)
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> None:
+            stack.enter_context(lock_folder(folder))
+
+        on_main(accelerator, lock)
+        search = Search(folder, record, seconds, accelerator, began)
+        if "best" not in record:
+            record["best"] = search.run()
+            search.save()
+        best, left = record["best"], max(seconds - search.spent, 0.25 * seconds)
+        changes = record["trials"][best]
+        search.notify(f"best: {in_words(changes)}; training it for {format_duration(left)}")
+        config = search.config(best, left)
+        training = search.train(config, folder / BEST_RUN)
+    return TuneResult(
+        folder=folder,
+        best=best,
+        changes=changes,
+        settings=dict(Settings.of(config)),
+        training=training,
+    )
+
+
+def check_tunable(values: Mapping[str, Any], folder: Path) -> float:
+    """The time in seconds of a search with these settings."""
     if not values.get("data"):
         raise ConfigError(f"{folder}: no tuning to resume there; give the --out of one, or DATA")
-    return values, trials, folder
-
-
-def check_tunable(values: Mapping[str, Any], trials: int | None) -> float:
-    """The time in seconds of a search with these settings."""
     if not is_planned(values):
         raise ConfigError(
             "tuning begins with a plan, which chooses the network of a classifier: leave out "
             "--model, --weights and --method"
         )
-    task = values.get("task", "classify")
-    if get_task(task).writes_captions:
-        raise ConfigError(
-            f"task={task}: a search needs the score of classes; vit train has a plan for captions"
-        )
-    if task in PRETRAINING_TASKS:
-        raise ConfigError(
-            f"task={task}: a search needs the score of classes; tune the training with labels that "
-            "follows"
-        )
+    training = TrainingConfig(**{n: values[n] for n in ("task", "time") if n in values})
+    if not (training.single_label or training.multilabel):
+        raise ConfigError(f"task={training.task}: a search compares classifiers; use vit train")
     if values.get("folds") is not None:
-        raise ConfigError(
-            f"folds={values['folds']}: a tuning validates on one part; leave it out, and train the "
-            f"{RECIPE_FILE} that it writes with --folds"
-        )
-    for name in (*settings_with(decided_by="time"), "patience"):  # they count epochs
-        if values.get(name):
-            raise ConfigError(
-                f"{name}={values[name]!r}: trials have lengths of their own, by the time; leave it "
-                "out"
-            )
-    if trials is not None and trials < 2:
-        raise ConfigError(f"trials={trials}: a search compares at least 2, the plan among them")
-    if values.get("time") is None:
+        raise ConfigError(f"folds={values['folds']}: a tuning validates on one part; leave it out")
+    if training.seconds is None:
         raise ConfigError("time is missing: say how long the whole tuning may take: --time 30m")
-    if all(dimension.is_fixed(values) for dimension in SPACE):
-        raise ConfigError(
-            "every setting that a tuning searches is given: leave one of them out "
-            f"({', '.join(one.name for one in SPACE)}), or use vit train"
-        )
-    seconds = device_settings(values).training.seconds
-    assert seconds is not None
-    return seconds
+    return training.seconds
 
 
-def device_settings(values: Mapping[str, Any]) -> Config:
-    """The settings of devices and time, before there is a network."""
-    names = ("device", "precision", "deterministic", "time")
-    return make_config({name: values[name] for name in names if name in values})
-
-
-def claim_tuning(
-    folder: Path,
-    values: Mapping[str, Any],
-    trials: int | None,
-    stack: contextlib.ExitStack,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> dict[str, Any] | None:
-    """Lock `folder` until `stack` closes; returns the record of the search to resume, if any."""
-    where, path = printable(folder), folder / TUNE_FILE
-    if resume and overwrite:
-        raise RunError("resume and overwrite exclude each other: choose one")
+def check_folder(folder: Path, *, resumes: bool) -> None:
+    """Refuse a folder with other files than those of the search that is resumed."""
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{where} is a file: give a folder")
-    ours = {TUNE_FILE, PAGE_FILE, RECIPE_FILE, BEST_RUN, TRIALS, ".lock"}
-    with explain_write_errors(folder):
-        names = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
-    if has_stored_config(folder) or (folder / WEIGHTS).exists():
-        raise RunError(f"{where} is a run folder itself: give another --out")
-    if others := sorted(name for name in names - ours if not name.endswith(".tmp")):
-        raise RunError(f"{where} has files that no tuning wrote ({others[0]}): give another --out")
-    stack.enter_context(lock_folder(folder))
-    if path.is_file() and not (resume or overwrite):
-        raise RunError(f"{path} exists: --resume continues it, --overwrite starts anew")
-    if not path.is_file() or overwrite:
-        for run in search_runs(folder):
-            if foreign := foreign_files(run):
-                raise RunError(
-                    f"{foreign[0]} was written by no tuning, which trains there: move "
-                    "it, or give another --out"
-                )
-        return None  # the new one deletes what is there, if its plan is no refusal
-    record = read_record(path)
-    require_same(values, trials, record, path)
-    change_settings(record, values)
-    return record
+        raise RunError(f"{folder} is a file: give a folder")
+    if not resumes and folder.is_dir() and {path.name for path in folder.iterdir()} - {LOCK}:
+        raise RunError(f"{folder} is not empty: --resume continues a search; or give another --out")
 
 
-def change_settings(record: Record, values: Mapping[str, Any]) -> None:
-    """Apply those of `values` that may change on resume to a search and all of its trials."""
-    changes = {name: values[name] for name in values if name in settings_with(resumable=True)}
-    for settings in (record["settings"], *(trial["settings"] for trial in record["trials"])):
-        settings.update(changes)
-    for trial in record["trials"]:
-        make_config(trial["settings"])
-
-
-def search_runs(folder: Path) -> list[Path]:
-    """The run folders of a search in `folder`: its trials', and that of the best settings."""
-    runs = [*(folder / TRIALS).glob("*-rung*"), folder / BEST_RUN]
-    return [run for run in runs if run.is_dir()]
-
-
-def delete_search(folder: Path) -> None:
-    """Delete what a search wrote in `folder`, and nothing else."""
-    with explain_write_errors(folder):
-        for run in search_runs(folder):
-            delete_run(run)
-            (run / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # with other files in it
-                run.rmdir()
-        with contextlib.suppress(OSError):
-            (folder / TRIALS).rmdir()
-        for name in (PAGE_FILE, RECIPE_FILE, TUNE_FILE):
-            (folder / name).unlink(missing_ok=True)
-
-
-def read_record(path: Path) -> Record:
-    """Read tune.json."""
+def read_record(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The search in `folder` with `values`, of which it may change some; {} if there is none."""
+    path = folder / TUNE_FILE
+    if not path.is_file():
+        return {}
     try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"))
-        needed = {"settings", "asked", "trials", "rungs", "results", "seconds", "validation"}
-        if missing := needed - record.keys():
-            raise KeyError(min(missing))
-        record["settings"] = checked(record["settings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({error}); start anew with --overwrite") from None
-    return record
-
-
-def require_same(
-    values: Mapping[str, Any], trials: int | None, record: Mapping[str, Any], path: Path
-) -> None:
-    """Refuse to resume a search with other settings."""
-    now, before = (
-        json.loads(json.dumps(every))  # tuples are lists there
-        for every in (
-            {**values, "trials": trials},
-            {**record["settings"], "trials": record["asked"]},
-        )
-    )
-    changed = [
-        name
-        for name in sorted({*now, *before})
-        if now.get(name) != before.get(name) and name not in settings_with(resumable=True)
-    ]
-    if changed:
-        name = changed[0]
-        raise ConfigError(
-            f"{name}={now.get(name)!r} differs from {before.get(name)!r} in {path}: a "
-            "tuning resumes with its own settings; leave the flag out, or give another --out"
-        )
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = checked(record["settings"])
+        assert {"plan", "trials", "rungs", "seconds"} <= record.keys()
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, VitError) as error:
+        raise RunError(f"{path} is damaged ({error}); give another --out") from None
+    for name, value in values.items():
+        if value != before.get(name) and name not in settings_with(resumable=True):
+            raise ConfigError(
+                f"{name}={value!r} differs from {before.get(name)!r} in {path}: a tuning resumes "
+                "with its own settings; leave it out, or give another --out"
+            )
+    return {**record, "settings": {**before, **values}}
 
 
 def plan_search(
-    values: Mapping[str, Any],
-    seconds: float,
-    requested: int | None,
-    accelerator: Accelerator,
-    began: float,
-) -> Record:
-    """The record of a search before its first trial: trials, and their steps in each rung."""
+    values: Mapping[str, Any], seconds: float, accelerator: Accelerator
+) -> dict[str, Any]:
+    """The record of a search before its first trial."""
     config, plan = plan_training({**values, "time": f"{SEARCH_SHARE * seconds:.1f}s"})
     for line in summary_lines(plan):
         notifier(accelerator)(line)
-    with contextlib.ExitStack() as repeated:
-        if config.distillation.teacher is not None:  # its pass over the images, which is made once
-            resolve(with_steps(config, 1), accelerator, began=time.monotonic())
-            repeated.enter_context(redirect_lines(lambda _line: None))
-        setup_began = time.monotonic()
-        resolved = resolve(with_steps(config, 1), accelerator, began=setup_began)
-    startup = max_over_processes(accelerator, time.monotonic() - setup_began)
-    config, splits = resolved.config, resolved.splits
-    if config.training.multilabel and not any(map(labels_of, splits.val)):
-        raise DataError(
-            f"none of {plural(len(splits.val), 'validation image')} has a class, and trials are "
-            "compared by the mean average precision of classes: give others, or use vit train"
-        )
-    drawn = make_trials(plan, values, int(values.get("seed", 0)), requested or max(TRIAL_COUNTS))
-    cost_of = CostMeter(
-        resolved.config, resolved.splits, accelerator, min(SHARE * seconds, MOST_SECONDS)
+    trials = draw_trials(config, values)
+    number = next(
+        (n for n in TRIAL_COUNTS if SEARCH_SHARE * seconds / relative_cost(n) >= MIN_TRIAL_SECONDS),
+        TRIAL_COUNTS[-1],
     )
-
-    def remaining() -> float:
-        return SEARCH_SHARE * seconds - max_over_processes(accelerator, time.monotonic() - began)
-
-    number = count_trials(
-        len(drawn),
-        cost_of(drawn[0]),
-        images=len(splits.train),
-        startup=startup,
-        seconds=remaining(),
-        requested=requested,
-    )
-    trials = drawn[:number]
-    costs = [cost_of(trial) for trial in trials]
     return {
         "settings": dict(values),
-        "asked": requested,
-        "validation": len(splits.val),
-        "trials": [{"trial": n, **trial} for n, trial in enumerate(trials)],
-        "rungs": make_rungs(
-            costs,
-            startup=startup,
-            seconds=remaining(),
-            total_seconds=seconds,
-            requested=requested is not None,
-        ),
-        "results": [],
+        "plan": {name: value for name, value in plan.settings.items() if name != "time"},
+        "trials": trials[:number],
+        "rungs": [],
+        "seconds": 0.0,
     }
 
 
-def search(record: Record, folder: Path, seconds: float, accelerator: Accelerator) -> None:
-    """Train the remaining trials, rung after rung, and add their results to `record`."""
-    notify = notifier(accelerator)
-    notes = DistinctNotes()
-    for rung, size in enumerate(record["rungs"], 1):
-        for place, trial in enumerate(trials_of_rung(record, rung), 1):
-            finished = find_result(record, rung, trial) is not None
-            if finished:  # a kill may have come before its weights were deleted
-                on_main(accelerator, partial(drop_weights, trial_folder(folder, trial, rung)))
-            if finished or record.get("stopped"):
-                continue
-            too_slow = seconds_spent(record) + size["seconds"] > MAX_SEARCH_SHARE * seconds
-            if too_slow and (rung, place) != (1, 1):
-                record["stopped"] = (
-                    f"the search ended in rung {rung}, before trial {trial}: trials took longer "
-                    "than was measured"
-                )
-                save(accelerator, folder, record)
-                notify(f"note: {record['stopped']}")
-                continue
-            began = time.monotonic()
-            with redirect_lines(notes):
-                result = run_trial(record, rung, trial, folder, accelerator)
-            taken = max_over_processes(accelerator, time.monotonic() - began)
-            result["seconds"] = round(taken, 2)
-            record["results"].append(result)
-            save(accelerator, folder, record)
-            notify(trial_line(record, rung, place, result))
-            on_main(accelerator, partial(drop_weights, trial_folder(folder, trial, rung)))
+def draw_trials(config: Config, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Different changes of the plan, {} first; those in `values` stay as they are.
 
-
-def run_trial(
-    record: Record,
-    rung: int,
-    trial: int,
-    folder: Path,
-    accelerator: Accelerator,
-) -> dict[str, Any]:
-    """Train or resume one trial of a rung; returns its result for tune.json, without seconds."""
-    steps = record["rungs"][rung - 1]["steps"][trial]
-    config = with_steps(make_config(record["trials"][trial]["settings"]), steps)
-    result: dict[str, Any] = {"rung": rung, "trial": trial, "steps": steps}
-    where = trial_folder(folder, trial, rung)
-    resume = on_main(accelerator, lambda: has_stored_config(where))
-    try:
-        training = train(
-            config,
-            where,
-            resume=resume,
-            resumed_by=(COMMAND, folder),
-            report=False,
+    A change is a function of (seed, draw, setting): a setting that was chosen leaves the others as
+    they were.
+    """
+    trials: list[dict[str, Any]] = [{}]
+    for draw in range(MAX_DRAWS):
+        changes = draw_changes(config, values, draw)
+        with contextlib.suppress(ConfigError):  # with settings that were chosen
+            make_config(Settings(plan=config.values(), call=values, trial=changes))
+            if changes not in trials:
+                trials.append(changes)
+    if len(trials) == 1:
+        raise ConfigError(
+            "every setting that a tuning searches is given: leave out one of "
+            f"{', '.join([*FACTORS, *VALUES])}, or use vit train"
         )
-    except (Interrupted, BadImage):
-        raise
-    except VitError as error:
-        on_one_process = accelerator.num_processes > 1 and not error.on_all_processes
-        if trial == 0 or on_one_process:
-            raise
-        return {**result, "error": printable(error)}
-    epochs = on_main(accelerator, lambda: read_event_log(where / METRICS_FILE, "epoch").events)
-    measure = str(epochs[-1].get("chosen_by", "val_top1")).removeprefix("val_")
-    return {
-        **result,
-        "epoch": training.epoch,
-        "measure": measure,
-        "score": training.scores[measure],
-        "loss": training.scores["loss"],
-        "scores": training.scores,
-        "epochs": [event[f"val_{measure}"] for event in epochs],
-    }
+    return trials
 
 
-class DistinctNotes:
-    """Passes the notes of trials to standard error, those that differ in numbers only once."""
-
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-
-    def __call__(self, line: str) -> None:
-        key = re.sub(r"[\d.,]+", "", line)
-        if line.startswith("note:") and "no run in" not in line and key not in self.seen:
-            self.seen.add(key)
-            write_line(line)
-
-
-def trial_folder(folder: Path, trial: int, rung: int) -> Path:
-    """The run folder of a trial in a rung."""
-    return folder / TRIALS / f"{trial:02d}-rung{rung}"
+def draw_changes(config: Config, values: Mapping[str, Any], draw: int) -> dict[str, Any]:
+    """Each setting of the search space with probability 1/2, at another value than the plan's."""
+    planned, changes = config.values(), {}
+    for name, choices in {**FACTORS, **VALUES}.items():
+        generator = random.Random(random_seed(config.training.seed, draw, "tune", name))
+        changed, value = generator.random() < CHANGE_PROBABILITY, generator.choice(choices)
+        if not changed or (name == "min_crop" and planned[name] == 1):  # would cut characters
+            continue
+        followers = ("lr", "fallback_lr") if name == "lr" else (name,)
+        for follower in followers:
+            now = planned[follower]
+            if follower not in values and now is not None:
+                changes[follower] = float(f"{now * value:.3g}") if name in FACTORS else value
+    return {name: value for name, value in changes.items() if value != planned[name]}
 
 
-def drop_weights(folder: Path) -> None:
-    """Delete weights and teacher's answers of a finished trial; its settings and metrics stay."""
-    with explain_write_errors(folder):
-        for name in (CHECKPOINTS, BEST):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (WEIGHTS, "config.json", TEACHER_FILE):
-            (folder / name).unlink(missing_ok=True)
+def rung_sizes(trials: int) -> list[int]:
+    """Trials of each rung."""
+    sizes = [trials]
+    while sizes[-1] > MAX_FINAL_TRIALS:
+        sizes.append(max(sizes[-1] // FACTOR, 2))
+    return sizes
 
 
-def save(accelerator: Accelerator, folder: Path, record: Record) -> Record:
-    """Write tune.json on the main process; returns its record on all."""
-
-    def write() -> Record:
-        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-        write_text(folder / TUNE_FILE, text)
-        stored: Record = json.loads(text)
-        return stored
-
-    return on_main(accelerator, write)
+def relative_cost(trials: int) -> int:
+    """Time of all rungs, in trials of the first one."""
+    return sum(size * FACTOR**rung for rung, size in enumerate(rung_sizes(trials)))
 
 
-def write_search_results(folder: Path, record: Record, config: Config) -> None:
-    """Write the best settings as a recipe, and the page."""
-    with atomic_file(folder / RECIPE_FILE) as path:
-        write_settings(path, config, RECIPE)
-    write_report(folder, record)
+class Search:
+    """Trains trials, rung after rung.
+
+    Args:
+        record: The content of tune.json.
+        seconds: Time of search and final training.
+        began: Start of this call, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        record: dict[str, Any],
+        seconds: float,
+        accelerator: Accelerator,
+        began: float,
+    ) -> None:
+        self.folder, self.record, self.seconds = folder, record, seconds
+        self.accelerator, self.began, self.before = accelerator, began, record["seconds"]
+        self.notify = notifier(accelerator)
+        self.save()
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the search so far, the same on all processes."""
+        now = max_over_processes(self.accelerator, time.monotonic() - self.began)
+        return float(self.before + now)
+
+    def save(self) -> None:
+        """Write tune.json on the main process."""
+        self.record["seconds"] = self.spent
+        text = json.dumps(self.record, indent=1, allow_nan=False) + "\n"
+        on_main(self.accelerator, partial(write_text, self.folder / TUNE_FILE, text))
+
+    def config(self, trial: int, seconds: float) -> Config:
+        """The settings of a training of a trial."""
+        record = self.record
+        chosen = {**record["settings"], "time": f"{seconds:.1f}s"}
+        return make_config(
+            Settings(plan={**record["plan"], **record["trials"][trial]}, call=chosen)
+        )
+
+    def run(self) -> int:
+        """Train the trials that are left; returns the best one."""
+        sizes = rung_sizes(len(self.record["trials"]))
+        rungs: list[float] = self.record["rungs"]
+        trials, best = [*range(sizes[0])], 0
+        for rung, size in enumerate(sizes):
+            if rung == len(rungs):
+                share = sum(n * FACTOR**later for later, n in enumerate(sizes[rung:]))
+                each = (SEARCH_SHARE * self.seconds - self.spent) / share
+                if rungs and each <= rungs[-1]:  # so slow that nothing new would be learned
+                    break
+                rungs.append(each)
+                self.save()
+            self.notify(f"rung {rung + 1}: {size} trials of {format_duration(rungs[rung])} each")
+            runs = {}
+            for trial in trials:
+                run = self.run_trial(trial, rung)
+                if run is not None:
+                    runs[trial] = run
+            ranked = sorted(runs, key=lambda trial: rank_of(runs[trial]))
+            best = ranked[0]
+            if rung + 1 < len(sizes):
+                trials = ranked[: sizes[rung + 1]]
+                if 0 not in trials:  # the plan is compared to the end
+                    trials[-1] = 0
+                trials.sort()
+        return best
+
+    def run_trial(self, trial: int, rung: int) -> RunRecord | None:
+        """Train a trial unless it is finished; returns its run, None if it failed."""
+        folder = self.folder / f"rung{rung + 1}-trial{trial:02d}"
+        name = f"{folder.name} ({in_words(self.record['trials'][trial])})"
+        seconds = self.record["rungs"][rung]
+        read = partial(read_run, folder, self.folder)
+        run = on_main(self.accelerator, read)
+        if run.state != FINISHED:
+            try:
+                with silent_log():
+                    self.train(self.config(trial, seconds), folder, report=False)
+            except (Interrupted, BadImage):
+                raise
+            except VitError as error:
+                alone = self.accelerator.num_processes > 1 and not error.on_all_processes
+                if isinstance(error, ConfigError) and trial == 0:
+                    share = f"has {format_duration(seconds)} of the {format_duration(self.seconds)}"
+                    raise ConfigError(f"{name} {share}, and {error}") from None
+                if trial == 0 or alone:
+                    raise
+                self.notify(f"{name}: failed: {error}")
+                return None
+            self.save()
+            run = on_main(self.accelerator, read)
+        self.notify(f"{name}: validation {run.score_text}")
+        return run
+
+    def train(self, config: Config, folder: Path, **options: Any) -> TrainingResult:
+        """Train in a run folder, or go on there."""
+        resume = on_main(self.accelerator, partial(has_stored_config, folder))
+        resumed_by = ("vit tune", self.folder)
+        return train(config, folder, resume=resume, resumed_by=resumed_by, **options)
 
 
-def write_report(folder: Path, record: Record) -> None:
-    """Write FOLDER/tune.html."""
-    plan = find_result(record, final_results(record)[0]["rung"], 0)
-    write_text(folder / PAGE_FILE, tune_page(record, leaderboard(record), plan, folder))
+def in_words(changes: Mapping[str, Any]) -> str:
+    """The settings in which a trial differs from the plan."""
+    return ", ".join(f"{name}={value}" for name, value in changes.items()) or "the plan"
 
 
-def result_lines(record: Record, result: TrainingResult, folder: Path) -> Iterator[str]:
-    """A table of the trials, the verdict, and the result of the final training."""
-    best = final_results(record)[0]
-    yield from table_lines(record, leaderboard(record))
-    if "stopped" in record:
-        yield f"note: {record['stopped']}"
-    yield verdict(record, best, find_result(record, best["rung"], 0))
-    score = percent(result.scores[best["measure"]])
-    yield (
-        f"trained for {record['time']}: validation {measure_name(best)} {score}, "
-        f"run folder {quoted(folder / BEST_RUN)}"
-    )
-
-
-def trial_line(record: Record, rung: int, place: int, result: Mapping[str, Any]) -> str:
-    """Log line of a trial."""
-    outcome = (
-        f"failed: {result['error']}"
-        if "error" in result
-        else f"val {measure_name(result)} {percent(result['score'])}"
-    )
+def result_line(result: TuneResult) -> str:
+    """The result for a terminal."""
+    run = read_run(result.training.folder, result.folder)
     return (
-        f"rung {rung}, {place}/{record['rungs'][rung - 1]['trials']}: trial {result['trial']}  "
-        f"{outcome}  in {result['seconds']:.0f} s  "
-        f"{changes_in_words(record['trials'][result['trial']])}"
+        f"best: {in_words(result.changes)}: validation {run.score_text}, run folder "
+        f"{quoted(run.folder)}; vit runs {quoted(result.folder)} compares the trials"
     )

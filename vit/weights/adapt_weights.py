@@ -23,20 +23,15 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.config.parser import all_settings
 from vit.config.settings import convert
-from vit.errors import ConfigError, WeightsError
-from vit.model.build import POSITIONS
+from vit.errors import WeightsError
+from vit.model.build import check_fit, meta_model
+from vit.model.layers import POSITIONS
 from vit.model.patch_embed import resize_patch_embed
 from vit.model.position_embedding import LearnedPositions, resize_positions
 from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import (
-    BIAS_TABLE,
-    PATCH_WEIGHT,
-    State,
-    check_fit,
-    meta_model,
-)
+from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, State
 from vit.weights.formats.timm_writer import first_convolution
 from vit.weights.saved_model import LoadedRun, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
@@ -178,7 +173,6 @@ def change_patches(
         for name, value in requested.items()
         if value is not None
     }
-    _check_patch_size(config, changed.get("patch_size", config.patch_size))
     target = changed_config(config, changed)
     if target == config:
         return run
@@ -202,19 +196,6 @@ def change_patches(
     )
 
 
-def _check_patch_size(config: ModelConfig, size: int) -> None:
-    """Check that the patch size divides the image size; the error has the nearest divisors."""
-    side = config.image_size
-    if size > 0 and not side % size:
-        return
-    divisors = [number for number in range(1, side + 1) if side % number == 0]
-    smaller, larger = [n for n in divisors if n < size], [n for n in divisors if n > size]
-    raise ConfigError(
-        f"patch_size={size}: does not divide the {side} pixels of an image; choose "
-        f"{' or '.join(map(str, [*smaller[-1:], *larger[:1]]))}"
-    )
-
-
 def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     """Check that `config` differs from the source only in adaptable settings."""
     source = pretrained.config
@@ -231,24 +212,14 @@ def _check_compatible(pretrained: Pretrained, config: ModelConfig) -> None:
     )
     if "none" in (source.pooling, config.pooling):  # a captioning encoder has no pooling
         free += ("pooling", "final_norm")
-    # settings whose resolved value is the same are compatible
-    others = [
-        name
-        for name in asdict(config)
-        if name not in free
-        and getattr(source, name) != getattr(config, name)
-        and _resolved_value(source, name) != _resolved_value(config, name)
-    ]
-    if others:
-        mine, theirs = (
-            join_names((f"{name}={_display_value(each, name)}" for name in others), MAX_NAMES)
-            for each in (config, source)
-        )
-        it = "it" if len(others) == 1 else "them"
-        raise WeightsError(
-            f"{mine}: {pretrained.origin} has {theirs}; leave {it} out, or start "
-            "without its weights"
-        )
+    for name in asdict(config):
+        # settings whose resolved value is the same are compatible
+        mine, theirs = (_resolved_value(each, name) for each in (config, source))
+        if name not in free and getattr(source, name) != getattr(config, name) and mine != theirs:
+            raise WeightsError(
+                f"{name}={_display_value(config, name)}: {pretrained.origin} has "
+                f"{name}={_display_value(source, name)}; leave it out, or start without its weights"
+            )
 
 
 def _resolved_value(config: ModelConfig, name: str) -> object:

@@ -8,6 +8,7 @@ image -> the library's, as loaded from the folder.
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -35,7 +36,6 @@ from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_config import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import to_timm
 from vit.weights.formats.timm_writer import (
     incompatibility_remedy,
     timm_config,
@@ -51,6 +51,7 @@ from vit.weights.load_model import (
     preprocessing_or_default,
 )
 from vit.weights.safetensors_io import DIGEST, write_tensors
+from vit.weights.saved_model import to_timm
 
 Library = Literal["timm", "huggingface"]
 
@@ -71,8 +72,8 @@ classify = pipeline("image-classification", model="FOLDER")
 classify("image.jpg")
 ```""",
 }
-STEM_USAGE = """This network has a convolutional stem, which {library} knows once vit is imported:
-`pip install` vit and begin with `import vit`."""
+STEM_USAGE = """This network has a convolutional stem, which {library} knows once it is registered:
+`pip install` vit and begin with `import {module}`."""
 TASKS = {True: "image-classification", False: "image-feature-extraction"}
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -83,9 +84,10 @@ MULTILABEL_NOTES = {
     "huggingface": "problem_type is multi_label_classification: take sigmoids of its logits",
 }
 PLUG_INS = {
-    "timm": "the architecture vit_conv_stem",
-    "huggingface": "the model_type vit_toolkit",
+    "timm": "vit.weights.formats.timm_conv_stem",
+    "huggingface": "vit.weights.formats.huggingface_classes",
 }
+"""Modules of ours that register the network with a convolutional stem when they are imported."""
 LIBRARIES = {"timm": "timm", "huggingface": "transformers"}
 
 # Same weights and pixels differ by rounding only; another resizing changes scores further.
@@ -197,10 +199,7 @@ def conversion_notes(source: ModelConfig, pretrained: Pretrained, to: Library) -
         if getattr(source, name)
     ]
     if source.stem == "conv":
-        notes.append(
-            f"stem=conv: {LIBRARIES[to]} opens that folder where vit is imported too (`import "
-            f"vit`), by {PLUG_INS[to]}"
-        )
+        notes.append(f"stem=conv: {LIBRARIES[to]} opens that folder after `import {PLUG_INS[to]}`")
     if source.merge_tokens != pretrained.config.merge_tokens:
         notes.append(
             f"without the merge_tokens={source.merge_tokens} of its training the network gives "
@@ -266,26 +265,23 @@ def check_replaceable(out: Path, source: Source, *, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it may be overwritten and `vit convert` wrote it."""
     if not os.path.lexists(out):
         return
-    name, given = printable(out), Path(source).absolute().resolve()
-    files = sorted(path.name for path in out.iterdir()) if out.is_dir() else [out.name]
-    others = [file for file in files if file not in FILES]
+    given = Path(source).absolute().resolve()
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name}
     if not overwrite:
         reason = "exists: give another --out, or --overwrite"
     elif given.exists() and out.resolve() in (given, *given.parents):
         reason = "holds the source, which is not overwritten: give another --out"
-    elif out.is_symlink() or others:
-        what = printable((others or [out.name])[0])
-        reason = f"has {what}, which is no converted model: give another --out"
-    elif files and not _is_converted(out / WEIGHTS_FILE):
-        reason = "was not written by vit convert: give another --out"
+    elif out.is_symlink() or not names <= {*FILES} or (names and not _is_converted(out)):
+        reason = "is no folder that vit convert wrote: give another --out"
     else:
         return
-    raise RunError(f"{name} {reason}")
+    raise RunError(f"{out} {reason}")
 
 
-def _is_converted(weights: Path) -> bool:
-    """Whether `convert` wrote a file of weights, by its metadata."""
-    with contextlib.suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
+def _is_converted(folder: Path) -> bool:
+    """Whether `convert` wrote the file of weights, by its metadata."""
+    path = folder / WEIGHTS_FILE
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
         return {*(file.metadata() or {})} == {*METADATA, DIGEST}
     return False
 
@@ -303,6 +299,8 @@ def check_parity(
     ours = preprocessing.normalise(preprocessing(image).unsqueeze(0))
     network = build_from_state(pretrained.config, pretrained.state)
     compare = _timm if to == "timm" else _huggingface
+    if pretrained.config.stem == "conv":
+        importlib.import_module(PLUG_INS[to])
     with torch.inference_mode():
         mine = network(ours)
         try:
@@ -372,7 +370,8 @@ def model_card(
     config, best = pretrained.config, best_event(Path(source))
     use = USAGE[to]
     if config.stem == "conv":
-        use = use.replace("```python", "```python\nimport vit\n", 1)
+        first = STEM_USAGE.format(library=LIBRARIES[to], module=PLUG_INS[to])
+        use = f"{first}\n\n" + use.replace("```python", f"```python\nimport {PLUG_INS[to]}\n", 1)
     front: dict[str, Any] = {
         "library_name": LIBRARIES[to],
         "pipeline_tag": TASKS[config.num_classes > 0],
@@ -385,7 +384,6 @@ def model_card(
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
         f"{config.dim}, patches of {config.patch_size} px, images of {config.image_size} px. "
         f"Made from {printable(pretrained.origin)} by vit {__version__}.",
-        *([STEM_USAGE.format(library=LIBRARIES[to])] if config.stem == "conv" else []),
         use.replace("FOLDER", printable(name)),
     ]
     if with_scores and best is not None:

@@ -154,15 +154,13 @@ def _explain_errors(repository: Repository) -> Iterator[None]:
     try:
         yield
         return
-    except errors.GatedRepoError:
-        reason = (
-            f"it is gated: accept its terms at {repository.url}, then `hf auth login` on this "
-            "machine"
-        )
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {printable(repository.revision)}"
-    except errors.RepositoryNotFoundError:
-        reason = "the hub has no such repository, or a private one: `hf auth login` opens yours"
+    except errors.RepositoryNotFoundError:  # or it is gated
+        reason = (
+            f"there is no {repository.url} for you: accept its terms there, and `hf auth login` on "
+            "this machine, if it is gated or private"
+        )
     except WeightsError:
         raise
     except Exception as error:  # network and disk, in the kinds of several libraries

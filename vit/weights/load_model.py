@@ -19,23 +19,12 @@ from vit.config.parser import model_settings, read_settings
 from vit.config.presets import find_presets
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
+from vit.json_values import read_json
+from vit.model.build import meta_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import Notify, join_names, print_to_stderr, printable
 from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preprocessing
-from vit.weights.formats import timm_network
-from vit.weights.formats.huggingface_weights import read_huggingface
-from vit.weights.formats.infer_architecture import OPENAI
-from vit.weights.formats.jax_weights import read_jax
-from vit.weights.formats.original_checkpoints import OpenCLIPConfig, read_open_clip_config
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
-from vit.weights.formats.state_dict_names import meta_model
-from vit.weights.formats.timm_network import is_timm_model
-from vit.weights.formats.timm_weights import (
-    looks_like_timm,
-    read_timm,
-    read_timm_config,
-)
-from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
 from vit.weights.resolve_source import WeightsLocation, locate_weights
 from vit.weights.saved_model import (
     DECODER,
@@ -45,7 +34,7 @@ from vit.weights.saved_model import (
     split_decoder,
 )
 from vit.weights.sparse_upcycling import check_feedforward
-from vit.weights.state_dict_readers import StateFile, read_json, read_npz, read_state
+from vit.weights.state_dict_readers import StateFile, read_npz, read_state
 
 Source = str | os.PathLike[str]
 
@@ -63,7 +52,9 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     """
     if not pretrained:
         return [*find_presets(pattern)]
-    return [f"timm/{entry.name}" for entry in timm_network.search(pattern)]
+    from vit.weights.formats.timm_network import search
+
+    return [f"timm/{entry.name}" for entry in search(pattern)]
 
 
 def open_pretrained(source: Source, *, model: str | None = None) -> Pretrained:
@@ -78,36 +69,27 @@ def read_source_config(source: Source) -> ModelConfig:
 
 
 def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretrained:
-    where, notes = str(found.weights), found.notes
+    """The readers of other libraries are imported here: a run folder needs none of them."""
     if found.kind == "run":
-        pretrained = _from_run(found)
-    elif found.kind == "npz":
+        return _from_run(found)
+    where, notes = str(found.weights), found.notes
+    if found.kind == "npz":
+        from vit.weights.formats.jax_weights import read_jax
+
         pretrained = read_jax(read_npz(found.weights), where)
     else:
         file = read_state(found.weights)
         notes += file.notes
         if file.integers:
             notes += (f"left out: {join_names(file.integers, 3)} (integers, which are no weights)",)
-        config = None if found.config is None else read_json(found.config)
-        if found.kind == "timm":
-            about = {} if config is None else read_timm_config(config)
-            if architecture(about.get("architecture")) != architecture(found.name):
-                # two networks share a repository, and its config.json describes the other one
-                about = {"architecture": found.name}
-            pretrained = read_timm(file.tensors, **about, where=where)
-        elif config is not None and found.kind == "huggingface":
+        config = {} if found.config is None else read_json(found.config)
+        if found.kind == "huggingface":
+            from vit.weights.formats.huggingface_weights import read_huggingface
+
             processor = None if found.processor is None else read_json(found.processor)
             pretrained = read_huggingface(config, processor, file.tensors, where)
-        elif looks_like_torchvision(file.tensors):
-            pretrained = read_torchvision(file.tensors, where)
-        elif looks_like_timm(file.tensors):
-            open_clip = read_open_clip_config(config if found.kind == "file" and config else {})
-            pretrained = _read_bare_timm(file, model, open_clip, where)
         else:
-            raise WeightsError(
-                f"{where} has tensors that no known Vision Transformer has "
-                f"({join_names(file.tensors, 3)}); give the folder with its config.json"
-            )
+            pretrained = _read_bare(found, file, config, model)
     return dataclasses.replace(
         pretrained,
         license=found.license or pretrained.license,
@@ -115,10 +97,31 @@ def _read_weights(found: WeightsLocation, model: str | None = None) -> Pretraine
     )
 
 
-def _read_bare_timm(
-    file: StateFile, model: str | None, open_clip: OpenCLIPConfig, where: str
+def _read_bare(
+    found: WeightsLocation, file: StateFile, config: dict[str, Any], model: str | None
 ) -> Pretrained:
-    """Weights in timm's names without a config.json; a network that the file names counts."""
+    """Weights of timm, with its config.json or without, of torchvision, or of the first authors."""
+    from vit.weights.formats.infer_architecture import OPENAI
+    from vit.weights.formats.original_checkpoints import read_open_clip_config
+    from vit.weights.formats.timm_network import is_timm_model
+    from vit.weights.formats.timm_weights import looks_like_timm, read_timm, read_timm_config
+    from vit.weights.formats.torchvision_weights import looks_like_torchvision, read_torchvision
+
+    where = str(found.weights)
+    if found.kind == "timm":
+        about = read_timm_config(config) if config else {}
+        if architecture(about.get("architecture")) != architecture(found.name):
+            # two networks share a repository, and its config.json describes the other one
+            about = {"architecture": found.name}
+        return read_timm(file.tensors, **about, where=where)
+    if looks_like_torchvision(file.tensors):
+        return read_torchvision(file.tensors, where)
+    if not looks_like_timm(file.tensors):
+        raise WeightsError(
+            f"{where} has tensors that no known Vision Transformer has "
+            f"({join_names(file.tensors, 3)}); give the folder with its config.json"
+        )
+    open_clip = read_open_clip_config(config)
     notes: tuple[str, ...] = ()
     read = functools.partial(
         read_timm,
@@ -127,14 +130,14 @@ def _read_bare_timm(
         other_names=(*file.integers, *([OPENAI] if open_clip.quick_gelu else [])),
         where=where,
     )
-    arch = file.arch or open_clip.timm_model_name
-    if model is None and arch is not None and is_timm_model(arch):
+    named = file.arch or open_clip.timm_model_name
+    if model is None and named is not None and is_timm_model(named):
         try:
-            return read(architecture=arch)
-        except WeightsError as error:
-            notes = (f"arch={printable(arch)} of the file is not used: {error}",)
-    found = read(architecture=model)
-    return dataclasses.replace(found, notes=(*notes, *found.notes))
+            return read(architecture=named)
+        except WeightsError as error:  # it was built with other arguments
+            notes = (f"arch={printable(named)} of the file is not used: {error}",)
+    pretrained = read(architecture=model)
+    return dataclasses.replace(pretrained, notes=(*notes, *pretrained.notes))
 
 
 def _from_run(found: WeightsLocation) -> Pretrained:
@@ -152,6 +155,7 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         preprocessing=run.preprocessing,
         thresholds=run.thresholds,
         calibration=run.calibration,
+        license=run.license,
         origin=f"run {printable(found.folder)}",
         linear_offsets=True,
         from_scratch=began_from_scratch(found.folder),

@@ -3,7 +3,6 @@
     a folder, a file                     of ours, timm, Hugging Face, or bare weights
     timm/NAME[.TAG][@REVISION]           a pretrained model of timm's registry
     hf/OWNER/NAME[@REVISION]             the Hugging Face Hub; also OWNER/NAME, hf-hub:OWNER/NAME
-                                         and the address of its web page
 
 A path is tried first, then the hub, and the hub's cache when the hub does not answer. In a folder,
 the weight file, the library that wrote it and the license are read from names and config.json.
@@ -19,11 +18,12 @@ from typing import Any, Literal
 from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.parser import RUNS
 from vit.errors import WeightsError
-from vit.paths import did_you_mean, names_in, path_argument
+from vit.json_values import open_file, read_json
+from vit.paths import did_you_mean, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub
 from vit.weights.formats import timm_network
-from vit.weights.state_dict_readers import ONNX, detect_format, is_npz, open_file, read_json
+from vit.weights.state_dict_readers import detect_format, is_npz
 
 SourceKind = Literal["run", "timm", "huggingface", "file", "npz"]
 CONFIG = "config.json"
@@ -52,13 +52,9 @@ TRAINING_STATE_FILES = re.compile(
 )
 MAX_CARD_BYTES = 65_536
 MAX_LICENSE_LENGTH = 160
-HUB = ("hf-hub:", "hf_hub:", "hf/")
-HUB_PAGE = re.compile(
-    r"https?://(?:huggingface\.co|hf\.co)/(?P<repo>[^/?#]+/[^/?#]+)"
-    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)[^?#]*)?/?(?:[?#].*)?"
-)
-LOCAL = "local-dir:"
+HUB = "hf-hub:"
 TIMM = "timm/"
+ONNX = "an ONNX file, which has been exported already; give the weights it was exported from"
 FILES = (*SUFFIXES, ".onnx", ".json", ".pkl", ".npy", ".h5", ".msgpack")
 
 
@@ -82,7 +78,6 @@ class WeightsLocation:
     processor: Path | None = None
     name: str
     license: str | None = None
-    searched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -98,35 +93,24 @@ def locate_weights(
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")
     if "://" in text:
-        text = _name_of_page(text)
-    lower = text.lower()
-    remote = next((prefix for prefix in HUB[:2] if lower.startswith(prefix)), None)
-    if remote is not None:
-        return _from_hub(hub.Repository.parse(text[len(remote) :]), text, offline)
-    only_local = isinstance(source, os.PathLike) or lower.startswith(LOCAL)
-    path = Path(text[len(LOCAL) :] if lower.startswith(LOCAL) else text)
-    path = path.expanduser() if text.startswith(("~/", f"~{os.sep}")) else path
+        raise WeightsError(
+            f"{text} is an address: give OWNER/NAME of the Hugging Face Hub, or the "
+            "path of the downloaded file"
+        )
+    if text.lower().startswith(HUB):
+        return _from_hub(hub.Repository.parse(text[len(HUB) :]), text, offline)
+    path = Path(text).expanduser() if text.startswith(("~/", f"~{os.sep}")) else Path(text)
     if os.path.exists(path):
-        found = locate_in_folder(path) if path.is_dir() else locate_file(path)
-        return replace(found, searched=(str(path),))
-    if only_local or _means_path(text):
+        return locate_in_folder(path) if path.is_dir() else locate_file(path)
+    if isinstance(source, os.PathLike) or _means_path(text):
         raise WeightsError(_missing_path_message(path))
     if text.startswith(TIMM):
         return _from_timm(text, offline)
-    name = text.removeprefix("hf/")
-    if "/" not in name and name == text:
-        raise WeightsError(_unprefixed_name_message(path, text))
-    return _from_hub(hub.Repository.parse(name), text, offline)
-
-
-def _name_of_page(url: str) -> str:
-    """Name of the repository whose web page on the hub is `url`."""
-    page = HUB_PAGE.fullmatch(url)
-    if page is None:
-        raise WeightsError(
-            f"{url} is no page of the Hugging Face Hub; download the file, and give its path"
-        )
-    return f"{HUB[0]}{page['repo']}" + (f"@{page['revision']}" if page["revision"] else "")
+    if "/" not in text:
+        if timm_network.find_entry(text) is not None:
+            raise WeightsError(f"{text} is not there; of timm it is timm/{text}")
+        raise WeightsError(_missing_path_message(path))
+    return _from_hub(hub.Repository.parse(text.removeprefix("hf/")), text, offline)
 
 
 def _means_path(text: str) -> bool:
@@ -147,29 +131,10 @@ def _means_path(text: str) -> bool:
 
 def _missing_path_message(path: Path) -> str:
     """Message that `path` does not exist, with similar names."""
-    folder, hint = path.parent, did_you_mean(path)
-    if not folder.is_dir():
-        while not folder.is_dir() and folder != folder.parent:
-            path, folder = folder, folder.parent
-        what = f"there is no folder {printable(path)}"
-    else:
-        what = f"{printable(path)} is not there"
-    if hint:
-        return f"{what}{hint}"
-    names = names_in(folder)
-    inside = "here" if folder == Path() else f"in {printable(folder)}"
-    remedy = "another path" if path.is_absolute() else "another path, or hf/OWNER/NAME of the hub"
-    return f"{what}; {inside} is {join_names(names, 3) if names else 'nothing'}; give {remedy}"
-
-
-def _unprefixed_name_message(path: Path, text: str) -> str:
-    if timm_network.find_entry(text) is not None:
-        return f"{printable(text)} is not there; for timm's pretrained weights write timm/{text}"
-    missing = _missing_path_message(path)
-    others = (
-        "" if missing.endswith("?") else ", or timm/NAME (`vit models --pretrained` lists them)"
-    )
-    return missing + others
+    hint = did_you_mean(path) or "; give another path, hf/OWNER/NAME of the hub, or timm/NAME"
+    while not path.parent.is_dir() and path.parent != path.parent.parent:
+        path = path.parent
+    return f"{printable(path)} is not there{hint}"
 
 
 def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
@@ -199,7 +164,6 @@ def _from_hub(
     entry: timm_network.RegistryEntry | None = None,
     hint: str = "",
 ) -> WeightsLocation:
-    searched = [f"the path {Path(text).absolute()}"] if ":" not in text else []
     chosen = hub.offline_reason(offline=offline)
     why = chosen or hub.unreachable_reason()
     notes: tuple[str, ...] = ()
@@ -207,26 +171,19 @@ def _from_hub(
     if why is None:
         try:
             folder = hub.download(repository, required_files)
-            searched.append(repository.url)
         except WeightsError as error:
             why = str(error)
     if why is not None:
-        searched.append(f"the cache {repository.cache}")
         folder = hub.cached_snapshot(repository)
         notes = () if chosen else (f"{printable(text)} is from the cache: {why}",)
-    try:
-        found = locate_in_folder(folder) if folder else None
-    except WeightsError as error:
-        has_weights = folder and any(p.name.endswith(SUFFIXES) for p in folder.iterdir())
-        if why is None or has_weights:
-            raise
-        found, why = None, f"{why}, and of the cache {error}"
-    if found is None:
-        raise WeightsError(_not_found(repository, text, searched, f"{why}{hint}"))
+        if folder is None or not any(p.name.endswith((*SUFFIXES, INDEX)) for p in folder.iterdir()):
+            raise WeightsError(_not_found(repository, text, f"{why}{hint}"))
+    assert folder is not None
+    found = locate_in_folder(folder)
     if found.license is None and found.kind != "run":
         found = replace(found, license=card_license(found.folder / MODEL_CARD))
     named = _with_requested_name(found, repository, entry)
-    return replace(named, searched=tuple(searched), notes=(*notes, *found.notes))
+    return replace(named, notes=(*notes, *found.notes))
 
 
 def _with_requested_name(
@@ -243,12 +200,12 @@ def _with_requested_name(
     return found if found.kind == "timm" else replace(found, name=repository.name)
 
 
-def _not_found(repository: hub.Repository, text: str, searched: list[str], why: str) -> str:
+def _not_found(repository: hub.Repository, text: str, why: str) -> str:
     folder = repository.name.rpartition("/")[2]
-    looked = "; ".join(printable(place) for place in [*searched, repository.url])
     return (
-        f"{printable(text)} was not found: {why}. Looked at {looked}. Where there is a network, "
-        f"run {repository.fetch_command()}, copy the folder here, and give it: --weights {folder}"
+        f"{printable(text)} was not found: {why}. Looked at the path, the cache "
+        f"{printable(repository.cache)}, and {repository.url}. Where there is a network, run "
+        f"{repository.fetch_command()}, copy the folder here, and give it: --weights {folder}"
     )
 
 
@@ -259,7 +216,7 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
     except OSError as error:
         raise WeightsError(f"{folder} cannot be read: {error.strerror}") from None
     if CONFIG in names and _kind(read_json(folder / CONFIG)) == "run":
-        return _describe_files(folder / PREFERRED_FILES[0])
+        return _describe_run(folder)
     try:
         name, notes = choose_weights_file(names)
     except WeightsError as error:
@@ -327,14 +284,26 @@ def required_files(names: Sequence[str]) -> list[str]:
     return [*small, weights, *(shards if weights.endswith(INDEX) else [])]
 
 
+def _describe_run(folder: Path) -> WeightsLocation:
+    return WeightsLocation(
+        kind="run",
+        folder=folder,
+        weights=folder / PREFERRED_FILES[0],
+        config=folder / CONFIG,
+        name=folder.resolve().name,
+    )
+
+
 def _describe_files(weights: Path) -> WeightsLocation:
     folder = weights.parent
     config = folder / CONFIG if (folder / CONFIG).is_file() else None
     content = read_json(config) if config else {}
     kind = _kind(content) if config else "file"
-    if kind == "run" and weights.name != PREFERRED_FILES[0]:
-        kind, config, content = "file", None, {}  # another file in a run folder
-    if kind != "run" and detect_format(weights) == "zip" and is_npz(weights):
+    if kind == "run" and weights.name == PREFERRED_FILES[0]:
+        return _describe_run(folder)
+    if kind == "run":  # another file in a run folder
+        kind, config, content = "file", None, {}
+    if detect_format(weights) == "zip" and is_npz(weights):
         kind = "npz"
     if kind == "file" and weights.name.startswith("open_clip_"):
         open_clip = folder / OPEN_CLIP_CONFIG

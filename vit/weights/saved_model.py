@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,15 +27,16 @@ from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
+from vit.json_values import read_bytes
+from vit.model.build import check_fit, meta_model
 from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
-from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT
 from vit.weights.formats.timm_writer import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.safetensors_io import read_tensors, write_tensors
-from vit.weights.state_dict_readers import MAX_JSON_BYTES, read_bytes
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -262,8 +264,8 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     terms = about.get("license") if isinstance(about, dict) else None
     encoder, decoder_state = split_decoder(state)
     model = meta_model(config, decoder)
-    renamed = from_timm(encoder, packed=config.feedforward == "swiglu_packed")
-    state = {name: tensor.float() for name, tensor in {**renamed, **decoder_state}.items()}
+    ours = {**from_timm(encoder, config), **decoder_state}
+    state = {name: tensor.float() for name, tensor in ours.items()}
     check_fit(state, model)
     model.load_state_dict(state, assign=True)
     return LoadedRun(
@@ -278,6 +280,25 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         calibration=calibration,
         license=terms if isinstance(terms, str) else None,
     )
+
+
+def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Convert our tensors of the network `config` to those of the equivalent timm network."""
+    theirs = dict(state)
+    if config.stem != "conv":
+        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
+        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
+    if not config.is_rotary:
+        return theirs
+    return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
+
+
+def from_timm(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_timm`."""
+    ours = {re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): t for name, t in state.items()}
+    if config.stem != "conv" and PATCH_WEIGHT in ours:
+        ours[PATCH_WEIGHT] = ours[PATCH_WEIGHT].reshape(len(ours[PATCH_WEIGHT]), -1)
+    return ours
 
 
 def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -296,7 +317,7 @@ def read_config(folder: Path) -> bytes:
     """Read the bytes of config.json in a run folder."""
     path = folder / CONFIG_FILE
     if os.path.isfile(path):
-        return read_bytes(path, MAX_JSON_BYTES)
+        return read_bytes(path)
     there = "has no config.json" if os.path.isdir(folder) else "is not a folder"
     hint = "" if os.path.exists(folder) else did_you_mean(folder)
     raise RunError(f"{folder} {there}{hint or '; give the run folder of a training'}")
@@ -387,7 +408,7 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
         digest: Expected SHA-256 of the file.
     """
     path = folder / TOKENIZER_FILE
-    raw = read_bytes(path, MAX_JSON_BYTES)
+    raw = read_bytes(path)
     if digest is not None and digest != sha256(raw):
         raise WeightsError(
             f"{path} is damaged, edited, or of another run than {WEIGHTS_FILE}; restore "

@@ -13,10 +13,11 @@ import torch
 from vit.config import ModelConfig
 from vit.config.model_config import EXPERT_SETTINGS
 from vit.errors import WeightsError
+from vit.model.build import meta_model
 from vit.model.initialization import init_weights
 from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import State, meta_model
+from vit.weights.formats.state_dict_names import State
 
 # Settings that only a network with experts has.
 MOE_SETTINGS = ("feedforward", *EXPERT_SETTINGS)

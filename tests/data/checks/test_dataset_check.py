@@ -195,10 +195,8 @@ def test_every_reason_of_a_bad_image_has_a_problem_kind():
         kinds.setdefault(problem_kind(reason), set()).add(reason)
     assert kinds["empty_file"] == {"an empty file (0 bytes)"}
     assert kinds["truncated"] == {
-        "cut short: the pixel data are not complete",
         "cut short: the shard ends before it",
         "damaged or cut short (7)",
-        "damaged or cut short (a HEIC image)",
     }
     assert kinds["too_large"] == {
         "7 x 7 is more than 7 pixels7; raise --max-pixels (in Python vit.set_max_pixels), or make "

@@ -29,7 +29,7 @@ def has_note(splits, text: str) -> bool:
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_bytes(path.read_bytes()[:20])
 
 
 def test_unreadable_images_are_found_in_order_and_excluded(make_tree):

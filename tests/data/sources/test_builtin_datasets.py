@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import multiprocessing
-import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,6 @@ from vit.data.sources.builtin_datasets import (
     Scene,
     SceneObject,
     digits_folder,
-    is_intact,
     shapes_folder,
 )
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -166,18 +164,6 @@ def test_the_folder_is_an_image_folder_with_captions(folder):
         }
 
 
-def test_a_damaged_shapes_folder_is_written_again(folder, tmp_path):
-    path = folder / "val/metadata.jsonl"
-    before = path.read_bytes()
-    path.write_bytes(before[:-9])
-    assert not is_intact(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builtin_datasets, "COUNTS", {"train": 120, "val": 20, "unseen": 20})
-        assert is_intact(shapes_folder(folder.parent))
-    assert path.read_bytes() == before
-    assert {entry.name for entry in folder.parent.iterdir()} == {".lock", "shapes-v1"}
-
-
 def test_shapes_open_by_name_for_captions_and_for_classes(by_name):
     captions = DatasetSpec("shapes", captions=True, labels=False)
     splits = open_splits(captions, val_share=0.1, seed=0)
@@ -232,28 +218,11 @@ def test_an_intact_digits_folder_is_not_rewritten(digits):
     assert {path.name for path in digits.parent.iterdir()} == {".lock", "digits-v1"}
 
 
-@pytest.mark.parametrize("damage", ["change", "lose", "add", "all"])
-def test_a_damaged_digits_folder_is_written_again(digits, tmp_path, damage):
-    folder = shutil.copytree(digits, tmp_path / digits.name)
-    victim = next((folder / "val/3").iterdir())
-    if damage == "change":
-        victim.write_bytes(b"x")
-    elif damage == "lose":
-        victim.unlink()
-    elif damage == "add":
-        (folder / "val/3/extra.png").write_bytes(b"x")
-    else:
-        (folder / ".digest").unlink()
-    assert not is_intact(folder)
-    assert is_intact(digits_folder(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "digits-v1"}
-
-
 def test_processes_may_write_the_digits_concurrently(tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(digits_folder, [tmp_path] * 2, chunksize=1)
     assert set(folders) == {tmp_path / "digits-v1"}
-    assert is_intact(folders[0])
+    assert len([*folders[0].glob("*/*/*.png")]) == 1797
 
 
 def test_an_unwritable_cache_is_refused(tmp_path):

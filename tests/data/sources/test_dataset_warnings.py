@@ -95,24 +95,6 @@ def test_the_name_of_a_rare_class_may_be_a_typo(counts, pairs):
     assert misspelt_names(counts) == pairs
 
 
-def test_names_of_many_classes_are_compared_up_to_a_limit(monkeypatch):
-    compared = []
-
-    def counted(name, others, **_):
-        compared.extend((name, other) for other in others)
-        return []
-
-    monkeypatch.setattr("vit.data.sources.dataset_warnings.nearest_names", counted)
-    monkeypatch.setattr("vit.data.sources.dataset_warnings.MAX_NAME_PAIRS", 50)
-    frequent = {letter * length: 100 for letter in "abcdefghij" for length in (3, 6, 9)}
-    rare = {letter * 6: 1 + number for number, letter in enumerate("qrstuvwxy")}
-    assert misspelt_names({**frequent, **rare}) == []
-    # of 9 x 30 pairs only those of equal lengths, the rarest first
-    assert {name for name, _ in compared} == {letter * 6 for letter in "qrstu"}
-    assert {len(other) for _, other in compared} == {6}
-    assert len(compared) == 50
-
-
 def test_imbalanced_and_small_classes_get_a_note(make_tree):
     splits = open_data(make_tree({"a": 60, "b": 4}))
     assert has_note(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")

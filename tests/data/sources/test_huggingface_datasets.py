@@ -183,7 +183,7 @@ def test_datasets_that_cannot_be_opened_are_refused_in_one_line(parquet, tmp_pat
         capsys, "train", table, *out, "--image-column", "label"
     )
     assert "cannot be loaded" in refused(capsys, "train", "hf:nobody/nothing-here", *out)
-    assert "no such file" in refused(capsys, "train", "hf:/none/x.parquet", *out)
+    assert "cannot be loaded" in refused(capsys, "train", "hf:/none/x.parquet", *out)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table PAR1")
     assert "cannot be loaded" in refused(capsys, "train", f"hf:{tmp_path}/bad.parquet", *out)
 

@@ -79,21 +79,21 @@ def test_corrected_labels_replace_those_of_the_data(data, tmp_path):
 
 
 def test_a_review_written_for_spreadsheets_has_the_names_of_the_data(data, tmp_path):
-    odd = data / "train" / "=cmd()|a"
+    odd = data / "train" / "=cmd(),@a"
     (data / "train" / "cat").rename(odd)
-    (data / "val" / "cat").rename(data / "val" / "=cmd()|a")
+    (data / "val" / "cat").rename(data / "val" / "=cmd(),@a")
     (odd / "0.png").rename(odd / "-0\t.png")
-    names = [f"train/=cmd()|a/{name}" for name in ("-0\t.png", "1.png")]
+    names = [f"train/=cmd(),@a/{name}" for name in ("-0\t.png", "1.png")]
     root = str(data / "train")
-    rows = [[csv_text(name.removeprefix("train/")), csv_text("=cmd()|a")] for name in names] + [
-        ["dog/0.png", csv_text("=cmd()|a")]
+    rows = [[csv_text(name.removeprefix("train/")), csv_text("=cmd(),@a")] for name in names] + [
+        ["dog/0.png", csv_text("=cmd(),@a")]
     ]
     path = tmp_path / "list.csv"
     path.write_text("image,label\n" + "".join(map(csv_row, rows)), encoding="utf-8")
     assert path.read_text().count("'=cmd()") == 5
     after, notes = labels(DatasetSpec(root, corrections=str(path)))
     assert notes[-1].endswith("list.csv: 3 images read, 1 label corrected")
-    assert [*after.values()].count("=cmd()|a") == 4
+    assert [*after.values()].count("=cmd(),@a") == 4
     after, notes = labels(DatasetSpec(root, exclude=str(path)))
     assert notes[-1].endswith("list.csv: 3 images left out")
 
@@ -104,6 +104,13 @@ def test_a_review_written_for_spreadsheets_has_the_names_of_the_data(data, tmp_p
         ("exclude", "train/x.png,cat", r"none of its 1 image, such as train/x\.png, is in the"),
         ("corrections", "train/cat/1.png,dgo", "line 2: no image .* dgo; did you mean dog"),
         ("corrections", "train/cat/1.png,cat|dog", "line 2: 2 classes; an image has one here"),
+        ("label_list", "train/cat/0.png,", "none of its 1 row has a label yet; fill in the column"),
+        (
+            "label_list",
+            "x.png,cat",
+            r"none of its 1 labelled image, such as x\.png, is in the data",
+        ),
+        ("label_list", "train/cat/0.png,a\ntrain/cat/0.png,b", "has two labels, a and b"),
     ],
 )
 def test_a_review_that_does_not_fit_is_refused(data, tmp_path, setting, rows, message):
@@ -292,25 +299,10 @@ def test_names_without_a_suffix_are_those_of_images_where_there_is_one(data, tmp
     path = label_list(tmp_path, *rows)
     found, notes = labels(DatasetSpec(str(data), label_list=path))
     assert len(found) == 4
-    told = "3 names without a suffix: train/cat/0 is read as train/cat/0.png"
-    assert any(note.endswith(told) for note in notes)
     Image.new("RGB", (4, 4)).save(data / "train" / "cat" / "1.jpg")  # of two, none is guessed
     found, notes = labels(DatasetSpec(str(data), label_list=path))
     assert ("train", "cat/1.png") not in found
     assert any("3 labelled images (1 other not in the data)" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "message"),
-    [
-        (["train/cat/0.png,"], {}, "none of its 1 row has a label yet; fill in the column label"),
-        (["x.png,cat"], {}, r"none of its 1 labelled image, such as x\.png, is in the data"),
-        (["train/cat/0.png,a", "train/cat/0.png,b"], {}, "has two labels, a and b"),
-    ],
-)
-def test_a_label_list_that_does_not_fit_is_refused(data, tmp_path, rows, settings, message):
-    with pytest.raises(DataError, match=message):
-        read_source(DatasetSpec(str(data), label_list=label_list(tmp_path, *rows), **settings))
 
 
 def test_rows_of_a_list_that_were_left_empty_do_not_contradict_those_with_a_label(data, tmp_path):

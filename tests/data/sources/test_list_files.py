@@ -129,8 +129,7 @@ def test_captions_are_tidied_and_each_counts_once(tmp_path):
         "2.png": ("x",),
         "3.png": ("y", "z"),
     }
-    assert noted(splits, "left out 3 empty captions")
-    assert noted(splits, "left out 2 captions that the same image has already")
+    assert noted(splits, "left out 5 captions, empty or repeated")
     assert noted(splits, f"left out 1 image without a caption: {tmp_path}/1.png")
     assert not noted(splits, "that no line of a list names")
 
@@ -192,26 +191,6 @@ def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("../x.png", r"line 3: \.\./x.png leads out of the folder; say which folder holds"),
-        ("a/../../x.png", "line 3: .* leads out of the folder"),
-        ("..\\x.png", "line 3: .* leads out of the folder"),
-        ("..", "line 3: .* leads out of the folder"),
-        ("C:\\pics\\x.png", "line 3: .* is a place on another computer"),
-        ("\\\\server\\x.png", "line 3: .* is a place on another computer"),
-        ("https://example.org/x.png", "line 3: .* is a web address; download"),
-        (" ", "line 3: no file name"),
-        (".", "line 3: . is a folder; expected an image"),
-    ],
-)
-def test_path_tricks_are_refused(tmp_path, name, message):
-    path = table(tmp_path / "list.csv", [("a.png", "x"), (name, "x"), ("b.png", "x")])
-    with pytest.raises(DataError, match=message):
-        opened(path)
-
-
-@pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"file_name": "a\0b", "text": "x"}, "line 1: a file name with a NUL"),
@@ -247,35 +226,6 @@ def test_an_image_folder_with_its_own_splits(tmp_path):
     (root / "validation/metadata.jsonl").unlink()
     assert opened(root).made
     assert names(opened(root).test, root)[0] == "test/cat/test1.png"
-
-
-def test_an_image_folder_with_csv_in_deeper_folders(tmp_path):
-    for name in ("train/a", "train/b", "valid/a"):
-        draw(tmp_path / name, "1.png", "2.png")
-        rows = [(f"{n}.png", name, f"{name} again") for n in (1, 2)]
-        table(tmp_path / name / "metadata.csv", rows, ("file_name", "caption_0", "caption_1"))
-    splits = opened(tmp_path)
-    assert names(splits.train, tmp_path) == [f"train/{n}.png" for n in ("a/1", "a/2", "b/1", "b/2")]
-    assert names(splits.val, tmp_path) == ["valid/a/1.png", "valid/a/2.png"]
-    assert splits.train[3].captions == ("train/b", "train/b again")
-    assert splits.notes == ()
-    assert opened(tmp_path, with_classes=True).classes == ("a", "b")
-    splits = opened(tmp_path / "train")
-    assert splits.made
-    assert len(splits.train) + len(splits.val) == 4
-
-
-def test_one_list_at_the_top_splits_by_its_folders(tmp_path):
-    files = [f"{split}/{n}.png" for split in ("train", "val", "test") for n in range(5)]
-    draw(tmp_path, *files)
-    lines(tmp_path / "metadata.jsonl", [{"file_name": n, "text": n} for n in files])
-    splits = opened(tmp_path)
-    assert not splits.made
-    assert names(splits.val, tmp_path) == [f"val/{n}.png" for n in range(5)]
-    assert len(splits.train) == 5
-    assert noted(splits, "the split is that of the folders: test, train, val")
-    samples, _ = open_captioned(str(tmp_path), split="test")
-    assert names(samples, tmp_path) == [f"test/{n}.png" for n in range(5)]
 
 
 @pytest.mark.parametrize("place", ["", "images"])
@@ -373,7 +323,7 @@ def test_classes_are_a_column(flickr):
     with pytest.raises(DataError, match=r"line 14: 03.png has two labels, odd and even"):
         opened(flickr, with_classes=True)
     table(flickr / "captions.txt", [*rows[1:], ("00.png", "x", "")], ("image", "caption", "label"))
-    with pytest.raises(DataError, match=r"00.png .*txt, line 13\): no label, but others have one"):
+    with pytest.raises(DataError, match=r"txt, line 13: .*00.png: no label, but others have one"):
         opened(flickr, with_classes=True)
     table(flickr / "captions.txt", [(*row[:2], "x") for row in rows], ("image", "caption", "label"))
     with pytest.raises(DataError, match="only one class"):

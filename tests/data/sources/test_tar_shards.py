@@ -21,8 +21,14 @@ from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
 from vit.data.sources.held_out_split import HeldOutSplit
-from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, read_source
-from vit.data.sources.tar_shards import expand_braces, is_shards, read_shards, split_of_shard
+from vit.data.sources.open_dataset import (
+    list_images,
+    open_eval_split,
+    open_splits,
+    read_source,
+    source_of,
+)
+from vit.data.sources.tar_shards import expand_braces, read_shards, split_of_shard
 from vit.errors import BadImage, DataError
 from vit.output.prediction_results import Prediction
 from vit.output.sort_into_folders import ImageSorter
@@ -238,7 +244,7 @@ def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
 def test_a_tar_beside_class_folders_is_ignored(make_tree):
     root = make_tree({"a": 3, "b": 3})
     pack(root / "backup.tar", {"c/1.jpg": b"x"})
-    assert not is_shards(str(root))
+    assert source_of(str(root)) == "folder"
     assert open_data(root).classes == ("a", "b")
 
 
@@ -246,7 +252,7 @@ def test_system_folders_and_circular_links_beside_shards_are_ignored(tmp_path):
     pack(tmp_path / "0000.tar", {"c/1.jpg": b"x"})
     (tmp_path / "__MACOSX").mkdir()
     (tmp_path / "circle").symlink_to("circle")
-    assert is_shards(str(tmp_path))
+    assert source_of(str(tmp_path)) == "shards"
 
 
 @pytest.mark.parametrize("name", ["photos.tar", "photos.tar.gz"])
@@ -254,29 +260,18 @@ def test_an_archive_beside_the_images_unpacked_from_it_is_ignored(tmp_path, name
     for number in range(3):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.jpg")
     pack(tmp_path / name, {"0.jpg": b"x"})
-    assert not is_shards(str(tmp_path))
+    assert source_of(str(tmp_path)) == "folder"
     index = read_source(DatasetSpec(str(tmp_path), labels=False))
     assert sum(map(len, index.splits.values())) == 3
 
 
-def test_predict_reads_all_images_of_a_shard(pair):
-    assert len(list_images([f"{pair[1]}/val-0000.tar"])) == 5
-    names = list_images([str(pair[1])])
-    assert len(names) == 21
-    assert names[:2] == [f"{pair[1]}/train-0000.tar/{name}" for name in ("a/0.png", "a/3.png")]
-
-
-def test_predict_needs_no_classes_in_shards(tmp_path, memory):
+def test_predict_needs_no_classes_in_shards(tmp_path):
     path = pack(tmp_path / "x.tar", {"2.jpg": b"x", "1.heic": b"x", "._1.jpg": b"x", "1.txt": b""})
     notes: list[str] = []
     expected = [f"{path}/1.heic", f"{path}/2.jpg"]
     assert list_images([str(path)], notes=notes) == expected
     assert notes == [f"{path}: left out hidden and system names: ._1.jpg"]
     assert list_images([str(tmp_path)]) == expected
-    memory.pipe("/bucket/x.tar", path.read_bytes())
-    (pil_image,) = list_images(["memory://bucket/*.tar"])[1:]
-    with open_binary(pil_image) as file:
-        assert file.read() == b"x"
     (tmp_path / "beside.jpg").write_bytes(b"x")  # loose images are what a folder holds
     assert list_images([str(tmp_path)], notes=notes) == [f"{tmp_path}/beside.jpg"]
     assert "left out" in notes[1]
@@ -460,74 +455,8 @@ def test_the_command_names_shards_that_are_missing(tmp_path, capsys):
     assert "no such shard" in stderr
     assert "0001.tar, " in stderr
     assert "a brace is not closed" in one_line(capsys, "train", f"{tmp_path}/{{0.tar")
-    assert "none.tar" in one_line(capsys, "train", f"{tmp_path}/none.tar")
-
-
-@pytest.fixture
-def memory(monkeypatch, tmp_path):
-    """fsspec's file system in memory, and an empty cache."""
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    system = fsspec.filesystem("memory")
-    yield system
-    for name in system.find("/"):
-        system.rm(name)
-
-
-def test_remote_shards_are_downloaded_once(pair, memory, tmp_path, capsys):
-    for path in pair[1].iterdir():
-        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
-    expected = read_samples(open_data(pair[1]).train)
-    for data in ("memory://bucket/{train-{0000..0002},val-0000}.tar", "memory://bucket"):
-        splits = open_data(data)
-        assert read_samples(splits.train) == expected
-        assert relative(splits.train[0].path, splits.root) == "a/0.png"
-    stderr = capsys.readouterr().err
-    assert stderr.count("copying shard") == 4
-    places = sorted((tmp_path / "cache/vit-toolkit/shards").rglob("*.tar"))
-    assert {place.name for place in places} == {path.name for path in pair[1].iterdir()}
-    assert len(places) == 4
-    memory.pipe("/bucket/val-0000.tar", (pair[1] / "val-0000.tar").read_bytes() + bytes(512))
-    open_data("memory://bucket")
-    assert capsys.readouterr().err.count("copying shard") == 1
-
-
-@pytest.mark.parametrize("key", ["ETag", "etag", "Content-MD5", "Digest", "Last-Modified"])
-def test_a_changed_remote_shard_is_downloaded_again(pair, memory, monkeypatch, capsys, key):
-    """As over HTTP, where a file system tells versions apart by what the server says alone."""
-    memory.pipe("/b/train-0000.tar", (pair[1] / "train-0000.tar").read_bytes())
-    real, said = type(memory).info, {key: "one"}
-
-    def info(system, path, **options):
-        about = real(system, path, **options)
-        return {name: about[name] for name in ("name", "size", "type")} | said
-
-    monkeypatch.setattr(type(memory), "info", info)
-    monkeypatch.setattr(type(memory), "ukey", lambda _, path: path)
-    for version, copies in (("one", 1), ("one", 0), ("two", 1), ("two", 0)):
-        said[key] = version
-        open_data("memory://b/train-0000.tar")
-        assert capsys.readouterr().err.count("copying shard") == copies
-
-
-def test_an_interrupted_download_leaves_no_file(pair, memory, tmp_path, monkeypatch):
-    content = (pair[1] / "train-0000.tar").read_bytes()
-    memory.pipe("/b/train-0000.tar", content)
-    real = type(memory).info
-    monkeypatch.setattr(
-        type(memory), "info", lambda *a, **k: real(*a, **k) | {"size": len(content) + 1}
-    )
-    with pytest.raises(DataError, match="bytes were received"):
-        open_data("memory://b/train-0000.tar")
-    left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.name != ".lock"]
-    assert left == []
-
-
-@pytest.mark.auto_precision
-def test_missing_remote_shards_are_refused_in_one_line(memory, capsys):
-    assert "no such shard" in one_line(capsys, "train", "memory://bucket/none.tar")
-    assert "cannot be reached" in one_line(capsys, "train", "nothing://bucket/x.tar")
-    assert "compressed" in one_line(capsys, "train", "memory://bucket/x.tar.gz")
+    for name in (f"{tmp_path}/none.tar", "s3://bucket/none.tar"):
+        assert f"no such shard ({name}) on this disk" in one_line(capsys, "train", name)
 
 
 def test_a_shard_index_is_small_in_memory(tmp_path):
@@ -544,7 +473,7 @@ def test_a_compressed_shard_among_others_is_not_left_out(pair, tmp_path):
     shards.mkdir()
     pack(shards / "train-0000.tar", files_of(pair[0] / "train"))
     (shards / "train-0001.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=r"compressed shards \(train-0001\.tar\.gz\)"):
+    with pytest.raises(DataError, match=r"train-0001\.tar\.gz: compressed with gzip"):
         open_data(shards)
 
 
@@ -555,7 +484,7 @@ def test_classes_that_are_called_by_numbers_keep_their_images(tmp_path):
     files = {f"{n}.json": json.dumps({"label": value}).encode() for n, value in enumerate(values)}
     names, _ = labelled(tmp_path, members | files, **table)
     assert names == [("2",), ("2",), ("10",)]
-    with pytest.raises(DataError, match=r"its \.cls is '1', the name of a class and the number of"):
-        labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, **table)
+    names, _ = labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, **table)
+    assert names == [("10",)] * 3
     names, _ = labelled(tmp_path, members | {f"{n}.cls": b"1" for n in range(3)}, txt="0\n1\n2\n")
     assert names == [("1",)] * 3

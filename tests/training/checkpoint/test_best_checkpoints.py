@@ -136,25 +136,13 @@ def test_a_soup_holds_few_networks_at_a_time(tmp_path, monkeypatch):
     assert max(most) <= 2
 
 
-def test_weights_of_another_network_are_refused_by_name(tmp_path):
+def test_weights_of_another_network_are_refused(tmp_path):
     best = BestEpochs(tmp_path, 2, RANK)
     for epoch in (1, 2):
         best.save(epoch, {"w": torch.zeros(epoch)})
         best.add(event(epoch, 1 - epoch / 10))
-    with pytest.raises(WeightsError, match=r"epoch-0002.*w has shape \(2,\) instead of \(1,\)"):
+    with pytest.raises(WeightsError, match="networks with other parameters have no mean"):
         average_best_epochs(best, lambda _: measured(0.5))
-
-
-def test_damaged_weights_prevent_the_soup_and_not_the_run(tiny_config, tmp_path, capsys):
-    config = tiny_config(epochs=4, keep_best=3, soup=True)
-    first = train(config, tmp_path / "run")
-    for path in (tmp_path / "run/best").iterdir():
-        if not path.name.endswith(f"{first.epoch:04d}.safetensors"):
-            path.write_bytes(path.read_bytes()[:-1])
-    again = train(config, tmp_path / "run", resume=True)
-    assert again.epoch == first.epoch
-    assert "note: no soup: " in capsys.readouterr().err
-    assert (tmp_path / "run/report.html").exists()
 
 
 def test_a_resumed_run_keeps_epochs_that_its_checkpoint_refers_to(tiny_config, tmp_path):

@@ -135,8 +135,7 @@ def test_a_truncated_checkpoint_is_skipped_for_the_one_before_it(
     stopped, whole, tiny_config, words, tmp_path
 ):
     newest = find_checkpoints(stopped / "checkpoints")[0]
-    size = newest.stat().st_size
-    for cut in (0, 1, 8, 1000, size // 2, size - 1):
+    for cut in (0, newest.stat().st_size - 1):
         folder = tmp_path / f"torn at {cut}"
         shutil.copytree(stopped, folder)
         torn = folder / "checkpoints" / newest.name
@@ -187,15 +186,27 @@ def assert_full_and_resumed(said: str, files: str, kept: Path, whole: Path) -> N
     assert differences(kept / "ended", whole) == []
 
 
-def test_a_full_disk_stops_a_run_that_continues_when_there_is_room(whole, words, tmp_path):
+# before a step that leaves the first checkpoint, ends an epoch, is in the middle, is the last
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        (0, 100_000),
+        (5, 60_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, 0), (8, 0), (11, 150_000), (17, 4096))
+        ),
+    ],
+)
+def test_a_full_disk_stops_a_run_that_continues_when_there_is_room(
+    whole, words, tmp_path, step, left
+):
     files = r"step-\d+\.safetensors|model\.safetensors|config\.json|metrics\.jsonl"
-    # before a step that leaves the first checkpoint, ends an epoch, is in the middle, is the last
-    for step, left in ((0, 0), (0, 100_000), (5, 60_000), (8, 0), (11, 150_000), (17, 4096)):
-        said = on_a_disk(disks.full, words, tmp_path, step, left, step)
-        assert_full_and_resumed(said, files, tmp_path / "kept", whole)
-        assert [path.name for path in find_checkpoints(tmp_path / "kept/stopped/checkpoints")] == [
-            f"step-{number:08d}.safetensors" for number in (step, step - 1) if number > 0
-        ]
+    said = on_a_disk(disks.full, words, tmp_path, step, left, step)
+    assert_full_and_resumed(said, files, tmp_path / "kept", whole)
+    assert [path.name for path in find_checkpoints(tmp_path / "kept/stopped/checkpoints")] == [
+        f"step-{number:08d}.safetensors" for number in (step, step - 1) if number > 0
+    ]
 
 
 def test_a_disk_too_full_for_metrics_is_reported(tiny_config, tmp_path):

@@ -1,7 +1,6 @@
 """environment.jsonl: command, versions and git commits of a run."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -11,29 +10,22 @@ from vit.errors import RunError
 from vit.training.logging import environment
 from vit.training.logging.environment import (
     command_line,
-    describe_environment,
     read_environment,
     record_environment,
 )
 from vit.version import __version__
 
 
-def git(folder, *arguments) -> str:
-    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def test_each_other_command_adds_a_line(tmp_path, monkeypatch):
     assert read_environment(tmp_path) == []
     for option in ("--lr", "--lr", "--resume"):
         monkeypatch.setattr(sys, "argv", ["vit", "train", option])
-        record_environment(tmp_path, "digits")
+        record_environment(tmp_path)
     first, second = read_environment(tmp_path)
     assert first["versions"]["vit"] == __version__
     assert first["versions"]["torch"] == torch.__version__
     assert first["cores"] >= 1
     assert first["processor"]
-    assert first["git"]["data"] is None
     assert (first["command"], second["command"]) == ("vit train --lr", "vit train --resume")
     assert second["began"] >= first["began"]
 
@@ -48,19 +40,7 @@ def test_a_cut_line_is_left_out(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_one_line(tmp_path):
     with pytest.raises(RunError, match="gone"):
-        record_environment(tmp_path / "gone", "digits")
-
-
-def test_the_commit_of_the_data_is_recorded(tmp_path):
-    (tmp_path / "photos").mkdir()
-    assert describe_environment(str(tmp_path / "photos"))["git"]["data"] is None
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "commit", "--allow-empty", "--quiet", "-m", "first")
-    expected = {"commit": git(tmp_path, "rev-parse", "HEAD")}
-    (tmp_path / "list.csv").write_text("image,label\n")
-    for data in ("photos", "list.csv"):
-        assert describe_environment(str(tmp_path / data))["git"]["data"] == expected
-    assert describe_environment(str(tmp_path / "missing"))["git"]["data"] is None
+        record_environment(tmp_path / "gone")
 
 
 def test_a_machine_without_git_has_no_commits(tmp_path, monkeypatch):

@@ -157,7 +157,6 @@ def test_mlflow_continues_under_the_key_that_it_gave(tmp_path, monkeypatch):
             {"run_name": "photos", "run_id": "k" * 32},
         ),
         ("wandb", "WandBTracker", *[{"id": "k" * 32, "resume": "allow", "name": "photos"}] * 2),
-        ("trackio", "TrackioTracker", *[{"name": "photos-kkkkkkkk", "resume": "allow"}] * 2),
     ],
 )
 def test_a_resumed_run_continues_its_record(tmp_path, monkeypatch, name, class_name, new, again):

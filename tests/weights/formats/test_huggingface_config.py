@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, pipeline
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
-from vit.model.build import assemble_model
+from vit.model.build import assemble_model, meta_model
 from vit.weights.formats.huggingface_config import (
     FAMILIES,
     processor_notes,
@@ -22,7 +22,6 @@ from vit.weights.formats.huggingface_config import (
     write_processor,
 )
 from vit.weights.formats.huggingface_writer import write_huggingface
-from vit.weights.formats.state_dict_names import meta_model
 from vit.weights.saved_model import LoadedRun
 
 CLASSES = ("apple", "class10", "class2")

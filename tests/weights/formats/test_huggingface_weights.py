@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vit.errors import WeightsError
-from vit.model.build import ACTIVATIONS as OURS
 from vit.model.build import assemble_model
+from vit.model.layers import ACTIVATIONS as OURS
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.pretrained import Pretrained
@@ -433,7 +433,7 @@ def test_half_precision_becomes_float32(saved):
         ("dinov3 all biases", {"key_bias": False}, "no blocks.0.attn.k.bias"),
         ("dinov3", {"key_bias": True}, "blocks.0.attn.key.bias is missing"),
         ("dinov3", {"rope_theta": 0}, "rotary_temperature=0.0"),
-        ("clip", {"vision_config": 5}, "vision_config is not a group"),
+        ("clip", {"vision_config": 5}, "vision_config is not that of a clip"),
         ("clip", {"vision_config": {"model_type": "x"}}, "vision_config is not that of a clip"),
         ("siglip", {"vision_config": {}}, "do not fit"),
     ],

@@ -12,10 +12,9 @@ from transformers import AutoModel, AutoModelForImageClassification
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import assemble_model
+from vit.model.build import assemble_model, meta_model
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.huggingface_writer import huggingface_incompatibility, write_huggingface
-from vit.weights.formats.state_dict_names import meta_model
 
 SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
 CLASSES = ("apple", "class10", "class2")

@@ -7,12 +7,11 @@ import torch
 
 from vit.config import ModelConfig
 from vit.errors import WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.weights.formats.state_dict_names import (
-    check_fit,
     deduplicate_names,
-    from_timm,
+    flatten_patches,
     fuse_qkv,
-    meta_model,
     rename,
 )
 
@@ -94,4 +93,4 @@ def test_a_missing_key_matrix_is_named():
 
 def test_weights_of_something_else_are_refused():
     with pytest.raises(WeightsError, match="not a Vision Transformer's"):
-        from_timm({"conv1.weight": ONE})
+        flatten_patches({"conv1.weight": ONE})

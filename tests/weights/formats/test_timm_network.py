@@ -10,13 +10,12 @@ import torch
 from tests.weights.formats.test_timm_weights import SMALL, read, small_state
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
-from vit.model.build import assemble_model
+from vit.model.build import assemble_model, check_fit
 from vit.weights.adapt_weights import (
     adapt_weights,
 )
 from vit.weights.formats import timm_network
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import check_fit
 from vit.weights.formats.timm_network import MODULES
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 from vit.weights.load_model import open_pretrained

@@ -12,9 +12,11 @@ from vit.config import ModelConfig
 from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.model.vision_transformer import VisionTransformer
-from vit.weights.formats.state_dict_names import check_fit, from_timm, meta_model, to_timm
+from vit.weights.formats.state_dict_names import flatten_patches
 from vit.weights.formats.timm_weights import read_timm, read_timm_config
+from vit.weights.saved_model import from_timm, to_timm
 
 SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 32, "patch_size": 8}
 ABOUT = {
@@ -170,7 +172,7 @@ def test_equals_timm(name, randomise):
     theirs.load_state_dict(state, assign=True)
     settings = preset(name)
     images = torch.randn(1, 3, settings["image_size"], settings["image_size"])
-    assert output_difference(load(from_timm(state), **settings), theirs, images) < TOLERANCE
+    assert output_difference(load(flatten_patches(state), **settings), theirs, images) < TOLERANCE
 
 
 @pytest.mark.parametrize("size", [24, 48])
@@ -187,7 +189,7 @@ def test_other_image_sizes_equal_timm(randomise, size):
     )
     state = randomise(theirs.state_dict())
     theirs.load_state_dict(state)
-    model = load(from_timm(state), **SMALL_VIT, num_classes=5)
+    model = load(flatten_patches(state), **SMALL_VIT, num_classes=5)
     assert output_difference(model, theirs, torch.randn(3, 3, size, size)) < TOLERANCE
 
 
@@ -196,5 +198,5 @@ def test_to_timm_is_the_inverse_of_from_timm(randomise):
     state = randomise(meta_model(config).state_dict())
     theirs = to_timm(state, config)
     assert theirs["patch_embed.proj.weight"].shape == (48, 4, 8, 8)
-    back = from_timm(theirs)
+    back = from_timm(theirs, config)
     assert all(torch.equal(back[name], state[name]) for name in state)

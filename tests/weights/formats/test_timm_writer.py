@@ -9,12 +9,11 @@ from timm.data import resolve_model_data_config
 
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
-from vit.model.build import build_classifier
+from vit.model.build import build_classifier, meta_model
 from vit.weights.adapt_weights import SETTINGS_WITHOUT_TENSORS
-from vit.weights.formats.state_dict_names import meta_model, to_timm
 from vit.weights.formats.timm_weights import read_timm
 from vit.weights.formats.timm_writer import mlp_ratio, timm_config, timm_incompatibility
-from vit.weights.saved_model import save_model
+from vit.weights.saved_model import save_model, to_timm
 
 SMALL = {
     "image_size": 32,

@@ -1,17 +1,15 @@
 """Listing of a dataset for `vit check`: as `vit train` lists it, with all problems."""
 
 import dataclasses
-import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, validation_split
-from vit.data.sources.list_files import has_caption_lists
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.data.sources.problems import LOCATED, SHOWN, Problem
-from vit.text import join_names, nearest_names, printable
+from vit.text import join_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")
 """Kinds of problems that may be fixed in an image list."""
@@ -19,8 +17,6 @@ NOT_CLASSES = ("no_classes", "no_pictures", "one_class")
 """Kinds of problems of a folder that was not meant for classification."""
 ALL = "all"
 """The name of the split of a dataset without splits."""
-MAX_HINTS = 20
-"""Unknown classes of a split for which a similar name is searched for."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +98,8 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     listing.grouped, listing.columns = opened.has_groups, opened.columns
     for note in opened.notes:
         listing.report("source", note)
-    hint = ""
-    if not spec.captions and os.path.isdir(spec.data) and has_caption_lists(spec.data):
-        hint = "; for the captions in it, add --task caption"
     for problem in found:
-        end = hint if problem.kind in NOT_CLASSES else ""
-        listing.report(problem.kind, f"{problem.detail}{end}", *problem.images)
+        listing.report(problem.kind, problem.detail, *problem.images)
     listing.classes = sorted({label for one in opened.train for label in one.labels})
     for name, records in opened.splits.items():
         targets = align_classes({x for one in records for x in one.labels}, listing.classes)
@@ -126,12 +118,15 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
         listing.report("no_pictures", f"{printable(where)}: no images", spec.data)
     elif len(listing.classes) == 1 and not opened.multilabel:
         only = printable(listing.classes[0])
-        words = f"only one class ({only}), nothing to tell apart{hint}"
-        listing.report("one_class", words, spec.data)
+        listing.report("one_class", f"only one class ({only}), nothing to tell apart", spec.data)
     for split in listing.splits:
         if split != listing.train_split:
             match_classes(listing, split)
-    check_validation(listing)
+    val = listing.val_split
+    if val is None:
+        listing.report("no_val", "no validation images: training holds out a share of each class")
+    elif not any(one.split == val for one in listing.images):
+        listing.report("no_val_pictures", f"{val} has no images", str(listing.root / val))
     return listing
 
 
@@ -141,22 +136,12 @@ def match_classes(listing: DatasetListing, split: str) -> None:
     for one in listing.images:
         for label in one.labels if one.split == split else ():
             paths[label].append(one.path)
-    for number, name in enumerate(name for name in paths if name not in {*listing.classes}):
-        near = nearest_names(name, listing.classes) if number < MAX_HINTS else []
-        hint = f" (is it {printable(near[0])}?)" if near else ""
-        words = f"{split} has class {printable(name)}, which train does not have{hint}"
-        listing.report("unknown_class", words, *paths[name])
+    known = {*listing.classes}
+    for name in paths:
+        if name not in known:
+            words = f"{split} has class {printable(name)}, which train does not have"
+            listing.report("unknown_class", words, *paths[name])
     for name in listing.classes if split != UNSEEN else ():
         if name not in paths:
             words = f"{split} has no images of class {printable(name)}"
             listing.report("missing_class", words)
-
-
-def check_validation(listing: DatasetListing) -> None:
-    """Report a missing or empty validation split."""
-    name = listing.val_split
-    if name is None:
-        listing.report("no_val", "no validation images: training holds out a share of each class")
-        return
-    if not any(one.split == name for one in listing.images):
-        listing.report("no_val_pictures", f"{name} has no images", str(listing.root / name))

@@ -1,6 +1,5 @@
 """Dataset check of `vit check`: reads every image and reports the problems of the dataset."""
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -112,24 +111,25 @@ class CheckReport:
         hidden = False
         for kind, number in self.kinds().items():
             # those of a source differ: what was left out, which columns are not used
-            several = MAX_SOURCE_NOTES if kind == "source" else 1
-            same = [problem for problem in self.problems if problem.kind == kind][:several]
-            first, *others = [problem.terminal_line(listing.root) for problem in same]
+            limit_of_kind = MAX_SOURCE_NOTES if kind == "source" else 1
+            same = [one for one in self.problems if one.kind == kind][:limit_of_kind]
             hidden |= number > len(same) and KINDS[kind] != "error"
-            lines.append(f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  {first}")
-            lines += [f"{'':<34}{other}" for other in others]
+            start = f"{KINDS[kind]:<8} {kind:<16} {number:>6,}  "
+            for problem in same:
+                lines.append(start + problem.terminal_line(listing.root))
+                start = " " * len(start)
         if hidden and hint:
             lines += ["", "the first of each kind; all: --html FILE (with thumbnails), --json FILE"]
-        shown = [problem for problem in self.problems if problem.severity == "error"][:limit]
-        rest = found["error"] - len(shown)
-        skippable = any(problem.kind in SKIPPABLE for problem in shown)
-        advice = "; --on-bad-image skip leaves out unreadable images and empty classes"
-        if not all(problem.kind in SKIPPABLE for problem in shown):
-            advice += ", not the others"
-        head = f"vit train stops at these errors{advice if skippable else ''}:"
-        lines += ["", head] if shown else []
-        lines += [f"  {problem.terminal_line(listing.root)}" for problem in shown]
-        return lines + ([f"  and {rest:,} more (--json FILE has all)"] if rest else [])
+        errors = [one for one in self.problems if one.severity == "error"]
+        if errors:
+            skippable = any(one.kind in SKIPPABLE for one in errors[:limit])
+            advice = (
+                "; --on-bad-image skip leaves out unreadable images and empty classes, not others"
+            )
+            lines += ["", f"vit train stops at these errors{advice if skippable else ''}:"]
+        lines += [f"  {one.terminal_line(listing.root)}" for one in errors[:limit]]
+        more = len(errors) - limit
+        return lines + ([f"  and {more:,} more (--json FILE has all)"] if more > 0 else [])
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `vit check`."""
@@ -269,7 +269,8 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
     if not total:
         return []
     median = statistics.median(min(one.width, one.height) for one in stats.values())
-    tests: dict[str, tuple[Test, str]] = {
+    modes = {one.mode for one in stats.values()} - {"RGB", "L", "RGBA", "P"}
+    tests: dict[str, tuple[Callable[[ImageStats], bool], str]] = {
         "tiny": (
             lambda one: min(one.width, one.height) * TINY_FACTOR < median,
             f"have a short side below a quarter of the median ({median:g} pixels)",
@@ -289,67 +290,61 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
         "turned": (lambda one: one.exif_rotated, "are rotated by an EXIF tag, which is applied"),
         "alpha": (lambda one: one.alpha, "may be transparent: composited over white"),
         "blank": (lambda one: one.blank, "are blank: all pixels are equal"),
+        "mode": (
+            lambda one: one.mode in modes,
+            f"are stored in {', '.join(sorted(modes))}, and read as RGB",
+        ),
+        "greyscale": (lambda one: one.grey, "have no colours"),
     }
-    tests |= exposure_tests(stats)
     problems = []
     for kind, (test, words) in tests.items():
-        problems += shared_property(
-            kind, [path for path, one in stats.items() if test(one)], total, words
-        )
-    others = [path for path, one in stats.items() if one.mode not in ("RGB", "L", "RGBA", "P")]
-    modes = ", ".join(sorted({stats[path].mode for path in others}))
-    problems += shared_property("mode", others, total, f"are stored in {modes}, and read as RGB")
-    grey = [path for path, one in stats.items() if one.grey]
-    if len(grey) < total:
-        problems += shared_property("greyscale", grey, total, "have no colours")
-    return problems
+        paths = [path for path, one in stats.items() if test(one)]
+        if kind != "greyscale" or len(paths) < total:
+            problems += shared_property(kind, paths, total, words)
+    return problems + unusual_exposures(stats)
 
 
-Test = Callable[[ImageStats], bool]
-
-
-def exposure_tests(stats: Mapping[str, ImageStats]) -> dict[str, tuple[Test, str]]:
-    """Tests of deep images and of images without contrast, relative to the range of training."""
-    deep = [one.levels for one in stats.values() if one.deep]
-    floating = {levels.floating for levels in deep}
+def unusual_exposures(stats: Mapping[str, ImageStats]) -> list[Problem]:
+    """Deep images, and images without contrast, relative to the range of training."""
+    deep = [path for path, one in stats.items() if one.deep]
+    floating = {stats[path].levels.floating for path in deep}
     found = None
     if len(floating) == 1:
-        ranges = [(levels.lowest, levels.highest) for levels in deep]
+        ranges = [(stats[path].levels.lowest, stats[path].levels.highest) for path in deep]
         found = common_range(ranges, whole=not floating.pop())
     words = ""
     if found is not None:
         words = f"; training reads values from about {found[0]:g} to {found[1]:g} as black to white"
-
-    def share(one: ImageStats, value: float, *, offset: bool = True) -> float:
-        """`value` as a share of the range."""
-        low, high = (0.0, 255.0) if not one.deep else found or (0.0, math.inf)
-        return (value - low * offset) / (high - low)
-
-    def dark(one: ImageStats) -> bool:
-        unknown = one.deep and found is None
-        return not one.blank and not unknown and share(one, one.levels.highest) < DARK_LEVEL
-
-    def bright(one: ImageStats) -> bool:
-        return not one.blank and share(one, one.levels.shadow) > BRIGHT_LEVEL
-
-    def flat(one: ImageStats) -> bool:
-        contrast = share(one, one.levels.contrast, offset=False)
-        unknown = one.deep and found is None
-        usual = not (one.blank or unknown or dark(one) or bright(one))
-        return usual and contrast < FLAT_CONTRAST
-
-    return {
-        "deep": (lambda one: one.deep, f"have more than 8 bits per channel{words}"),
-        "dark": (dark, f"are dark: 99.9 % of the pixels are below {DARK_LEVEL:.0%} of white"),
-        "overexposed": (
-            bright,
+    dark, bright, flat = [], [], []
+    for path, one in stats.items():
+        limits = found if one.deep else (0.0, 255.0)
+        if one.blank or limits is None:
+            continue
+        low, levels = limits[0], one.levels
+        width = limits[1] - low
+        if levels.highest - low < DARK_LEVEL * width:
+            dark.append(path)
+        elif levels.shadow - low > BRIGHT_LEVEL * width:
+            bright.append(path)
+        elif levels.contrast < FLAT_CONTRAST * width:
+            flat.append(path)
+    properties = (
+        ("deep", deep, f"have more than 8 bits per channel{words}"),
+        ("dark", dark, f"are dark: 99.9 % of the pixels are below {DARK_LEVEL:.0%} of white"),
+        (
+            *("overexposed", bright),
             f"are over-exposed: 99 % of the pixels are above {BRIGHT_LEVEL:.0%} of white",
         ),
-        "flat": (
-            flat,
+        (
+            *("flat", flat),
             f"have no contrast: 99.8 % of the pixels are within {FLAT_CONTRAST:.0%} of the range",
         ),
-    }
+    )
+    return [
+        problem
+        for kind, paths, what in properties
+        for problem in shared_property(kind, paths, len(stats), what)
+    ]
 
 
 def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
@@ -384,33 +379,25 @@ def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Probl
     """
     if group is None:
         return []
-    images = listing.images
-    groups = (
-        [one.group for one in images]
-        if listing.grouped
-        else find_groups(
-            [relative(one.path, listing.root) for one in images], group, listing.columns
-        )
-    )
-    found: dict[str, dict[str, list[ListedImage]]] = {
-        split: defaultdict(list) for split in listing.splits
-    }
-    for one, name in zip(images, groups, strict=True):
-        if name:
-            found[one.split][name].append(one)
+    groups = [one.group for one in listing.images]
+    if not listing.grouped:
+        names = [relative(one.path, listing.root) for one in listing.images]
+        groups = find_groups(names, group, listing.columns)
+    members: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one, name in zip(listing.images, groups, strict=True):
+        members[one.split, name].append(one.path)
     notes = group_notes(groups, group, column=listing.grouped)
     problems = [Problem("source", note) for note in notes]
-    train = found.pop(listing.train_split, {})
-    for split, members in found.items():
+    for split, name in sorted(members.keys(), key=lambda key: (listing.splits.index(key[0]), key)):
+        here, there = members.get((listing.train_split, name), []), members[split, name]
+        if not name or not here or split == listing.train_split:
+            continue
+        words = (
+            f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
+            f"in {listing.train_split} and {len(there):,} in {split}"
+        )
+        in_turn = [path for both in zip_longest(here, there) for path in both if path]
+        number = len(in_turn) if len(in_turn) > SHOWN else 0
         kind = "group_leak" if split == listing.val_split else "group_in_test"
-        for name in sorted(train.keys() & members.keys()):
-            here, there = train[name], members[name]
-            words = (
-                f"group {printable(name)} ({printable(group)}) has {plural(len(here), 'image')} "
-                f"in {listing.train_split} and {len(there):,} in {split}"
-            )
-            in_turn = [one for both in zip_longest(here, there) for one in both if one]
-            shown = tuple(one.path for one in in_turn[:SHOWN])
-            number = len(in_turn) if len(in_turn) > SHOWN else 0
-            problems.append(Problem(kind, words, shown, number))
+        problems.append(Problem(kind, words, tuple(in_turn[:SHOWN]), number))
     return problems

@@ -14,7 +14,6 @@ Scenes are drawn in integer arithmetic, so their pixels are the same on every ma
 version of Pillow.
 """
 
-import hashlib
 import json
 import math
 import random
@@ -212,7 +211,6 @@ def _coverage(shape: str, x: int, y: int, radius: int) -> npt.NDArray[np.int64]:
 
 
 DIGIT_SIDE = 8
-DIGEST = ".digest"
 VAL_STRIDE = 5
 """One in this many digits of a class is a validation image."""
 
@@ -235,34 +233,22 @@ def shapes_folder(cache: Path | None = None) -> Path:
 
 
 def _cached(name: str, write: Callable[[Path], None], cache: Path | None) -> Path:
-    """The folder of the dataset `name`, which `write` fills.
-
-    It appears complete or not at all, and is written again if a file was changed or deleted.
-    """
+    """The folder of the dataset `name`, which `write` fills; it appears complete or not at all."""
     cache = user_cache() if cache is None else cache
     folder = cache / f"{name}-v1"
     try:
-        if not is_intact(folder):
+        if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             with locked(cache / ".lock"):
-                if not is_intact(folder):  # another process was not faster
+                if not folder.is_dir():  # another process was not faster
                     with atomic_folder(folder) as new:
                         write(new)
-                        (new / DIGEST).write_text(_digest(new), encoding="ascii")
     except OSError as error:
         raise DataError(
             f"{folder}: the built-in {name} cannot be written ({error.strerror}); "
             f"set XDG_CACHE_HOME to a folder that can"
         ) from error
     return folder
-
-
-def is_intact(folder: Path) -> bool:
-    """Whether the files in `folder` are unchanged, by their digest."""
-    try:
-        return (folder / DIGEST).read_text(encoding="ascii") == _digest(folder)
-    except (OSError, ValueError):
-        return False
 
 
 def _write_digits(folder: Path) -> None:
@@ -279,16 +265,6 @@ def _write_digits(folder: Path) -> None:
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         sheet.crop((left, top, left + DIGIT_SIDE, top + DIGIT_SIDE)).save(path)
-
-
-def _digest(folder: Path) -> str:
-    """Hash of the names and contents of all files in `folder`, except for the digest."""
-    digest = hashlib.blake2b()
-    for path in sorted(folder.rglob("*")):
-        if path.name != DIGEST and path.is_file():
-            content = hashlib.blake2b(path.read_bytes()).hexdigest()
-            digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
 
 
 DATASETS: dict[str, Callable[[], Path]] = {"digits": digits_folder, "shapes": shapes_folder}

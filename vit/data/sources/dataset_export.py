@@ -31,9 +31,9 @@ from vit.config.settings import split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
 from vit.data.image_io import FORMATS, check_header
-from vit.data.sources import huggingface_datasets
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, as_dataset_spec
+from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
+from vit.data.sources.open_dataset import read_source
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import casefold_name, is_device_name, path_argument
 from vit.text import join_names, printable
@@ -142,9 +142,7 @@ def export_data(
     if shard_size is not None and to == "folder":
         raise ConfigError(f"shard_size={shard_size}: a folder has no shards")
     max_bytes = parse_shard_size(shard_size or SHARD_SIZE)
-    check_target(out, spec.data.removeprefix(huggingface_datasets.PREFIX), overwrite=overwrite)
-    from vit.data.sources.open_dataset import read_source  # which imports this module
-
+    check_target(out, spec.data.removeprefix(HUB), overwrite=overwrite)
     index = read_source(spec)
     return export_dataset(index, spec.data, out, to=to, max_bytes=max_bytes, progress=progress)
 

@@ -1,8 +1,6 @@
 """Dataset specification: what to read and how, the path that DATA resolves to, and row errors."""
 
-import mmap
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,99 +11,37 @@ from vit.data.sources import builtin_datasets
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
-from vit.paths import did_you_mean, is_run_folder, names_in, path_argument
-from vit.text import nearest, printable
+from vit.paths import did_you_mean, is_run_folder, path_argument
+from vit.text import nearest
 
-SAVE = "not a list: save it as CSV and give that file"
-FILES = "save its images as files in class folders, or as files with a list (.csv) of their classes"
-MISTAKEN = {
-    ".xls .xlsm .xlsb": f"an Excel workbook of another kind than .xlsx, {SAVE}",
-    ".ods .fods .numbers .gsheet": f"a spreadsheet, {SAVE}",
-    ".zip .rar .7z .tgz .gz .bz2 .xz .zst .txz .tbz .tbz2": "an archive: unpack it first, and give "
-    "the folder or the list",
-    ".parquet .pq": "a Parquet table: if it has images, give it as hf:PATH (pip install "
-    "'vit-toolkit[datasets]'); if it has names of files, save it as CSV",
-    ".arrow .feather": "an Arrow table: if it has images, give the folder that the library "
-    "datasets has saved as hf:FOLDER; if it has names of files, save it as CSV",
-    ".tfrecord .tfrecords .h5 .hdf5 .npz .npy .mat .mdb .lmdb .pkl .pickle .pt .pth": "a file of "
-    f"records, arrays or Python objects: {FILES}",
-}
-"""Suffixes of files that are no data here -> kind of file, and the way to use it."""
-STORES = (".parquet", ".tfrecord", ".mdb")
-"""Suffixes of files whose folder is one dataset."""
-PART = re.compile(r"-\d+-of-\d+$")
-"""Behind the suffix of a file that is a part of several."""
-EXPECTED = "DATA is one folder, with a folder for each class, or one list (.csv, .jsonl, .xlsx)"
-WILDCARDS = re.compile(r"[*?]")
+HUB = "hf:"
+LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
+TAR_SUFFIXES = (
+    *(".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz"),
+    *(".tar.zst", ".tar.lz4"),
+)
+"""All but the first are compressed, and refused."""
 
 
-def refuse_mistaken(data: str) -> None:
-    """Refuse files of other kinds, such as spreadsheets and archives; and run folders."""
-    names = names_in(data)
-    stored = [name for name in names if _suffix(name) in STORES]
-    if stored and any(os.path.isdir(os.path.join(data, name)) for name in names):
-        stored = []  # class folders, beside such a file
-    if os.path.isfile(data) or stored:
-        suffix = _suffix(stored[0] if stored else data)
-        for suffixes, kind in MISTAKEN.items():
-            if suffix in suffixes.split():
-                raise DataError(f"{data} {'has' if stored else 'is'} {kind}")
+def named_source(data: str) -> str:
+    """What DATA names: hub, shards or list; empty for folders and other names."""
+    if os.path.isdir(data):
+        return ""
+    lower = data.lower()
+    named = {
+        "hub": data.startswith(HUB),
+        "shards": lower.endswith(TAR_SUFFIXES),
+        "list": lower.endswith(LIST_SUFFIXES),
+    }
+    return next((source for source, fits in named.items() if fits), "")
+
+
+def refuse_run_folder(data: str) -> None:
+    """Refuse a run folder, which is no data."""
     if is_run_folder(data):
         raise DataError(
             f"{data} is a run folder, a trained network: give a folder or list of images"
         )
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(PART.sub("", name))[1].lower()
-
-
-def json_file_kind(path: str) -> str:
-    """What a JSON file without captions is, and the way to use it; empty of other files."""
-    if not (path.lower().endswith(".json") and os.path.isfile(path) and os.access(path, os.R_OK)):
-        return ""
-    if has_json_key(path, "category_id"):
-        return (
-            "COCO's annotations with categories, not a list: write one (.csv) with file_name of "
-            "images, and as label the name in categories of the image's annotations (several with "
-            "| between them)"
-        )
-    if has_json_key(path, "choices"):
-        return "an export of Label Studio: export it there as CSV, and add --label-column choice"
-    return (
-        'not a list: write one object, such as {"image": "1.jpg", "label": "cat"}, in each line '
-        "of a .jsonl (jq -c '.[]' does so with an array)"
-    )
-
-
-def has_json_key(path: str, key: str) -> bool:
-    """Whether a JSON file has a key anywhere, without parsing it."""
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(f'"{key}"'.encode()) >= 0
-
-
-def refuse_single_images(data: str) -> None:
-    """Refuse a single image or a glob of images, where one folder or list is expected."""
-    if is_image(data) and os.path.isfile(data):
-        raise DataError(f"{EXPECTED}, not a single image: {data}")
-    if WILDCARDS.search(data) and not os.path.lexists(data):
-        raise DataError(f"{EXPECTED}, not a pattern: {data}")
-
-
-def no_match_message(pattern: str) -> str:
-    """The error for a glob that matches no file."""
-    folder = os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0]) or os.curdir
-    name = printable(pattern)
-    if not os.path.isdir(folder):
-        return f"{name}: matches no file, there is no folder {printable(folder)}" + (
-            did_you_mean(folder) or "; correct the pattern"
-        )
-    return (
-        f"{name}: matches no file; correct the pattern, or give {printable(folder)} for all in it"
-    )
 
 
 def is_image(name: str) -> bool:
@@ -253,19 +189,18 @@ def resolve_folder(data: str) -> tuple[Path, list[str]]:
     if not data:
         raise DataError(f"no data given; {LAYOUT}")
     root = Path(data)
-    refuse_mistaken(data)
+    refuse_run_folder(data)
     if root.is_dir():
         shadowed = f"{data} is the folder ./{data} here, not the built-in dataset of that name"
         return root, [shadowed] if data in builtin_datasets.DATASETS else []
     if data in builtin_datasets.DATASETS:
         return builtin_datasets.DATASETS[data](), []
-    refuse_single_images(data)
     if root.exists():
-        kind = json_file_kind(data) or (
-            f"a file, not a folder; {LAYOUT}; or a list of images and their classes in .csv or "
-            ".jsonl; or, for a list of captions, --task caption"
+        raise DataError(
+            f"{data} is a file, not a folder of images ({LAYOUT}), a list (.csv, "
+            ".jsonl, .xlsx) or tar shards; unpack an archive, save a table as CSV, give Parquet "
+            "with images as hf:PATH, and learn a list of captions with --task caption"
         )
-        raise DataError(f"{data} is {kind}")
     names = ", ".join(builtin_datasets.DATASETS)
     hint = nearest(data, builtin_datasets.DATASETS) or did_you_mean(data)
     raise DataError(f"{data}: no such folder or file, and no built-in dataset ({names}){hint}")

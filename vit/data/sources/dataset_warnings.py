@@ -22,8 +22,8 @@ FEW_IMAGES = 10
 """Images a class below which there is a note."""
 MAX_COMPARED = 50_000
 """Images up to which identical files are searched for."""
-MAX_NAME_PAIRS = 500_000
-"""Pairs of class names that are compared: those of 1,400 classes, half of them rare."""
+MAX_RARE = 100
+"""Rare classes whose names are compared with those of frequent ones."""
 TAIL_BYTES = 4096
 SIMILARITY = 0.8
 """Ratio of `nearest_names` from which on the name of a rare class may be a typo of another."""
@@ -92,30 +92,22 @@ def class_problems(
 def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     """Pairs of a rare class and a frequent one whose name is nearly the same, perhaps a typo.
 
-    Names with digits are left out: those of a series differ in one. Only names whose lengths differ
-    by at most one are compared, those of the rarest classes first, up to MAX_NAME_PAIRS pairs.
+    Names with digits are left out: those of a series differ in one. Of the rare classes only the
+    MAX_RARE with the fewest images are compared.
     """
-    words = {name: n for name, n in counts.items() if not re.search(r"\d", name)}
-    rare = [name for name, n in words.items() if 0 < n < FEW_IMAGES]
-    frequent: dict[int, list[str]] = defaultdict(list)  # by length
-    for name, n in words.items():
-        if n >= IMBALANCE:
-            frequent[len(name)].append(name)
-    found: dict[str, str] = {}
-    pairs = 0
-    for name in sorted(rare, key=lambda name: words[name]):
+    words = {name: n for name, n in counts.items() if n and not re.search(r"\d", name)}
+    rare = sorted((n, name) for name, n in words.items() if n < FEW_IMAGES)[:MAX_RARE]
+    found = []
+    for number, name in rare:
         others = [
             other
-            for length in (len(name) - 1, len(name), len(name) + 1)
-            for other in frequent.get(length, ())
-            if words[other] >= IMBALANCE * words[name] and other.casefold() != name.casefold()
+            for other, n in words.items()
+            if n >= IMBALANCE * number
+            and abs(len(other) - len(name)) <= 1
+            and other.casefold() != name.casefold()
         ]
-        pairs += len(others)
-        if pairs > MAX_NAME_PAIRS:
-            break
-        if near := nearest_names(name, others, cutoff=SIMILARITY):
-            found[name] = near[0]
-    return [(name, found[name]) for name in rare if name in found]
+        found += [(name, other) for other in nearest_names(name, others, cutoff=SIMILARITY)[:1]]
+    return found
 
 
 def undecodable_error(classes: Sequence[str]) -> str:

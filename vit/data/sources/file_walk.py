@@ -18,15 +18,15 @@ from vit.paths import is_run_folder
 from vit.text import join_names, plural, printable
 
 READABLE = (
-    "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm mpo "
-    "avif avifs jp2 j2k jpx ico qoi"
+    ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .mpo "
+    ".avif .avifs .jp2 .j2k .jpx .ico .qoi"
 )
-IMAGE_SUFFIXES = frozenset(f".{name}" for name in READABLE.split())
+IMAGE_SUFFIXES = frozenset(READABLE.split())
 """Suffixes of files that are taken for images, whatever their content."""
 HEIC_SUFFIXES = frozenset((".heic", ".heif", ".hif"))
 """Suffixes of images that are read if pillow-heif is installed."""
-UNREADABLE = "jxl svg psd raw dng cr2 nef arw dcm dicom"
-UNSUPPORTED_SUFFIXES = frozenset(f".{name}" for name in UNREADABLE.split())
+UNREADABLE = ".jxl .svg .psd .raw .dng .cr2 .nef .arw .dcm .dicom"
+UNSUPPORTED_SUFFIXES = frozenset(UNREADABLE.split())
 """Suffixes of image formats that have no decoder here."""
 if reads_heic():
     IMAGE_SUFFIXES |= HEIC_SUFFIXES

@@ -5,15 +5,16 @@ table; images of a folder stay files. Dataset scripts are never executed. Featur
 by their class name, so that this module imports without the library.
 """
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data import archives
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
     CAPTIONS,
     CLASSES,
@@ -30,15 +31,12 @@ from vit.data.sources.list_columns import (
 from vit.errors import DataError
 from vit.text import plural, printable
 
-PREFIX = "hf:"
-PARQUET_SUFFIXES = (".parquet", ".pq")
 SAVED_FILES = ("dataset_dict.json", "state.json")
 """Files in folders that `save_to_disk` of the library wrote."""
 SPLIT_ALIASES = {"validation": "val", "valid": "val", "dev": "val", "training": "train"}
 """Other names of splits -> ours, the first one that a dataset has."""
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
 LABEL_NAMES = ("label", "labels", "class", "classes", "target", "category", "cls")
-LIST_FEATURES = ("List", "LargeList", "Sequence")
 TEXT_DTYPES = ("string", "large_string", "string_view")
 BINARY_DTYPES = ("binary", "large_binary", "binary_view")
 
@@ -57,11 +55,6 @@ class ColumnSelection(NamedTuple):
     """Whether a label cell is a list."""
     captions: tuple[str, ...] = ()
     group: str = ""
-
-
-def is_named(data: str) -> bool:
-    """Whether `data` begins with `hf:`."""
-    return data.startswith(PREFIX)
 
 
 def read_dataset(spec: DatasetSpec) -> DatasetIndex:
@@ -128,21 +121,19 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     feature = features[image]
     if not _is_image_feature(feature) or "/" in image:
         raise DataError(f"{data}: column {image} has no images ({feature!r})")
-    is_bytes = getattr(feature, "dtype", "") in BINARY_DTYPES
-    columns = ColumnSelection(image, is_bytes)
+    columns = ColumnSelection(image, getattr(feature, "dtype", "") in BINARY_DTYPES)
     if spec.labels:
         label = _pick_column(CLASSES._replace(usual=LABEL_NAMES), features, _is_class_label, spec)
-        feature = features[label]
-        inner = _element_feature(feature)
-        is_number = _type_name(inner) == "Value" and "int" in str(getattr(inner, "dtype", ""))
-        is_class_label = _type_name(inner) == "ClassLabel"
+        inner = _element_feature(features[label])
+        is_class_label = _is_class_label(inner)
+        is_number = "int" in str(getattr(inner, "dtype", ""))
         if not (is_class_label or is_number or _is_text(inner)):
             name = printable(label)
             raise DataError(f"{data}: column {name} has no classes ({inner!r})")
         columns = columns._replace(
             label=label,
             class_names=tuple(inner.names) if is_class_label else (),
-            multilabel=_type_name(feature) in LIST_FEATURES or isinstance(feature, list),
+            multilabel=inner is not features[label],
         )
     captions: tuple[str, ...] = ()
     if spec.captions:
@@ -153,27 +144,23 @@ def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelect
     return columns._replace(captions=captions, group=group)
 
 
-def _type_name(feature: Any) -> str:
-    return type(feature).__name__
-
-
 def _element_feature(feature: Any) -> Any:
     """The feature type of the elements of a list; else `feature` itself."""
     return feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
 
 
 def _is_image_feature(feature: Any) -> bool:
-    if _type_name(feature) == "Image" or str(getattr(feature, "dtype", "")) in BINARY_DTYPES:
+    if type(feature).__name__ == "Image" or str(getattr(feature, "dtype", "")) in BINARY_DTYPES:
         return True
     return isinstance(feature, dict) and feature.keys() >= {"bytes", "path"}
 
 
 def _is_text(feature: Any) -> bool:
-    return _type_name(feature) == "Value" and str(feature.dtype) in TEXT_DTYPES
+    return str(getattr(feature, "dtype", "")) in TEXT_DTYPES
 
 
 def _is_class_label(feature: Any) -> bool:
-    return _type_name(_element_feature(feature)) == "ClassLabel"
+    return type(_element_feature(feature)).__name__ == "ClassLabel"
 
 
 def _pick_column(
@@ -246,53 +233,40 @@ def _load(data: str) -> dict[Any, Any]:
         import datasets
     except ImportError:
         raise DataError(f'{data} needs datasets: pip install "vit-toolkit[datasets]"') from None
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     if not name:
         raise DataError("hf: without a name; expected hf:NAME, hf:NAME:CONFIG or hf:PATH")
-    options: dict[str, Any] = {}
-    if os.path.isfile(name):
-        if not name.lower().endswith(PARQUET_SUFFIXES):
-            raise DataError(f"{data}: a file that is no .parquet; give its folder")
-        options |= {"path": "parquet", "data_files": name}
-    elif os.path.isdir(name):
-        options["path"] = name
-        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED_FILES):
-            with readable_errors(data):
-                saved = datasets.load_from_disk(name)
-            return dict(saved) if isinstance(saved, dict) else {"train": saved}
-    elif name.startswith(("/", ".", "~")) or name.endswith(PARQUET_SUFFIXES):
-        raise DataError(f"{data}: no such file or folder")
-    else:
-        path, _, config = name.partition(":")
-        options |= {"path": path, "name": config or None}
     with readable_errors(data):
-        splits = datasets.load_dataset(**options)
-    return dict(splits)
+        if any(os.path.isfile(os.path.join(name, file)) for file in SAVED_FILES):
+            saved = datasets.load_from_disk(name)
+            return dict(saved) if isinstance(saved, dict) else {"train": saved}
+        if os.path.isfile(name):
+            return dict(datasets.load_dataset("parquet", data_files=name))
+        if os.path.exists(name):
+            return dict(datasets.load_dataset(name))
+        path, _, config = name.partition(":")
+        return dict(datasets.load_dataset(path, config or None))
 
 
-class readable_errors:  # noqa: N801
-    """Context manager that turns any error of the library into a DataError of one line."""
-
-    def __init__(self, data: str) -> None:
-        self.data = data
-        self.logger = logging.getLogger("datasets")
-        self.level = self.logger.level
-
-    def __enter__(self) -> None:
-        self.logger.setLevel(logging.CRITICAL)  # the library logs an error and then raises it
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        self.logger.setLevel(self.level)
-        if not isinstance(error, Exception) or isinstance(error, DataError):
-            return
+@contextlib.contextmanager
+def readable_errors(data: str) -> Iterator[None]:
+    """Turn any error of the library into a DataError of one line, which it does not log."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         message = " ".join(str(cause).split())[:200] or type(cause).__name__
         remedy = "check its name, and that this machine reaches the hub or has it in its cache"
-        if os.path.exists(self.data.removeprefix(PREFIX)):
+        if os.path.exists(data.removeprefix(HUB)):
             remedy = "repair its files, or give files that the library reads"
-        raise DataError(f"{self.data}: cannot be loaded ({message}); {remedy}") from None
+        raise DataError(f"{data}: cannot be loaded ({message}); {remedy}") from None
+    finally:
+        logger.setLevel(level)
 
 
 def _image_paths(
@@ -332,7 +306,7 @@ def _resolve_file(path: str, data: str) -> str:
     """
     from datasets import config
 
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     folders = [str(folder) for folder in (config.HF_CACHE_HOME, config.HF_DATASETS_CACHE)]
     if os.path.exists(name):
         folders = [name if os.path.isdir(name) else os.path.dirname(name) or "."]
@@ -345,7 +319,7 @@ def _resolve_file(path: str, data: str) -> str:
 
 def _root(data: str, splits: dict[str, list[ImageRecord]]) -> Path:
     """The folder that contains all images if they are files; else the name of the dataset."""
-    name = data.removeprefix(PREFIX)
+    name = data.removeprefix(HUB)
     if os.path.isdir(name):
         return Path(os.path.abspath(name))
     paths = [record.path for records in splits.values() for record in records]

@@ -26,10 +26,10 @@ from vit.data.sources.dataset_spec import (
 )
 from vit.data.sources.file_walk import FolderWalker, has_image
 from vit.data.sources.problems import Problem, skip_or_raise
-from vit.errors import ConfigError, DataError
+from vit.errors import DataError
 from vit.text import join_names, plural, printable
 
-SPLIT_ALIASES = {name: name for name in SPLIT_NAMES} | {
+SPLIT_ALIASES = dict(zip(SPLIT_NAMES, SPLIT_NAMES, strict=True)) | {
     "training": "train",
     "dev": "val",
     "testing": "test",
@@ -306,12 +306,6 @@ UNLABELLED = (
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:
     """Index an image folder."""
-    for name in ("images", "image_column", "label_column"):
-        if (value := getattr(spec, name)) is not None:
-            raise ConfigError(
-                f"{name}={value!r}: {spec.data} is a folder of class folders, not a "
-                "list; leave it out, or give a list (.csv, .jsonl, .xlsx)"
-            )
     root, notes = resolve_folder(spec.data)
     layout = find_layout(root, group=spec.group, labels=spec.labels)
     if not spec.labels and any(one.parent == root for one in layout.splits.values()):

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
-from vit.data.sources.image_names import folder_names, suffix_notes
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.image_names import folder_names
 from vit.data.sources.list_columns import (
     INSIDE,
     Columns,
@@ -57,7 +57,7 @@ from vit.data.sources.list_formats import Row, read_rows
 from vit.data.sources.problems import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import join_names, plural, printable, without_formula_guards
+from vit.text import plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
@@ -97,8 +97,6 @@ class ImageList:
     """The first line with several classes, 0 if there is none."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
-    guarded_labels: int = 0
-    """Lines whose label had an apostrophe of `csv_text`, which is not part of it."""
     bad: BadLines = field(default_factory=BadLines)
 
     def report(self, kind: str, error: DataError, *images: str) -> None:
@@ -157,6 +155,7 @@ class ImageList:
         return False
 
     def _report_repeated(self, image: str, earlier: Entry, row: Entry) -> None:
+        """`vit check` lists each line that repeats another; a training has a note."""
         if self.problems is not None:
             again = wrong(self.path, f"{row.name} again, as in line {earlier.line}", row.line)
             self.report("repeated_line", again, image)
@@ -195,32 +194,28 @@ class ImageList:
         contradictions. Of a list with a line for each label there is a note.
         """
         merged = {image: (one, other) for image, one, other in reversed(self.relabelled)}
-        if not merged:
-            return
         if self.problems is not None and self.multilabel:
             for image, (one, other) in reversed(merged.items()):
-                own, others = (printable("|".join(x.labels)) or "none" for x in (one, other))
-                text = (
-                    f"{other.name} is labelled {others}, and {own} in line {one.line}: all of "
-                    "them are taken; correct one, or keep both lines"
-                )
+                text = f"{self._both_labels(one, other)}: all of them are taken; correct one"
                 self.report("merged_labels", wrong(self.path, text, other.line), image)
-            return
-        one, other = [*merged.values()][-1]
-        notes.append(
-            f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in another "
-            f"line, such as {other.name} in lines {one.line} and {other.line}: all of them are "
-            "taken"
-        )
+        elif merged:
+            one, other = [*merged.values()][-1]
+            notes.append(
+                f"{printable(self.path)}: {plural(len(merged), 'image')} with other labels in "
+                f"another line, such as {other.name} in lines {one.line} and {other.line}: all of "
+                "them are taken"
+            )
+
+    @staticmethod
+    def _both_labels(earlier: Entry, row: Entry) -> str:
+        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, row))
+        return f"{row.name} has two labels, {both}, the first in line {earlier.line}"
 
     def two_labels(self, earlier: Entry, row: Entry) -> DataError:
         """The error for an image that has another class in another line."""
-        both = " and ".join(printable("|".join(e.labels) or "none") for e in (earlier, row))
+        both = self._both_labels(earlier, row)
         return wrong(
-            self.path,
-            f"{row.name} has two labels, {both}, the first in line {earlier.line}; correct one, or "
-            "learn several with --task multilabel",
-            row.line,
+            self.path, f"{both}; correct one, or learn several with --task multilabel", row.line
         )
 
 
@@ -248,12 +243,6 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
         raise wrong(path, f"{what} in it; expected a line for each")
     if contents.is_table:
         notes += comma_notes(path, (entry.labels for entry in contents.rows))
-    if contents.guarded_labels:
-        lines = plural(contents.guarded_labels, "line")
-        notes.append(
-            f"{printable(path)}: {lines} with an apostrophe before =, +, - or @ in the label, as "
-            "CSV files of vit have it against formulas: read without it"
-        )
     return contents
 
 
@@ -299,9 +288,7 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         if spec.labels:
             value = values.get(columns.label)
             if row.is_table and isinstance(value, str):
-                plain = without_formula_guards(value)
-                contents.guarded_labels += plain != value
-                value = plain
+                value = without_formula_guards(value)
             labels = cell_labels(value, path, line, is_table=row.is_table and bool(columns.label))
         split = ""
         if columns.split and spec.reads_splits:
@@ -365,71 +352,31 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     grouped = [bool(contents.columns and contents.columns.group) for contents in lists]
     if any(grouped) and not all(grouped):
         raise DataError(f"group={spec.group}: a column of some lists, not of all")
-    splits: dict[str, dict[str, ImageRecord]] = {}
+    splits: dict[str, list[ImageRecord]] = {}
     locations: dict[str, str] = {}
     for one in placed:
         for path, entry in one.contents.entries.items():
             split = one.split or entry.split
             record = ImageRecord(path, entry.labels, entry.group, entry.captions, entry.cells)
-            if earlier := splits.setdefault(split, {}).get(path):  # in another list of captions
-                captions = earlier.captions + record.captions
-                record = record._replace(labels=earlier.labels or record.labels, captions=captions)
-            splits[split][path] = record
+            splits.setdefault(split, []).append(record)
             column = f" (split {split})" if entry.split and not one.split else ""
             locations.setdefault(split, printable(one.contents.path) + column)
-    for split, files in found.files.items():
-        if split:
-            path = files[0] if len(files) == 1 else os.path.join(str(found.root), split)
-            locations[split] = printable(path)
-    records = {split: [*images.values()] for split, images in splits.items()}
+    locations |= {split: printable(path) for split, path in found.files.items() if split}
     if spec.captions:
-        records = drop_uncaptioned(records, notes)
-        records, locations, folders_of = _split_by_folders(
-            placed, found, records, locations, spec, notes
-        )
+        splits = drop_uncaptioned(splits, notes)
         if spec.labels:
-            records = {
-                split: _with_folder_labels(
-                    images, folders_of.get(split, folders_of.get("", "")), placed, spec
-                )
-                for split, images in records.items()
-            }
+            base_of = {one.split: one.base for one in placed}
+            names = {os.path.basename(contents.path) for contents in lists}
+            if names <= {*METADATA} and spec.images is None:
+                base_of = {split: str(root / split) for split in base_of}
+            for split, records in splits.items():
+                base = base_of.get(split, base_of.get("", ""))
+                splits[split] = _with_folder_labels(records, base, placed, spec)
     kind = "list" if len(placed) > 1 or spec.captions else "split"
     columns = dict.fromkeys(name for one in lists if one.columns for name in one.columns.unused)
     return DatasetIndex(
-        root, records, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
+        root, splits, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
     )
-
-
-def _split_by_folders(
-    placed: Sequence[PlacedList],
-    found: ListFiles,
-    splits: dict[str, list[ImageRecord]],
-    locations: dict[str, str],
-    spec: DatasetSpec,
-    notes: list[str],
-) -> tuple[dict[str, list[ImageRecord]], dict[str, str], dict[str, str]]:
-    """The captioned images by the split folders that they lie in, if one list names them all.
-
-    Returns:
-        Images, location and folder of each split.
-    """
-    metadata = all(os.path.basename(one.contents.path) in METADATA for one in placed)
-    bases = {one.split: one.base for one in placed}
-    if metadata and spec.images is None:
-        bases = {split: os.path.join(str(found.root), split).rstrip("/") for split in bases}
-    if [*splits] != [""]:
-        return splits, locations, bases
-    base = bases[""]
-    folders = {_first_folder(record.path, base) for record in splits[""]}
-    if not {"train"} < folders <= {*SPLIT_NAMES}:
-        return splits, locations, bases
-    notes.append(f"the split is that of the folders: {join_names(sorted(folders))}")
-    divided: dict[str, list[ImageRecord]] = {name: [] for name in folders}
-    for record in splits[""]:
-        divided[_first_folder(record.path, base)].append(record)
-    bases = {name: os.path.join(base, name) for name in folders}
-    return divided, {name: printable(folder) for name, folder in bases.items()}, bases
 
 
 def _with_folder_labels(
@@ -437,29 +384,25 @@ def _with_folder_labels(
 ) -> list[ImageRecord]:
     """The images of a split with classes: those of the list, or the folders in `base`."""
     labelled = any(record.labels for record in records)
+    above = os.path.join(os.path.normpath(base), "")
     found = []
     for record in records:
-        folder = _first_folder(record.path, base)
-        labels = record.labels if labelled else (folder,) if folder else ()
-        if labels:
-            found.append(record._replace(labels=labels))
-            continue
-        lack = "no label, but others have one" if labelled else "no label and no class folder"
-        where = printable(record.path)
-        if labelled:
-            found_in = next(x.contents for x in placed if record.path in x.contents.entries)
-            line = found_in.entries[record.path].line
-            where += f" ({printable(found_in.path)}, line {line})"
-        error = DataError(f"{where}: {lack}; expected a column label, or folders")
-        skip_or_raise(spec.problems, "no_label", error, record.path)
+        folder, slash, _ = record.path.removeprefix(above).partition("/")
+        if labelled and record.labels:
+            found.append(record)
+        elif slash and not labelled:
+            found.append(record._replace(labels=(folder,)))
+        else:
+            lines = [
+                f"{printable(one.contents.path)}, line {one.contents.entries[record.path].line}: "
+                for one in placed
+                if record.path in one.contents.entries
+            ]
+            lack = "no label, but others have one" if labelled else "no label and no class folder"
+            where = f"{lines[0]}{printable(record.path)}"
+            error = DataError(f"{where}: {lack}; expected a column label, or folders")
+            skip_or_raise(spec.problems, "no_label", error, record.path)
     return found
-
-
-def _first_folder(path: str, base: str) -> str:
-    """The folder directly in `base` that `path` lies in, empty if there is none."""
-    above = os.path.join(os.path.normpath(base), "")
-    folder, slash, _ = path.removeprefix(above).partition("/")
-    return folder if slash else ""
 
 
 def lines_of(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
@@ -497,9 +440,7 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
     if spec.split is not None and "" not in found.files:
         splits = spec.select_splits(splits)
     return [
-        _placed(split, read_list(path, spec, notes), spec, notes)
-        for split in splits
-        for path in found.files[split]
+        _placed(split, read_list(found.files[split], spec, notes), spec, notes) for split in splits
     ]
 
 
@@ -512,7 +453,7 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
     outside = spec.allow_outside or (spec.captions and spec.images is None)
     above = os.path.join(os.path.abspath(base), "")
     folder = folder_names(base)
-    renamed: list[tuple[str, str]] = []
+    names: list[str] = []
 
     def path_of(name: str) -> str:
         return name if os.path.isabs(name) else os.path.normpath(os.path.join(base, name))
@@ -522,8 +463,8 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
         check_inside(name, path, row.line, outside=spec.allow_outside)
         if os.path.isabs(name) and not name.startswith(above) and not outside:
             raise wrong(path, f"{name} lies outside of {above[:-1]}; {INSIDE}", row.line)
-        renamed.append((row.name, name.removeprefix(above)))
-        return path_of(name.removeprefix(above))
+        names.append(name.removeprefix(above))
+        return path_of(names[-1])
 
     earlier = len(contents.problems or ())
     contents.place(find, notes)
@@ -532,5 +473,4 @@ def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]
             if at < earlier or error.kind == "bad_path":
                 images = tuple(map(path_of, error.images))
                 contents.problems[at] = dataclasses.replace(error, images=images)
-    notes += suffix_notes(path, renamed)
-    return PlacedList(split, contents, base, [name for _, name in renamed])
+    return PlacedList(split, contents, base, names)

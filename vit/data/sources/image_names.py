@@ -17,7 +17,7 @@ from vit.data.archives import index_of, relative, split_address
 from vit.data.dataset_types import DatasetIndex
 from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.errors import DataError
-from vit.text import csv_text, join_names, plural, printable
+from vit.text import csv_text, join_names, printable
 
 Find = Callable[[str, bool], str | None]
 """(name as written, whether in a cell of a table) -> the image, None if there is none."""
@@ -168,12 +168,3 @@ def index_finder(index: DatasetIndex) -> Find:
         return next((real()[place] for place in places if place in real()), None)
 
     return find
-
-
-def suffix_notes(path: str, found: Iterable[tuple[str, str]]) -> list[str]:
-    """Which names of a list lack their suffix; `found` has names and those of their images."""
-    pairs = [(name, file) for name, file in found if os.path.splitext(file)[0] == name != file]
-    if not pairs:
-        return []
-    first = " is read as ".join(map(printable, pairs[0]))
-    return [f"{printable(path)}: {plural(len(pairs), 'name')} without a suffix: {first}"]

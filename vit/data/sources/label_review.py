@@ -16,13 +16,12 @@ from pathlib import Path
 
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import DatasetSpec, refuse_mistaken
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, ImageList, read_list
-from vit.data.sources.image_names import Find, index_finder, suffix_notes
-from vit.data.sources.list_columns import SEPARATORS
+from vit.data.sources.image_names import Find, index_finder
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
-from vit.text import csv_text, nearest, plural, printable
+from vit.text import nearest, plural, printable
 
 
 def apply_review(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
@@ -59,20 +58,15 @@ def _placed_list(
 
     Notes about it are added to those of `index`.
     """
-    refuse_mistaken(columns.data)
     contents = read_list(columns.data, columns, index.notes)
-    found: list[tuple[str, str]] = []
 
     def place(row: Entry) -> str | None:
-        path = find(row.name, contents.is_table)
-        found.append((row.name, relative(path or row.name, index.root)))
-        return path
+        return find(row.name, contents.is_table)
 
     # of a list of labels, those that a person has filled in
-    absent = {row.name for row in contents.place(place, index.notes) if row.labelled}
+    absent = (row.name for row in contents.place(place, index.notes) if row.labelled)
+    lacking = [*dict.fromkeys(absent)]
     named = {row.name for row in contents.rows if row.labelled}
-    index.notes.extend(suffix_notes(columns.data, found))
-    lacking = [name for name, _ in found if name in absent]
     if named and len(lacking) == len(named) and required:
         what = plural(len(named), "labelled image" if setting == "labels" else "image")
         raise DataError(
@@ -209,25 +203,20 @@ def _checked_labels(
     """
     records = (record for records in index.splits.values() for record in records)
     known = sorted({label for record in records for label in record.labels})
-    by_cell = {csv_text(label).strip(): label for label in known} | {one: one for one in known}
     checked = {}
     if contents.relabelled and not index.multilabel:
         raise contents.two_labels(*contents.relabelled[0][1:])
     for image, entry in contents.entries.items():
         labels = entry.labels
         if len(labels) != 1 and not index.multilabel:
-            # a class whose name has the separator of several
-            whole = [mark.join(labels) for mark in SEPARATORS if mark.join(labels) in by_cell]
-            if not whole:
-                what = f"{len(labels)} classes; an image has one here"
-                raise wrong(contents.path, what, entry.line)
-            labels = (whole[0],)
+            what = f"{len(labels)} classes; an image has one here"
+            raise wrong(contents.path, what, entry.line)
         if not entry.labelled:
             what = "no label; write one, or [] for none of the classes"
             raise wrong(contents.path, what, entry.line)
         for label in labels:
-            if label not in by_cell and spec.split is None:
+            if label not in known and spec.split is None:
                 what = f"no image of the data is labelled {label}{nearest(label, known)}"
                 raise wrong(contents.path, what, entry.line)
-        checked[image] = tuple(by_cell.get(label, label) for label in labels)
+        checked[image] = labels
     return checked

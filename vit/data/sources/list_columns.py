@@ -17,7 +17,6 @@ from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, is_image
 from vit.data.sources.image_names import is_plain
 from vit.data.sources.table_reader import Table, json_kind, wrong
-from vit.data.workbook import is_workbook
 from vit.errors import DataError
 from vit.text import is_unicode, join_names, nearest, plural, printable
 
@@ -42,9 +41,6 @@ INSIDE = "say which folder holds the images with --images, or take it with --all
 DRIVE = re.compile("[A-Za-z]:/")
 ESCAPE = re.compile(r"\\([tnr]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 """Of `printable`, at the beginning of a name."""
-MIDNIGHT = "T00:00:00"
-WORKBOOK_DATE = re.compile(rf"\d{{4}}-\d\d-\d\d({MIDNIGHT})?")
-"""A date in a cell, as `cell_text` has it."""
 WHOLE_NUMBER = re.compile(r"\d+\.0")
 LIST_IN_CELL = re.compile(r"\[\s*(?:['\"]|\d+[\s,]+\d).*\]", re.DOTALL)
 """A list as pandas writes it, `['cat', 'dog']`, or NumPy, `['cat' 'dog']`."""
@@ -193,23 +189,15 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
 def check_record(
     names: Sequence[str], columns: Columns, spec: DatasetSpec, path: str, line: int
 ) -> None:
-    """Refuse a JSON record that lacks the group of the first one or has it under another key."""
-    others = [name for name in names if name != columns.image]
-    expected: list[tuple[str, Sequence[str]]] = [(columns.split, (SPLIT_COLUMN,))]
-    if spec.group:
-        expected.append((columns.group, (spec.group.strip().lower(),)))
-    if spec.labels and not spec.captions:
-        classes = (spec.label_column.strip().lower(),) if spec.label_column else CLASS_COLUMNS
-        expected.append((columns.label, classes))
-    for column, usual in expected:
-        if column not in names and (found := match_name(others, usual)):
-            there = f"the first one has {column!r}" if column else "the first one does not"
-            advice = "give every record the same keys"
-            raise wrong(path, f"this record has {found!r}, {there}; {advice}", line)
-        if column and column != columns.split and column not in names:
-            none = "null where it has none"
-            if column == columns.label:
-                none = '[] where it has none of the classes, or "" where it has no label yet'
+    """Refuse a JSON record without a key that is read, or with one that the first record lacks."""
+    for column, usual in ((columns.split, SPLIT_COLUMN), (columns.group, spec.group or "")):
+        found = find_column(names, usual) if usual else ""
+        if found and found != column:
+            text = f"this record has {found!r}, the first one does not"
+            raise wrong(path, f"{text}; give every record the same keys", line)
+    for column in (columns.group, columns.label if spec.labels and not spec.captions else ""):
+        if column and column not in names:
+            none = '[] for none of the classes, "" for no label yet, null for no group'
             raise wrong(path, f"no {column!r} in this record; write {none}", line)
 
 
@@ -299,10 +287,8 @@ def drop_uncaptioned(
             else:
                 uncaptioned.append(record.path)
     names = join_names(sorted(uncaptioned))
-    if empty:
-        notes.append(f"left out {plural(empty, 'empty caption')}")
-    if repeats:
-        notes.append(f"left out {plural(repeats, 'caption')} that the same image has already")
+    if empty or repeats:
+        notes.append(f"left out {plural(empty + repeats, 'caption')}, empty or repeated")
     if uncaptioned:
         notes.append(f"left out {plural(len(uncaptioned), 'image')} without a caption: {names}")
     if not all(kept.values()):
@@ -375,13 +361,6 @@ def _class_name(value: Any, path: str, line: int, *, may_lack: bool = False) -> 
             path,
             f"the label is {name}, an error of a spreadsheet, such as of a formula that finds "
             "nothing; write the label",
-            line,
-        )
-    if is_workbook(path) and WORKBOOK_DATE.fullmatch(name):
-        raise wrong(
-            path,
-            f"the label is a date, {name.removesuffix(MIDNIGHT)}: Excel makes one of a text such "
-            "as 1/2; format the column as text, and write the label again",
             line,
         )
     if not name and not may_lack:

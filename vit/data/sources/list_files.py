@@ -18,15 +18,15 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from vit.data.archives import is_inside
 from vit.data.sources.dataset_spec import (
+    LIST_SUFFIXES,
     SPLIT_NAMES,
     DatasetSpec,
-    refuse_mistaken,
-    refuse_single_images,
+    named_source,
+    refuse_run_folder,
     resolve_folder,
 )
 from vit.data.sources.file_walk import FolderWalker
@@ -36,11 +36,9 @@ from vit.errors import DataError
 from vit.paths import did_you_mean
 from vit.text import join_names, plural, printable
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".xlsx")
-"""Of lists of classes."""
-CAPTION_SUFFIXES = frozenset((*SUFFIXES, ".txt", ".json"))
+CAPTION_SUFFIXES = frozenset((*LIST_SUFFIXES, ".txt", ".json"))
 METADATA = ("metadata.jsonl", "metadata.csv")
-"""Names of lists that also count in deeper folders; file names in them are relative to theirs."""
+"""Names of lists of captions whatever is in them, whose reader says what is wrong."""
 LAYOUT = (
     "expected DATA/train/metadata.jsonl and DATA/val/metadata.jsonl, COCO's annotations/, "
     "or one list of captions such as DATA/captions.csv"
@@ -55,8 +53,8 @@ SAMPLE = 100
 class ListFiles:
     """The lists of a dataset."""
 
-    files: dict[str, list[str]]
-    """Paths by split; under the empty name if there is one list without a split in its name."""
+    files: dict[str, str]
+    """Path by split; under the empty name if there is one list without a split in its name."""
     notes: list[str]
     root: Path | None = None
     """Folder that names of images in a split are relative to; None: that of the images."""
@@ -66,7 +64,7 @@ def is_list(data: str) -> bool:
     """Whether `data` is a list of images and classes, or a folder with one per split."""
     if os.path.isdir(data):
         return bool(_class_lists(data))
-    return data.lower().endswith(SUFFIXES) and os.path.lexists(data)
+    return named_source(data) == "list" and os.path.lexists(data)
 
 
 def has_caption_lists(folder: str) -> bool:
@@ -83,19 +81,17 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
     if spec.captions:
         return _find_caption_lists(spec)
     if not os.path.isdir(spec.data):
-        return ListFiles({"": [spec.data]}, [])
+        return ListFiles({"": spec.data}, [])
     files = _class_lists(spec.data)
-    names = ", ".join(printable(os.path.basename(path)) for path in files.values())
-    notes = [f"read the lists {names} of {printable(spec.data)}"]
-    others = [
-        printable(name)
-        for name in sorted(os.listdir(spec.data))
-        if name.lower().endswith(SUFFIXES) and os.path.join(spec.data, name) not in files.values()
+    notes = [
+        f"read the lists {join_names(map(os.path.basename, files.values()), 9)} of {spec.data}"
     ]
+    lists = [name for name in sorted(os.listdir(spec.data)) if name.lower().endswith(LIST_SUFFIXES)]
+    others = [name for name in lists if os.path.join(spec.data, name) not in files.values()]
     if others:
         names = join_names(others)
         notes.append(f"left out lists without a split in their name, or classes: {names}")
-    return ListFiles({split: [path] for split, path in files.items()}, notes)
+    return ListFiles(files, notes)
 
 
 def _class_lists(folder: str) -> dict[str, str]:
@@ -105,7 +101,7 @@ def _class_lists(folder: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     # a folder may have a million images
-    for name in sorted(name for name in _listed(folder) if name.lower().endswith(SUFFIXES)):
+    for name in sorted(name for name in _listed(folder) if name.lower().endswith(LIST_SUFFIXES)):
         split = SPLIT.fullmatch(os.path.splitext(name.lower())[0])
         path = os.path.join(folder, name)
         if not split or not has_classes(path):
@@ -130,55 +126,35 @@ def _listed(folder: str) -> list[str]:
 
 def _find_caption_lists(spec: DatasetSpec) -> ListFiles:
     data, images = spec.data, None if spec.images is None else Path(spec.images)
-    refuse_mistaken(data)
-    refuse_single_images(data)
+    refuse_run_folder(data)
     if os.path.isfile(data):
-        return ListFiles({"": [str(Path(data))]}, [], images or Path(data).parent)
+        return ListFiles({"": str(Path(data))}, [], images or Path(data).parent)
     root, notes = resolve_folder(data)
     folders = FolderWalker(str(root)).subfolders(str(root))
-    files = {name: _split_lists(root / name, spec) for name in SPLIT_NAMES if name in folders}
-    files = {name: found for name, found in files.items() if found}
-    here = _candidates(root, spec)
-    if not files:
-        files = _lists_by_name(root, here)
-    elif here:
-        raise _ambiguous([*here, *(path for found in files.values() for path in found)])
-    elif "train" not in files:
-        raise DataError(f"{root} has captions for {join_names(files)}, not for train")
-    else:
+    lists = {name: _candidates(root / name, spec) for name in SPLIT_NAMES if name in folders}
+    files = {name: paths[0] for name, paths in lists.items() if paths}
+    if files:
         others = [name for name in folders if name not in files and name != "annotations"]
         if others:
             names = join_names(others)
             notes.append(f"left out folders without a list of captions of a split: {names}")
-    return ListFiles(files, notes, images or root)
-
-
-def _lists_by_name(root: Path, here: list[str]) -> dict[str, list[str]]:
-    """The lists of captions by the split in their name, if there are no split folders."""
-    metadata = [path for path in here if os.path.basename(path) in METADATA]
-    if len(here) == len(metadata) < 2:
-        here = _metadata_under(root)
-        if here:
-            return {"": here}
+    here = _candidates(root, spec)
+    if len(here) == 1 and not files:
+        files = {"": here[0]}
+    elif not files:
+        named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
+        files = {split[1]: path for split, path in named if split}
+    every = [*here, *(path for paths in lists.values() for path in paths)]
+    if len(files) < len(every):
+        names = join_names(every)
+        raise DataError(f"several lists of captions, give one of them as DATA: {names}")
+    if not files:
         tables = [x for x in _visible(root) if os.path.splitext(x)[1] in CAPTION_SUFFIXES]
         hint = f" ({join_names(tables)}: give one to see what is wrong with it)" if tables else ""
         raise DataError(f"{root}: no list of captions in it{hint}; {LAYOUT}")
-    if len(here) == 1:
-        return {"": here}
-    named = [(SPLIT.fullmatch(Path(path).stem.lower()), path) for path in here]
-    files = {found[1]: [path] for found, path in named if found}
-    if len(files) < len(here) or "train" not in files:
-        raise _ambiguous(here)
-    return files
-
-
-def _split_lists(folder: Path, spec: DatasetSpec) -> list[str]:
-    """The lists of captions in the folder of one split."""
-    here = _candidates(folder, spec)
-    metadata = [path for path in here if os.path.basename(path) in METADATA]
-    if len(here) > 1:
-        raise _ambiguous(here)
-    return here if len(here) > len(metadata) else _metadata_under(folder)
+    if not files.keys() & {"", "train"}:
+        raise DataError(f"{root} has captions for {join_names(files)}, not for train")
+    return ListFiles(files, notes, images or root)
 
 
 def _candidates(folder: Path, spec: DatasetSpec | None = None) -> list[str]:
@@ -210,21 +186,6 @@ def _visible(folder: Path) -> list[str]:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed ({error.strerror})") from None
-
-
-def _metadata_under(folder: Path) -> list[str]:
-    suffixes = frozenset(os.path.splitext(name)[1] for name in METADATA)
-    found = FolderWalker(str(folder), suffixes=suffixes).images(str(folder))
-    paths = [path for path in found if os.path.basename(path) in METADATA]
-    for one, other in pairwise(paths):
-        if os.path.dirname(one) == os.path.dirname(other):
-            raise _ambiguous([one, other])
-    return paths
-
-
-def _ambiguous(paths: Sequence[str]) -> DataError:
-    names = join_names(paths)
-    return DataError(f"several lists of captions, give one of them as DATA: {names}")
 
 
 def images_folder(

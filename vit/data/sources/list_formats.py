@@ -10,11 +10,12 @@ The content decides the format; the file extension only where the content is dam
 
 import dataclasses
 import json
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit.data.sources.dataset_spec import DatasetSpec, has_json_key
+from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_columns import (
     caption_columns,
     check_header,
@@ -25,7 +26,6 @@ from vit.data.sources.table_reader import (
     OnError,
     beginning,
     fields,
-    json_kind,
     json_records,
     parse_json,
     read_table,
@@ -123,6 +123,12 @@ def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
     return _has_columns(path, spec)
 
 
+def has_json_key(path: str, key: str) -> bool:
+    """Whether a JSON file has a key anywhere, without parsing it."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(f'"{key}"'.encode()) >= 0
+
+
 def _has_columns(path: str, spec: DatasetSpec) -> bool:
     """Whether the first record, or the header of a table, has the columns that are read."""
     try:
@@ -157,43 +163,19 @@ def _json_rows(path: str, _: DatasetSpec, __: list[str], on_error: OnError) -> I
 def _coco_rows(path: str, _: DatasetSpec, __: list[str], ___: OnError) -> Iterator[Row]:
     """The images of a COCO file of captions, each with all of its captions."""
     data = parse_json(whole_text(path), path)
-    if not isinstance(data, dict):
-        raise wrong(path, f"{json_kind(data)}; {EXPECTED}")
-    for part in ("images", "annotations"):
-        if not isinstance(data.get(part), list):
-            has = ", ".join(printable(key) for key in [*data][:5]) or "nothing"
-            raise wrong(path, f"has {has}, but no list of {part}, so it is not COCO; {EXPECTED}")
-    names: dict[int | str, str] = {}
-    for index, image in enumerate(data["images"]):
-        number, name = _coco_entry(image, "id", "file_name", f"images[{index}]", path)
-        if names.setdefault(number, name) != name:
-            raise wrong(path, f"images[{index}] has the id {number!r} of another image")
-    captions: dict[int | str, list[str]] = {number: [] for number in names}
-    for index, annotation in enumerate(data["annotations"]):
-        where = f"annotations[{index}]"
-        number, caption = _coco_entry(annotation, "image_id", "caption", where, path)
-        if number not in captions:
-            raise wrong(path, f"{where} has image_id {number!r}, which is no image's id")
-        captions[number].append(caption)
+    try:
+        names = {image["id"]: image["file_name"] for image in data["images"]}
+        captions: dict[int | str, list[Any]] = {number: [] for number in names}
+        for annotation in data["annotations"]:
+            captions[annotation["image_id"]].append(annotation["caption"])
+    except (KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise wrong(path, f"not captions of COCO ({reason}); {EXPECTED}") from None
+    if len(names) < len(data["images"]):
+        raise wrong(path, "several images of COCO have one id")
     columns = ("file_name", "captions")
     for number, name in names.items():
         yield Row(0, columns, 0, {"file_name": name, "captions": captions[number]})
-
-
-def _coco_entry(
-    record: object, key: str, text: str, where: str, path: str
-) -> tuple[int | str, str]:
-    """The number and the text of an image or annotation."""
-    if not isinstance(record, dict):
-        raise wrong(path, f"{where} is {json_kind(record)}; expected an object")
-    for name, kinds in ((key, (int, str)), (text, (str,))):
-        value = record.get(name)
-        if name not in record:
-            hint = "; expected captions, not boxes or outlines" if name == "caption" else ""
-            raise wrong(path, f"{where} has no {name}{hint}")
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise wrong(path, f"{where}: {name} is {json_kind(value)}")
-    return record[key], record[text]
 
 
 READERS: dict[str, Reader] = {

@@ -23,13 +23,13 @@ from vit.data.dataset_types import (
     Sample,
     Splits,
 )
-from vit.data.sources import builtin_datasets, huggingface_datasets, torchvision_datasets
+from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_spec import (
     LAYOUT,
     TEST,
     VAL_NAMES,
     DatasetSpec,
-    no_match_message,
+    named_source,
     resolve_folder,
     validation_split,
 )
@@ -41,22 +41,18 @@ from vit.data.sources.dataset_warnings import (
 )
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.held_out_split import HeldOutSplit
+from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import images_in, lines_of, read_lists
 from vit.data.sources.label_review import apply_review
-from vit.data.sources.list_files import SUFFIXES as LIST_SUFFIXES
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.tar_shards import (
-    download_shards,
-    is_remote,
-    is_shards,
     list_shard_images,
-    read_remote,
     read_shards,
     shard_files,
+    shards_in_folder,
 )
-from vit.data.sources.torchvision_datasets import read_torchvision
 from vit.data.sources.train_val_split import (
     Fold,
     groups_of_records,
@@ -64,56 +60,54 @@ from vit.data.sources.train_val_split import (
     split_train_val,
 )
 from vit.errors import ConfigError, DataError
-from vit.text import join_names, nearest_names, plural, printable
+from vit.text import join_names, nearest, plural, printable
 
-Reader = Callable[[DatasetSpec], DatasetIndex]
-
-
-def _read_named(read: Reader, refused: Sequence[str]) -> Reader:
-    """A reader that refuses settings of lists, and selects the splits that are needed."""
-
-    def reader(spec: DatasetSpec) -> DatasetIndex:
-        for name in refused:
-            if (value := getattr(spec, name)) is not None:
-                raise ConfigError(
-                    f"{name}={value!r}: {spec.data} is not a list; leave it out, or "
-                    "give a list (.csv, .jsonl, .xlsx)"
-                )
-        index = read(spec)
-        splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
-        return dataclasses.replace(index, splits=splits, split_kind="split")
-
-    return reader
+READERS: dict[str, Callable[[DatasetSpec], DatasetIndex]] = {
+    "hub": read_dataset,
+    "shards": read_shards,
+    "list": read_lists,
+    "folder": read_folder,
+}
+"""By source; the last also reads built-in sets, and refuses what is not there."""
+OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
+"""Settings of lists only; a table of the hub has columns too."""
 
 
-COLUMNS_IN_SHARDS = ("images", "image_column", "label_column")
-READERS: tuple[tuple[Callable[[str], bool], Reader], ...] = (
-    (huggingface_datasets.is_named, _read_named(huggingface_datasets.read_dataset, ["images"])),
-    (torchvision_datasets.is_named, _read_named(read_torchvision, COLUMNS_IN_SHARDS)),
-    (is_remote, _read_named(read_remote, COLUMNS_IN_SHARDS)),
-    (is_shards, _read_named(read_shards, COLUMNS_IN_SHARDS)),
-    (is_list, read_lists),
-    (lambda _: True, read_folder),
-)
-"""(predicate on DATA, reader); the first match reads. The last reads folders and built-in sets."""
+def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of a source of this kind, of the splits that are needed."""
+    refused = {"list": (), "hub": OF_LISTS[:2]}.get(source, OF_LISTS)
+    for name in refused:
+        if (value := getattr(spec, name)) not in (None, False):
+            raise ConfigError(
+                f"{name}={value!r}: {spec.data} is not a list; leave it out, or give a list "
+                "(.csv, .jsonl, .xlsx)"
+            )
+    index = READERS[source](spec)
+    if source not in ("hub", "shards"):
+        return index
+    splits = {name: index.splits[name] for name in spec.select_splits(index.splits)}
+    return dataclasses.replace(index, splits=splits, split_kind="split")
 
 
-def _find_reader(data: str, *, captions: bool = False) -> Reader:
-    read = next(read for matches, read in READERS if matches(data))
-    folder = os.path.isdir(data)
-    if captions and (read in (read_lists, read_folder) or (folder and has_caption_lists(data))):
-        return read_lists
-    return read
+def source_of(data: str, *, captions: bool = False) -> str:
+    """The source that DATA is of, a key of READERS."""
+    is_folder = os.path.isdir(data)
+    if captions and is_folder and has_caption_lists(data):
+        return "list"
+    source = "shards" if is_folder and shards_in_folder(data) else named_source(data)
+    if source in ("", "list"):
+        source = "list" if captions or is_list(data) else "folder"
+    return source
 
 
 def has_image_column(data: str) -> bool:
     """Whether `data` is read as a list, or as a table of the Hugging Face Hub."""
-    return _find_reader(data) is read_lists or huggingface_datasets.is_named(data)
+    return source_of(data) in ("list", "hub")
 
 
 def is_folder_source(data: str) -> bool:
     """Whether `data` is read as an image folder, or is the name of a built-in dataset."""
-    return _find_reader(data) is read_folder
+    return source_of(data) == "folder"
 
 
 def check_source_exists(data: str) -> None:
@@ -146,11 +140,9 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
 
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     """Index all images of any source; and the specification for `apply_review`."""
-    read = _find_reader(spec.data, captions=spec.captions)
+    source = source_of(spec.data, captions=spec.captions)
     if not spec.captions:
         refuse_captions(spec.data)
-    if spec.allow_outside and read is not read_lists:
-        raise ConfigError(f"allow_outside: {spec.data} is not a list; leave it out")
     if spec.caption_column is not None and not spec.captions:
         raise ConfigError(
             f"caption_column={spec.caption_column!r}: captions are not read here; leave it out, or "
@@ -162,9 +154,10 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
                 f"labels={spec.label_list}: a list of classes, and captions are learned "
                 "here; leave it out"
             )
-        index = read(_unlabelled_source(spec))
+        index = _read(source, _unlabelled_source(spec))
     else:
-        index = _with_or_without_labels(read, spec) if spec.optional_labels else read(spec)
+        read = _with_or_without_labels if spec.optional_labels else _read
+        index = read(source, spec)
     if index.multilabel and spec.multilabel is False:
         raise DataError(
             f"{spec.data}: images with several classes, or none; --task multilabel learns them"
@@ -193,20 +186,20 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
     )
 
 
-def _with_or_without_labels(read: Reader, spec: DatasetSpec) -> DatasetIndex:
+def _with_or_without_labels(source: str, spec: DatasetSpec) -> DatasetIndex:
     """The index with classes if every image has exactly one of several; else without any."""
     plain = dataclasses.replace(spec, labels=False, optional_labels=False)
     try:
-        index = read(spec)
+        index = _read(source, spec)
     except DataError:
-        return read(plain)
+        return _read(source, plain)
     classes = {
         name: {label for record in records for label in record.labels}
         for name, records in index.splits.items()
     }
     trained = classes.get("train", classes.get("", set()))
     suits = not index.multilabel and all(labels <= trained for labels in classes.values())
-    return index if suits and len(trained) > 1 else read(plain)
+    return index if suits and len(trained) > 1 else _read(source, plain)
 
 
 @dataclass(frozen=True)
@@ -410,7 +403,7 @@ def _without_classes(
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    if _find_reader(spec.data, captions=spec.captions) is not read_lists:
+    if source_of(spec.data, captions=spec.captions) != "list":
         return {}
     return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
@@ -420,38 +413,6 @@ def align_classes(names: Iterable[str], classes: Sequence[str]) -> dict[str, str
     known = {_normalised(name): name for name in classes} | {name: name for name in classes}
     found = {name: known.get(name, known.get(_normalised(name))) for name in names}
     return {name: target for name, target in found.items() if target is not None}
-
-
-def match_class_names(
-    names: Iterable[str],
-    classes: Sequence[str],
-    *,
-    location: str,
-    owner: str,
-    remedy: str = "rename or remove the folders",
-) -> tuple[dict[str, str], list[str]]:
-    """Map class names of a split to those of the model or the training split.
-
-    Names that are equal after Unicode normalisation (NFC) match.
-
-    Returns:
-        `names` -> `classes`, and notes for the user.
-    """
-    targets = align_classes(names := [*names], classes)
-    notes = [
-        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
-        for name, target in targets.items()
-        if target != name
-    ]
-    unknown = [name for name in names if name not in targets]
-    if unknown:
-        near = nearest_names(unknown[0], classes)
-        hint = f" (is {printable(unknown[0])} {printable(near[0])}?)" if near else ""
-        listed = join_names(unknown)
-        raise DataError(
-            f"{location} has classes that {owner} does not have: {listed}{hint}; {remedy}"
-        )
-    return targets, notes
 
 
 def _normalised(name: str) -> str:
@@ -468,10 +429,18 @@ def _relabel(
 ) -> tuple[list[ImageRecord], list[str]]:
     """`records` with the class names in `classes`, and notes for the user."""
     names = dict.fromkeys(label for record in records for label in record.labels)
-    remedy = f"rename or remove {'the folders' if index.split_kind == 'folder' else 'them'}"
-    targets, notes = match_class_names(
-        names, classes, location=location, owner=owner, remedy=remedy
-    )
+    targets = align_classes(names, classes)
+    notes = [
+        f"{location}/{printable(name)} is class {target!a}, in other Unicode"
+        for name, target in targets.items()
+        if target != name
+    ]
+    if unknown := [name for name in names if name not in targets]:
+        remedy = f"rename or remove {'the folders' if index.split_kind == 'folder' else 'them'}"
+        raise DataError(
+            f"{location} has classes that {owner} does not have: {join_names(unknown)}"
+            f"{nearest(unknown[0], classes)}; {remedy}"
+        )
     if any(name != target for name, target in targets.items()):
         records = [r._replace(labels=tuple(targets[name] for name in r.labels)) for r in records]
     images = _by_class(records, classes)
@@ -559,11 +528,12 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     """
     images: list[str] = []
     for name in inputs:
-        is_glob = glob.has_magic(name) and not os.path.lexists(name) and not is_remote(name)
+        is_there = os.path.lexists(name)
+        is_glob = glob.has_magic(name) and not is_there
         paths = sorted(glob.glob(name, recursive=True)) if is_glob else [name]
         if not paths:
-            raise DataError(no_match_message(name))
-        if name in builtin_datasets.DATASETS and not os.path.lexists(name):
+            raise DataError(f"{name}: matches no file; correct the pattern")
+        if name in builtin_datasets.DATASETS and not is_there:
             paths = [str(builtin_datasets.DATASETS[name]() / "val")]
         found = [image for path in paths for image in _expand(path, notes)]
         # `**` matches folders and the files in them: keep one of each.
@@ -572,26 +542,20 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
 
 
 def _expand(path: str, notes: list[str] | None) -> list[str]:
-    """The images of a folder, a list or shards; else the path itself."""
+    """The images of a folder, a list, shards or a dataset of the hub; else the path itself."""
     if os.path.isdir(path):
         return _list_folder(path, notes)
-    if path.lower().endswith(LIST_SUFFIXES) and os.path.isfile(path):
+    source = named_source(path)
+    if source == "list" and os.path.isfile(path):
         return images_in(path, notes)
-    return _list_packed(path, notes) or [path]
-
-
-def _list_packed(path: str, notes: list[str] | None) -> list[str]:
-    """The images in shards or a named dataset, without their classes; none of other sources."""
-    if is_remote(path) or is_shards(path):
-        files, downloaded = download_shards(path) if is_remote(path) else (shard_files(path), [])
-        images, more = list_shard_images(files, path)
-        more = downloaded + more
-    elif huggingface_datasets.is_named(path) or torchvision_datasets.is_named(path):
+    if source in ("", "list"):
+        return [path]
+    if source == "hub":
         index = read_source(DatasetSpec(path, labels=False, all_splits=True))
         images = [record.path for records in index.splits.values() for record in records]
         more = index.notes
     else:
-        return []
+        images, more = list_shard_images(shard_files(path), path)
     if notes is not None:
         notes += [f"{printable(path)}: {note}" for note in more]
     return images
@@ -601,8 +565,11 @@ def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
     # Images of unsupported formats are listed too, so that each gets its error.
     walker = FolderWalker(folder, suffixes=IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
     images = walker.images(folder)
-    if not images and (packed := _list_packed(folder, notes)):
-        return packed
+    if not images and (files := shards_in_folder(folder)):
+        images, more = list_shard_images(files, folder)
+        if notes is not None:
+            notes += [f"{printable(folder)}: {note}" for note in more]
+        return images
     if not images:
         there = walker.other_files(folder)
         raise DataError(f"{folder}: no images in this folder{there}")

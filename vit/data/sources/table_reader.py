@@ -1,7 +1,6 @@
 """Tables (CSV) and JSON lines of any origin, row by row, with line numbers in all errors.
 
-Text is in UTF-8, or in UTF-16 with a byte order mark as Excel writes "Unicode text". The rows of a
-workbook (.xlsx) are lines of CSV here.
+Text is in UTF-8. The rows of a workbook (.xlsx) are lines of CSV here.
 """
 
 import codecs
@@ -10,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,7 +27,6 @@ MAX_LINE = 2**24
 MAX_BAD_LINES = 10
 """Lines that an error names."""
 BEGINNING, BEGINNING_ROWS = 2**16, 20
-UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 JSON_CONSTANTS = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
 """Values of the names that Python writes into JSON; NaN is a gap in a table of pandas."""
 REMEDY = "save it as UTF-8 (in Excel: CSV UTF-8)"
@@ -65,7 +62,7 @@ class BadLines:
     """Collects the errors of a file's lines, for one error that names them."""
 
     def __init__(self) -> None:
-        self.first: list[DataError] = []
+        self.first: list[LineError] = []
         self.count = 0
 
     def add(self, error: DataError) -> None:
@@ -84,13 +81,13 @@ class BadLines:
             return
         lines: dict[str, list[int]] = defaultdict(list)
         for error in self.first:
-            assert isinstance(error, LineError)
             lines[error.what].append(error.line)
         groups = [f"line {join_names(at, MAX_BAD_LINES)}: {what}" for what, at in lines.items()]
         more = self.count - len(self.first)
         rest = f"; and {more:,} more" if more else ""
-        path = printable(self.first[0].path)  # type: ignore[attr-defined]
-        raise DataError(f"{path}: {self.count:,} lines cannot be read: {'; '.join(groups)}{rest}")
+        raise DataError(
+            f"{self.first[0].path}: {self.count:,} lines cannot be read: {'; '.join(groups)}{rest}"
+        )
 
 
 def text_lines(path: str) -> Iterator[str]:
@@ -98,9 +95,15 @@ def text_lines(path: str) -> Iterator[str]:
     if is_workbook(path):
         yield from _sheet_lines(path)
         return
-    utf16 = _bytes(path, MAX_BYTES, 2) in UTF16
+    check_file(path, MAX_BYTES)
+    number = 0
     try:
-        yield from _utf16_lines(path) if utf16 else _utf8_lines(path)
+        with open(path, "rb") as file:
+            while raw := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(raw) > MAX_LINE:
+                    raise wrong(path, f"more than {MAX_LINE:,} bytes in one line", number)
+                yield _decoded(raw, path, number)
     except OSError as error:
         raise wrong(path, f"cannot be read ({error.strerror})") from None
 
@@ -115,41 +118,11 @@ def _sheet_lines(path: str) -> Iterator[str]:
         yield row.getvalue()
 
 
-def _utf8_lines(path: str) -> Iterator[str]:
-    with open(path, "rb") as file:
-        number = 0
-        while raw := file.readline(MAX_LINE + 1):
-            number += 1
-            if len(raw) > MAX_LINE:
-                raise wrong(path, f"more than {MAX_LINE:,} bytes in one line", number)
-            yield _decoded(raw, path, number)
-
-
-def _utf16_lines(path: str) -> Iterator[str]:
-    number = 1
-    try:
-        with open(path, encoding="utf-16", newline="\n") as text:
-            while line := text.readline(MAX_LINE + 1):
-                if len(line) > MAX_LINE:
-                    raise wrong(path, f"more than {MAX_LINE:,} characters in one line", number)
-                if "\0" in line:
-                    raise wrong(path, "has a NUL character; expected text", number)
-                yield line
-                number += 1
-    except UnicodeDecodeError:
-        raise wrong(path, f"damaged UTF-16; {REMEDY}", number) from None
-
-
 def _decoded(raw: bytes, path: str, number: int, *, whole: bool = True) -> str:
     """Decode `raw`, whose first line is `number`; unless `whole`, it may end in mid-character."""
-    if number == 1 and raw.startswith(UTF16):
-        try:
-            return codecs.utf_16_decode(raw, "strict", whole)[0]
-        except UnicodeDecodeError:
-            raise wrong(path, f"damaged UTF-16; {REMEDY}") from None
     if b"\0" in raw:
         line = number + raw[: raw.index(b"\0")].count(b"\n")
-        raise wrong(path, "has a NUL byte; expected text in UTF-8", line)
+        raise wrong(path, f"has a NUL byte, which UTF-8 has not; {REMEDY}", line)
     try:
         text, _ = codecs.utf_8_decode(raw, "strict", whole)
     except UnicodeDecodeError as error:
@@ -197,8 +170,6 @@ def _bytes(path: str, most: int, number: int) -> bytes:
         raise wrong(path, f"cannot be read ({error.strerror})") from None
 
 
-SEPARATOR = re.compile(r'"?sep=(\\t|[^\r\n"])"?\1*[\r\n]*', re.IGNORECASE)
-"""A first line that declares the delimiter, as Excel reads it."""
 LONGEST = 80
 """Characters that an error quotes of a line that is no CSV."""
 MARKS = ' \t\r\n,;|"'
@@ -233,31 +204,23 @@ def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError 
     """Open a table; its rows are read lazily.
 
     Args:
-        delimiter_of: Returns the delimiter for a header, unless a line `sep=;` above declares it.
+        delimiter_of: Returns the delimiter for a header.
     """
     lines = text_lines(path)
-    declared: str | None = None
     blank: list[int] = []
     for line, header in enumerate(lines, 1):
         if header.strip(MARKS):
-            if declared is not None or (declared := separator(header)) is None:
-                break
-        elif header.strip():
+            break
+        if header.strip():
             blank.append(line)
     else:
         raise wrong(path, "nothing in it; expected a header and rows")
     if "\r" in header.rstrip("\r\n"):
         raise wrong(path, "lines end in CR alone, as on old Macs; save it as CSV UTF-8", line)
-    delimiter = declared or delimiter_of(header)
+    delimiter = delimiter_of(header)
     names = fields(header, delimiter)
     rows = _rows(path, lines, line + 1, delimiter, len(names), blank, on_error)
     return Table(names, line, rows, delimiter, blank)
-
-
-def separator(line: str) -> str | None:
-    """The delimiter that a line `sep=;` declares; None for other lines."""
-    found = SEPARATOR.fullmatch(line)
-    return found and found[1].replace("\\t", "\t")
 
 
 def _rows(
@@ -270,8 +233,7 @@ def _rows(
     on_error: OnError,
 ) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(MAX_LINE)  # of this process; 131,072 characters by default
-    spaces = delimiter != " "
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
     while True:
         began = line + reader.line_num
         try:

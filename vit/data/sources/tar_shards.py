@@ -15,21 +15,16 @@ Source: https://github.com/webdataset/webdataset
 
 import contextlib
 import glob
-import hashlib
 import os
 import re
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.atomic_files import locked, open_atomic
-from vit.data.archives import BadShard, TarIndex, index_of, read_bytes
+from vit.data.archives import TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
 from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
     SYSTEM_NAMES,
@@ -47,13 +42,10 @@ from vit.data.sources.list_columns import (
 )
 from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
-from vit.errors import DataError, error_text
-from vit.paths import user_cache
-from vit.text import format_megabytes, join_names, plural, printable
+from vit.errors import DataError
+from vit.text import join_names, plural, printable
 
 MAX_SHARDS = 100_000
-COMPRESSED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz)$", re.IGNORECASE)
-TAR_SUFFIXES = (".tar", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".tgz", ".tbz", ".tbz2", ".txz")
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 LAYOUT = "expected CLASS/NAME.jpg in it, or NAME.jpg with NAME.cls or NAME.json beside"
@@ -67,17 +59,10 @@ CLASS_TABLES = ("classes.json", "classes.txt")
 CAPTIONS_LAYOUT = "expected NAME.txt beside NAME.jpg, or NAME.json with its captions"
 
 
-def is_shards(data: str) -> bool:
-    """Whether `data` names tar shards, by its suffix, or is a folder that has some."""
-    if data.lower().endswith(".tar") or COMPRESSED.search(data):
-        return not os.path.isdir(data)
-    return os.path.isdir(data) and bool(_shards_in_folder(data))
-
-
 def shard_files(data: str) -> list[str]:
     """Expand `data` to sorted paths of shards."""
     if os.path.isdir(data):
-        return _shards_in_folder(data)
+        return shards_in_folder(data)
     if os.path.lexists(data):
         return [data]
     files: list[str] = []
@@ -89,13 +74,17 @@ def shard_files(data: str) -> list[str]:
         files += matches
     if missing:
         names = join_names(missing, 3)
-        raise DataError(f"{data}: no such shard ({names}); give the existing ones")
-    if compressed := [name for name in files if COMPRESSED.search(name)]:
-        return compressed[:1]  # reading it raises, with the command that unpacks it
-    return sorted(set(files))
+        raise DataError(f"{data}: no such shard ({names}) on this disk; give the existing ones")
+    return _compressed_first(files)
 
 
-def _shards_in_folder(folder: str) -> list[str]:
+def _compressed_first(files: Iterable[str]) -> list[str]:
+    """`files` sorted; or the first compressed one, which its reader refuses with a remedy."""
+    ordered = sorted(set(files))
+    return [name for name in ordered if name.lower().endswith(TAR_SUFFIXES[1:])][:1] or ordered
+
+
+def shards_in_folder(folder: str) -> list[str]:
     """The tars of a folder without subfolders, or of its split folders.
 
     A tar beside class folders, or beside more images than tars, is taken for a copy of them, not
@@ -108,34 +97,17 @@ def _shards_in_folder(folder: str) -> list[str]:
         suffixes = (os.path.splitext(name)[1].lower() for name in os.listdir(folder))
         if tars and sum(suffix in IMAGE_SUFFIXES for suffix in suffixes) > len(tars):
             return []
-        return _check_uncompressed(folder, tars)
+        return _compressed_first(tars)
     split_folders = [os.path.join(folder, name) for name in names if name in SPLIT_NAMES]
     if "train" not in names or any(map(walk.subfolders, split_folders)):
         return []
-    return _check_uncompressed(folder, [path for split in split_folders for path in _tars(split)])
-
-
-def _check_uncompressed(folder: str, paths: list[str]) -> list[str]:
-    """`paths`, sorted."""
-    compressed = [os.path.basename(path) for path in paths if COMPRESSED.search(path)]
-    if compressed:
-        names = join_names(sorted(compressed), 2)
-        raise DataError(
-            f"{folder}: compressed shards ({names}): unpack them (gunzip, zstd -d); "
-            "images are compressed already"
-        )
-    return sorted(paths)
+    return _compressed_first(path for split in split_folders for path in _tars(split))
 
 
 def _tars(folder: str) -> list[str]:
-    names = [
-        name
-        for name in os.listdir(folder)
-        if name.lower().endswith(TAR_SUFFIXES)  # first: a folder may have a million images
-        and not name.startswith(".")
-        and (name.lower().endswith(".tar") or COMPRESSED.search(name))
-    ]
-    return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+    names = (name for name in os.listdir(folder) if name.lower().endswith(TAR_SUFFIXES))
+    paths = (os.path.join(folder, name) for name in names if not name.startswith("."))
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -316,9 +288,6 @@ def _read_index(file: str, errors: Problems) -> TarIndex | None:
     try:
         return index_of(file)
     except DataError as error:
-        last = printable(error.last) if isinstance(error, BadShard) else ""
-        if errors is not None and last not in str(error):
-            error = DataError(f"{error}; the last good member is {last}")
         skip_or_raise(errors, "bad_shard", error, file)
         return None
 
@@ -474,25 +443,19 @@ class _Annotations:
         return labels
 
     def _class_name(self, value: Any, image: ShardImage) -> Any:
-        """The name of a class of a file: a number of JSON is one, text a name before a number."""
+        """The name of a class: a number of JSON or of .cls is its index, other text the name."""
         table = self.class_names
         if not table or type(value) not in (str, int):
             return value
-        label, names = str(value), table.values()
-        if self.label_suffix == ".cls" and label in names and table.get(label, label) != label:
-            raise _error(
-                image,
-                f"its .cls is {label!r}, the name of a class and the number of another, "
-                f"{table[label]!r}; write NAME.json, where "
-                '{"label": "1"} is a name and {"label": 1} a number',
-            )
-        if label in names and (isinstance(value, str) or label not in table):
-            return label
-        if label not in table:
+        label = str(value)
+        is_number = self.label_suffix == ".cls" or isinstance(value, int)
+        if is_number and label in table:
+            return table[label]
+        if label not in table.values():
             known = plural(len(table), "class", "classes")
             tables = " or ".join(CLASS_TABLES)
             raise _error(image, f"label {label!r} is none of the {known} in {tables}")
-        return table[label]
+        return label
 
     def _captions(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:
         """The captions in the columns of `values` that a list of captions would have."""
@@ -563,152 +526,3 @@ def _parse_class_table(text: str, location: str) -> dict[str, str]:
         shape = "expected a list of different names, or an object of them by number"
         raise DataError(f"{location}: not the names of classes; {shape}")
     return dict(table)
-
-
-RESERVED_BYTES = 2**28
-"""Space to leave free on the disk of the cache."""
-COPY_BYTES = 2**22
-VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
-"""Keys of fsspec's file info that identify a version; over HTTP there is nothing else."""
-
-
-def is_remote(data: str) -> bool:
-    """Whether `data` is an address such as s3://bucket/train-{0000..0099}.tar."""
-    scheme, colon, _ = data.partition("://")
-    if scheme == "file" and ".tar" not in data:
-        return False  # a path, which its reader names
-    return bool(colon) and scheme.replace("+", "").replace("::", "").isalnum()
-
-
-def read_remote(spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of remote shards, downloading the missing ones."""
-    paths, notes = download_shards(spec.data)
-    index = read_shards(spec, paths)
-    key = hashlib.blake2b(spec.data.encode("utf-8", "replace"), digest_size=8).hexdigest()
-    root = index.root
-    if str(root).endswith(".tar") or ".tar/" in f"{root}/":  # names are unique in all shards
-        root = _cache() / f"{key}.tar" / f"{root}/".partition(".tar/")[2]
-    return replace(index, root=root, notes=notes + index.notes)
-
-
-def _cache() -> Path:
-    return user_cache() / "shards"
-
-
-def download_shards(data: str) -> tuple[list[str], list[str]]:
-    """Download the shards at the address `data` that are not in the cache.
-
-    Returns:
-        Paths of the local copies, and a note about those that were downloaded now.
-    """
-    filesystem, addresses = _list_addresses(data)
-    cache = _cache()
-    shards = [(address, *_local_path(filesystem, address, cache)) for address in addresses]
-    missing = [shard for shard in shards if not _has_size(*shard[1:])]
-    notes = []
-    if missing:
-        total = sum(size for *_, size in missing)
-        _check_space(cache, total)
-        for number, (address, path, size) in enumerate(missing, 1):
-            progress = f"{number} of {len(missing)}, {format_megabytes(size)}"
-            print(
-                f"vit: {printable(f'copying shard {progress}: {address}')}",
-                file=sys.stderr,
-                flush=True,
-            )
-            _copy(filesystem, address, path, size)
-        copied = plural(len(missing), "shard")
-        notes.append(f"copied {copied}, {format_megabytes(total)}, to {cache}")
-    return [str(path) for _, path, _ in shards], notes
-
-
-def _list_addresses(data: str) -> tuple[Any, list[str]]:
-    """The fsspec file system of `data`, and the sorted paths of its shards there."""
-    if COMPRESSED.search(data):
-        raise DataError(f"{data}: compressed; unpack such shards once, where they are")
-    try:
-        from fsspec import core
-    except ImportError:
-        raise DataError(f'{data} needs fsspec: pip install "vit-toolkit[shards]"') from None
-    addresses: list[str] = []
-    filesystem = None
-    for name in expand_braces(data):
-        with _readable_errors(data):
-            filesystem, path = core.url_to_fs(name)
-            if not path.lower().endswith(".tar"):
-                patterns = [f"{path.rstrip('/')}/*.tar", f"{path.rstrip('/')}/*/*.tar"]
-                matches = [match for pattern in patterns for match in filesystem.glob(pattern)]
-            else:
-                matches = filesystem.glob(path) if set("*?[") & set(path) else [path]
-        if not matches:
-            raise DataError(f"{name}: there are no shards (*.tar)")
-        addresses += map(str, matches)
-    return filesystem, sorted(set(addresses))
-
-
-def _local_path(filesystem: Any, address: str, cache: Path) -> tuple[Path, int]:
-    """Path of the local copy of a shard, and its size in bytes."""
-    with _readable_errors(address):
-        info = filesystem.info(address)
-        size = info.get("size")
-        versions = (str(info[name]) for name in VERSION_KEYS if info.get(name))
-        version = next(versions, None) or filesystem.ukey(address)
-    if not isinstance(size, int) or info.get("type") != "file":
-        raise DataError(f"{address}: no file of a known size")
-    identity = "\0".join([str(filesystem.protocol), address, str(size), version])
-    key = hashlib.blake2b(identity.encode("utf-8", "replace"), digest_size=12).hexdigest()
-    folder, name = address.rstrip("/").split("/")[-2:] if "/" in address else ("", address)
-    # The last folder is kept, because its name may be that of the split.
-    return cache / key / _safe_name(folder) / _safe_name(name), size
-
-
-def _safe_name(name: str) -> str:
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return safe[-120:].lstrip(".") or "_"
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
-
-
-def _check_space(cache: Path, total: int) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(cache).free
-    except OSError as error:
-        raise DataError(f"{cache}: cannot be written ({error.strerror})") from None
-    if total + RESERVED_BYTES > free:
-        raise DataError(
-            f"{cache}: the shards take {format_megabytes(total)} and "
-            f"{format_megabytes(free)} are free; make room, or set XDG_CACHE_HOME to a folder on a "
-            "larger disk"
-        )
-
-
-def _copy(filesystem: Any, address: str, path: Path, size: int) -> None:
-    """Download to a temporary file, check its size, and rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent / ".lock"), _readable_errors(address):
-        if _has_size(path, size):  # another process was faster
-            return
-        with open_atomic(path) as target, filesystem.open(address, "rb") as source:
-            shutil.copyfileobj(source, target, COPY_BYTES)
-            if (copied := target.tell()) != size:
-                raise DataError(f"{address}: {copied:,} of {size:,} bytes were received; try again")
-
-
-@contextlib.contextmanager
-def _readable_errors(address: str) -> Iterator[None]:
-    """Turn any error of a file system into a DataError of one line."""
-    try:
-        yield
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{address}: no such shard") from None
-    except Exception as error:  # each kind of storage has exceptions of its own
-        reason = f"{type(error).__name__}: {error_text(error)}"
-        raise DataError(f"{address}: cannot be reached ({reason})") from None

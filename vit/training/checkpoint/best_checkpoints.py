@@ -10,14 +10,13 @@ The choice depends only on the epochs' events, so a resumed run keeps the same f
 Source: Wortsman et al., "Model soups", recipe 1, arXiv:2203.05482; of epochs instead of runs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from vit.atomic_files import explain_write_errors
-from vit.training.checkpoint.checkpoint import require_same
 from vit.training.checkpoint.run_folder import BEST
 from vit.training.validation import Validation
 from vit.weights.model_soup import average_weights
@@ -93,7 +92,7 @@ def average_best_epochs(best: BestEpochs, evaluate: Evaluate) -> tuple[Event, di
     event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}
     for candidate in best.events[1:]:
         tried = [*members, candidate["epoch"]]
-        weights = average_weights(load_alike(best, tried, chosen))
+        weights = average_weights(map(best.load, tried))
         measured = evaluate(weights)
         scores = {**measured.scores, "val_images": measured.count}  # as in an epoch's event
         if best.rank(scores) >= best.rank(event):
@@ -102,13 +101,3 @@ def average_best_epochs(best: BestEpochs, evaluate: Evaluate) -> tuple[Event, di
     if not better:
         chosen = best.load(best.first["epoch"])
     return {"event": "soup", "epochs": sorted(members), **event, "better": better}, chosen
-
-
-def load_alike(
-    best: BestEpochs, epochs: Sequence[int], expected: Mapping[str, Tensor]
-) -> Iterator[dict[str, Tensor]]:
-    """The weights of `epochs`, one after the other, which must have the tensors of `expected`."""
-    for epoch in epochs:
-        weights = best.load(epoch)
-        require_same(best.path(epoch), "the best epoch", weights, expected)
-        yield weights

@@ -26,7 +26,7 @@ from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
 from vit.tasks.task import get_task
-from vit.text import printable, quoted
+from vit.text import quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS
 from vit.training.logging.environment import ENVIRONMENT_FILE
 from vit.training.logging.trackers import TRACKING
@@ -52,32 +52,27 @@ def check_run_folder(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
     A run that stopped before its first weights does not count.
     """
-    where = printable(folder)
     if resume and overwrite:
         raise RunError("resume and overwrite exclude each other: choose one")
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"run folder {where} is a file: give a folder")
-    try:
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    except OSError as error:
-        raise RunError(f"run folder {where} cannot be read: {error.strerror}") from None
+        raise RunError(f"run folder {folder} is a file: give a folder")
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        which = "it" if place == folder else place
+        raise RunError(f"run folder {folder} cannot be written: {which} is read-only")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     taken = any(name != LOCK and not name.endswith(".tmp") for name in names)
     if taken and not has_stored_config(folder):
-        raise RunError(f"{where} has files that no training wrote: give another folder")
+        raise RunError(f"{folder} has files that no training wrote: give another folder")
     resumable = any((folder / CHECKPOINTS).glob("*.safetensors"))
     has_run = resumable or (folder / WEIGHTS).is_file()
     if has_run and not (resume or overwrite):
-        raise RunError(f"run folder {where} exists: --resume continues it, --overwrite starts anew")
+        raise RunError(f"{folder} exists: --resume continues it, --overwrite starts anew")
     if has_run and resume and not resumable:  # one is written before the weights
         raise RunError(
-            f"{where} has weights, but its checkpoints were deleted, so nothing can go on from "
-            f"them: vit train DATA --weights {quoted(folder)} --out OTHER trains on from the "
-            f"weights, vit report {quoted(folder)} writes its report, and --overwrite starts anew"
+            f"{folder} has weights, but its checkpoints were deleted: --weights {quoted(folder)} "
+            "--out OTHER trains on from the weights, --overwrite starts anew"
         )
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(place, os.W_OK | os.X_OK):
-        which = "it" if place == folder else printable(place)
-        raise RunError(f"run folder {where} cannot be written: {which} is read-only")
     return has_run and resume
 
 
@@ -90,8 +85,7 @@ def lock_folder(folder: Path) -> BinaryIO:
         # loader processes must not inherit it: they may outlive this one by seconds
         if not lock_file(file, inherited=False):
             file.close()
-            where = printable(folder)
-            raise RunError(f"{where} is being trained by another process: stop that one")
+            raise RunError(f"{folder} is being trained by another process: stop that one")
     return file
 
 
@@ -164,52 +158,52 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
 
     Data and lists may be in another place: a checkpoint has the names and labels of their images.
     """
-    where = printable(folder)
-    ours, theirs = flatten(config), flatten(stored_config(folder))
     split = read_split(folder)
-    if split is not None and split.root != splits.root.resolve():
-        match = split.find((one.path for one in splits.val), splits.root)
-        if len(match.paths) < match.recorded and match.known:
-            there = f"{len(match.paths):,} of the {match.recorded:,} images that {where} held out"
-            raise DataError(f"data={ours['data']} has {there}; leave DATA out")
+    if split is not None and split.root != splits.root.resolve():  # else a checkpoint knows
+        require_held_out(folder, splits)
+    ours, theirs = flatten(config), flatten(stored_config(folder))
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
-    if changed:
-        name = "num_classes" if "num_classes" in changed else changed[0]
-        if name == "num_classes" or (name == "epochs" and theirs["steps"] is not None):
-            was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
-            raise DataError(
-                f"the data set changed since this run began ({was}): restore it to resume, or "
-                f"{train_on(folder, config.data.data)}"
-            )
-        remedy = "leave the flag out, or start a new run with another --out"
-        if name in settings_with(decided_by="data"):
-            remedy = (
-                "if nobody gave it, the data set changed: restore it, or "
-                f"{train_on(folder, config.data.data)}; or {remedy}"
-            )
+    given = [name for name in changed if config.chosen(name)]
+    if given and "num_classes" not in changed:  # which config.yaml of a run has, too
+        name = given[0]
         raise ConfigError(
-            f"{name}={ours[name]!r} differs from {theirs[name]!r} in {where}: a run resumes with "
-            f"its own settings; {remedy}"
+            f"{name}={ours[name]!r} differs from {theirs[name]!r} in {folder}: a run resumes with "
+            "its own settings; leave the flag out, or start a new run with another --out"
+        )
+    if changed:  # what the data decide
+        name = "num_classes" if "num_classes" in changed else changed[0]
+        was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
+        raise DataError(
+            f"the data set changed since this run began ({was}): restore it to resume, or "
+            f"{train_on(folder, config.data.data)}"
+        )
+
+
+def require_held_out(folder: Path, splits: Splits) -> None:
+    """Refuse data with other validation images than the run in `folder` held out, if it did."""
+    split = read_split(folder)
+    if split is None:
+        return
+    match = split.find((one.path for one in splits.val), splits.root)
+    if match.known and not len(match.paths) == match.recorded == len(splits.val):
+        raise DataError(
+            f"the {len(splits.val):,} validation images of {splits.root} have "
+            f"{len(match.paths):,} of the {match.recorded:,} that {folder} held out: give the data "
+            "as it was in the training"
         )
 
 
 def train_on(folder: Path, data: str | None = None) -> str:
-    """The remedy for a changed data set: more images or classes are learned by a new run, from its
-    weights if it has any.
+    """The remedy for a changed data set: more images or classes are learned by a new run.
 
     Args:
         data: The changed data; those of the run, in their place, if omitted.
     """
     data = stored_config(folder).data.data if data is None else data
-    if not (folder / WEIGHTS).exists():
-        return (
-            "begin again, since it has no weights yet: "
-            f"vit train {quoted(data)} --overwrite --out {quoted(folder)}"
-        )
     return (
-        "train a new run from these weights: "
+        "train a new run, from its weights if it has any: "
         f"vit train {quoted(data)} --weights {quoted(folder)} --out ANOTHER_FOLDER"
     )
 

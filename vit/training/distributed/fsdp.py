@@ -18,7 +18,6 @@ from vit.errors import ConfigError
 
 # element-wise optimisers: updating a shard equals a shard of the update
 OPTIMIZERS = ("adamw",)
-PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -15,8 +15,6 @@ may write at the same time.
 import contextlib
 import hashlib
 import json
-import os
-import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -34,10 +32,10 @@ from tqdm import tqdm
 
 from vit.atomic_files import explain_write_errors
 from vit.config import Config, ModelConfig
-from vit.data.archives import MAX_BYTES, is_inside, open_binary
+from vit.data.archives import open_binary
 from vit.data.dataloader import default_workers
 from vit.data.dataset_types import Sample
-from vit.data.image_io import check_header, read_image
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, DataError, RunError, WeightsError, error_text
 from vit.model.vision_transformer import VisionTransformer
@@ -179,22 +177,14 @@ def extract(
         else:
             labels.append(sample.label)
             good.append(key)
-    if accelerator.is_main_process:
-        notify(f"{extractor.title}: {_counts(len(samples), good, cached)}")
     if not good:
         raise DataError(f"not one image can be read: there are no {extractor.title}")
+    if accelerator.is_main_process:
+        loaded, fresh = sum(key in cached for key in good), len({*good} - cached)
+        total = plural(len(samples), "image")
+        notify(f"{extractor.title}: {loaded:,} of {total} from the cache, {fresh:,} made")
     every = broadcast_tensor(accelerator, lambda: store.vectors(good))
     return Features(every, torch.tensor(labels), failed)
-
-
-def _counts(images: int, good: Sequence[Key], cached: set[Key]) -> str:
-    loaded, made = sum(key in cached for key in good), len({*good} - cached)
-    counts = [f"{loaded:,} of {plural(images, 'image')} from the cache", f"{made:,} made"]
-    if same := len(good) - loaded - made:
-        counts.append(f"{same:,} the same as another")
-    if lost := images - len(good):
-        counts.append(f"{lost:,} left out that cannot be read")
-    return ", ".join(counts)
 
 
 def batch_size(device: torch.device) -> int:
@@ -225,24 +215,17 @@ def content_keys(
 
 
 def content_key(path: str) -> Key | BadImage:
-    """SHA-256 of the file `path`, or the reason why it is no image."""
+    """SHA-256 of the file `path`, or the reason why it cannot be read."""
     total = hashlib.sha256()
-    with contextlib.suppress(OSError, BadImage):
-        # a pipe would block, a device never end
-        if is_inside(path) or _is_readable(os.stat(path)):
-            with open_binary(path) as file:
-                while data := file.read(READ_BYTES):
-                    total.update(data)
-            return total.digest()
     try:
-        check_header(path)
+        with open_binary(path) as file:
+            while data := file.read(READ_BYTES):
+                total.update(data)
     except BadImage as bad:
         return BadImage(bad.path, bad.reason)
-    return BadImage(path, "cannot be read")
-
-
-def _is_readable(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES
+    except OSError as error:
+        return BadImage(path, error_text(error))
+    return total.digest()
 
 
 def read_ahead(

@@ -17,12 +17,7 @@ from vit.config import AugmentConfig, Config, ModelConfig
 from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
 from vit.config.settings import refuse, why_unread
-from vit.config.stored_config import (
-    EDITED_LISTS,
-    has_stored_config,
-    run_folder_of,
-    stored_config,
-)
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.held_out_split import HeldOutSplit, read_split
@@ -30,11 +25,10 @@ from vit.errors import ConfigError
 from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import get_task
-from vit.text import Notify, join_names, plural, printable, quoted
+from vit.text import Notify, join_names, plural
 from vit.training.finetune.lora import (
     add_lora,
     freeze_backbone,
-    lora_line,
     merge_lora,
     trainable_line,
 )
@@ -97,8 +91,9 @@ def complete_for_weights(
     settled = {*config.settled} - {"method", "probe_first"}
     kept = {name: chosen[name] for name in settled}
     found |= implied_settings(source.config, {**found, **kept})
-    if (before := run_on_same_data(config)) is not None:  # whose validation images stay unseen
-        found["val_share"] = before[1].data.val_share
+    before = run_of(str(config.finetune.weights))
+    if before and os.path.realpath(before[1].data.data) == os.path.realpath(config.data.data):
+        found["val_share"] = before[1].data.val_share  # so that its validation images stay unseen
     every = {**chosen, **found, **kept}
     completed = with_defaults(every, {*usual} - settled, config.origins, notify)
     if method != "full" and is_upcycled(source.config, completed.model):
@@ -177,33 +172,6 @@ def run_of(weights: str) -> tuple[Path, Config] | None:
     return (run, stored_config(run)) if has_stored_config(run) else None
 
 
-def run_on_same_data(config: Config) -> tuple[Path, Config] | None:
-    """As `run_of`, if the run had the DATA of `config`."""
-    found = run_of(str(config.finetune.weights))
-    if found is None or os.path.realpath(found[1].data.data) != os.path.realpath(config.data.data):
-        return None
-    return found
-
-
-def dropped_lists_note(config: Config) -> str | None:
-    """A note where the run of the weights read the same data with lists that are not named."""
-    found = run_on_same_data(config)
-    if found is None:
-        return None
-    run, before = found
-    lists = {name: getattr(before.data, name) for name in (*EDITED_LISTS, "group")}
-    dropped = {
-        name: path for name, path in lists.items() if path and not getattr(config.data, name)
-    }
-    if not dropped:
-        return None
-    flags = " ".join(f"--{name} {quoted(path)}" for name, path in dropped.items())
-    return (
-        f"note: {printable(run)} was trained with {flags}, which these settings do not name: the "
-        "data are read without; give it again to keep it"
-    )
-
-
 def seen_images_note(
     weights: str, splits: Splits, known: Sequence[str] | None = None
 ) -> str | None:
@@ -227,7 +195,7 @@ def seen_images_note(
         return None
     return (
         f"note: {other:,} of {plural(len(splits.val), 'validation image')} "
-        f"{'was' if other == 1 else 'were'} not held out by the training of {printable(weights)}: "
+        f"{'was' if other == 1 else 'were'} not held out by the training of {weights}: "
         "if it learned their labels, the scores here are too good"
     )
 
@@ -316,7 +284,7 @@ def apply_finetune_method(network: VisionTransformer, config: Config) -> str | N
     if settings.method == "lora":
         rank, alpha = settings.lora_rank, settings.lora_alpha
         add_lora(network, rank=rank, alpha=alpha, targets=settings.targets)
-        return lora_line(network, rank=rank, targets=settings.targets)
+        return trainable_line(f"LoRA of rank {rank} on {', '.join(settings.targets)}", network)
     if settings.method in ("linear", "probe"):
         freeze_backbone(network)
         return trainable_line(f"{get_task(config.training.task).trained_head} alone", network)

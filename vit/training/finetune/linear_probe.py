@@ -1,4 +1,4 @@
-"""Linear probe: logistic regression on frozen features, its L2 penalty cross-validated; and k-NN.
+"""Linear probe: logistic regression on frozen features, its L2 penalty cross-validated.
 
 Its head is the result of method=probe, and the first head of a fine-tuning (LP-FT: Kumar et al.,
 "Fine-Tuning can Distort Pretrained Features", section 3, arXiv:2202.10054).
@@ -11,8 +11,7 @@ maximum is luck. So the penalty is that of least log-loss among those whose accu
 standard error (of the paired difference) of the best.
 
 Source: the protocol of Kornblith et al., "Do Better ImageNet Models Transfer Better?", section 3.1,
-arXiv:1805.08974 (L-BFGS over a range of L2 penalties); k-NN: Caron et al., "Emerging Properties in
-Self-Supervised Vision Transformers", section 4.1, arXiv:2104.14294.
+arXiv:1805.08974 (L-BFGS over a range of L2 penalties).
 """
 
 import math
@@ -26,11 +25,12 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.random_seed import random_seed
-from vit.evaluation.statistical_tests import wilson_interval
+from vit.evaluation.exact_tests import wilson_interval
 from vit.stop_signals import Interrupted
 from vit.text import Notify, plural
 from vit.training.distributed.collectives import agreed_signal, on_main
 from vit.training.finetune.feature_extraction import (
+    Extractor,
     Features,
     extract,
     network_features,
@@ -49,8 +49,6 @@ COARSE_STRENGTHS = STRENGTHS[::2]
 DEFAULT_STRENGTH = 0.1
 """The strength of a fit with too few images to choose one."""
 FOLDS = 5
-MAX_EXTENSIONS = 4
-"""Strengths that are tried beyond an end of the range where the best one is."""
 MAX_FOLD_PRODUCTS = 5e9
 """Products of a pass over all folds, about half a second on two cores, above which only one fold
 is held out."""
@@ -58,7 +56,6 @@ SWEEP_TOLERANCE, FIT_TOLERANCE = 1e-5, 1e-9
 BLOCK = 2**24
 EQUAL_LOSS = 0.01
 """Difference below which two log-losses count as equal."""
-TEMPERATURE = 0.07
 ABSENT_MARGIN = 20.0
 """How far the logit of a class without images is below all others."""
 
@@ -122,12 +119,6 @@ class PenaltySweep:
                 f"{len(labels):,} images of {classes:,} classes are too many for {parts} folds: "
                 f"held out one part of {parts} instead"
             )
-        if single := int((counts == 1).sum()):
-            verb = "has" if single == 1 else "have"
-            noun = "class" if single == 1 else "classes"
-            self.notes.append(
-                f"{single} {noun} {verb} only one image, which counts as wrong when held out"
-            )
         part = assign_folds(labels.cpu(), parts, seed).to(labels.device)
         numbers = torch.arange(self.folds, device=labels.device)
         self.problems = LogisticProblems(
@@ -139,7 +130,7 @@ class PenaltySweep:
         """Trials from strong to weak, each started from the weights of the one before.
 
         Args:
-            strengths: Strengths to try; a default range, extended at its ends, if None.
+            strengths: Strengths to try; a default range if None.
         """
         if not self.useful:
             return []
@@ -147,25 +138,7 @@ class PenaltySweep:
         for strength in sorted(set(strengths or self.strengths), reverse=True):
             start = trials[-1].weights if trials else self.problems.start()
             trials.append(self.fit(strength, start))
-        if strengths is None:
-            self.extend(trials)
-        best = choose_penalty(trials).strength
-        ends = {trials[0].strength: "strongest", trials[-1].strength: "weakest"}
-        if len(trials) > 1 and best in ends:
-            self.notes.append(f"the best strength, {best:.2g}, is the {ends[best]} that was tried")
         return trials
-
-    def extend(self, trials: list[PenaltyTrial]) -> None:
-        """Try strengths beyond the end of the range where the best one is."""
-        ratio = trials[0].strength / trials[1].strength
-        for _ in range(MAX_EXTENSIONS):
-            best = choose_penalty(trials)
-            if best is trials[-1]:
-                trials.append(self.fit(best.strength / ratio, best.weights))
-            elif best is trials[0]:
-                trials.insert(0, self.fit(best.strength * ratio, best.weights))
-            else:
-                return
 
     def fit(self, strength: float, start: Tensor) -> PenaltyTrial:
         """Fit all folds at `strength` from `start`, and predict the held-out images."""
@@ -271,7 +244,7 @@ def fit_probe(
         features: (images, dim), finite, at least one image; standardised by all of them.
         labels: (images,) int64.
         classes: Number of classes; some may have no image.
-        strengths: Strengths to try; 10 to 1e-5, extended where the best is at an end, if None.
+        strengths: Strengths to try; 10 to 1e-5 if None.
     """
     basis = Eigenbasis.of(features.float().cpu())
     inputs = basis.rotate(features.float())
@@ -313,41 +286,14 @@ def head_weights(
     return weight.float(), bias.float()
 
 
-@torch.no_grad()
-def knn_accuracy(
-    train: Tensor, labels: Tensor, val: Tensor, val_labels: Tensor, *, k: int = 20
-) -> float:
-    """Accuracy of k-NN by cosine similarity; a neighbour has exp(similarity / 0.07) votes.
-
-    Args:
-        train: (images, dim), on the CPU like all of these.
-        labels: Classes of `train`, (images,).
-        val: (validation images, dim), at least one.
-        k: Neighbours, at most those in `train`.
-    """
-    keys = F.normalize(train.float(), dim=1)
-    classes = int(labels.max()) + 1
-    rows = max(BLOCK // max(len(keys), classes), 1)
-    correct = 0
-    for some, own in zip(torch.split(val, rows), torch.split(val_labels, rows), strict=True):
-        similar = F.normalize(some.float(), dim=1) @ keys.T
-        nearest, which = similar.topk(min(k, len(keys)), dim=1)
-        # relative to the nearest neighbour, so that no power overflows
-        power = ((nearest - nearest[:, :1]) / TEMPERATURE).exp()
-        votes = power.new_zeros(len(some), classes).scatter_add_(1, labels[which], power)
-        correct += int((votes.argmax(1) == own).sum())
-    return correct / len(val)
-
-
-def probe_summary(probe: Probe, *, correct: int, total: int, knn: float | None = None) -> list[str]:
-    """Log lines about a probe with `correct` of `total` validation images, and `knn_accuracy`."""
+def probe_summary(probe: Probe, *, correct: int, total: int) -> list[str]:
+    """Log lines about a probe with `correct` of `total` validation images."""
     low, high = wilson_interval(correct, total)
     tried = len(probe.accuracy_by_strength)
     chosen = f", strength {probe.strength:.2g}" + (f" of {tried} tried" if tried else "")
-    nearest = "" if knn is None else f"; k-NN {knn:.1%}"
     lines = [
         f"probe: {correct / total:.1%} of {plural(total, 'validation image')} "
-        f"({low:.1%} to {high:.1%}){chosen}{nearest}"
+        f"({low:.1%} to {high:.1%}){chosen}"
     ]
     if probe.cv_accuracy is not None and probe.cv_interval is not None:
         low, high = probe.cv_interval
@@ -371,22 +317,19 @@ def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
     """Fit a linear probe to the features of the network, report it, and copy it into the head."""
     config, notify = run.config, notifier(run.accelerator)
     train, val = probe_samples(config, splits, notify)
-    features = ProbeFeatures(run, notify)
-    on_train, on_val = features(train), features(val)
+    state = merged_state_dict(run.network.state_dict(), config)
+    key = weights_digest(state, config.model)
+    extractor = network_features(run.network, run.preprocessing, config, run.accelerator, key)
+    on_train, on_val = (probe_features(run, extractor, samples) for samples in (train, val))
 
-    def fit() -> tuple[Probe, int, float]:
+    def fit() -> Probe:
         seed = random_seed(config.training.seed, "probe")
-        probe = fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
-        right = probe.correct(on_val.values, on_val.labels)
-        return (
-            probe,
-            right,
-            knn_accuracy(on_train.values, on_train.labels, on_val.values, on_val.labels),
-        )
+        return fit_probe(on_train.values, on_train.labels, len(splits.classes), seed=seed)
 
     # on one process, and broadcast: machines may round differently, and all need the same head
-    probe, right, knn = on_main(run.accelerator, fit)
-    for line in probe_summary(probe, correct=right, total=len(on_val.labels), knn=knn):
+    probe = on_main(run.accelerator, fit)
+    right = probe.correct(on_val.values, on_val.labels)
+    for line in probe_summary(probe, correct=right, total=len(on_val.labels)):
         notify(line)
     if config.finetune.method != "probe":
         notify(f"going on from that head with method={config.finetune.method}")
@@ -433,34 +376,19 @@ def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> lis
     return [samples[place] for place in torch.cat(places).sort().values.tolist()]
 
 
-class ProbeFeatures:
-    """Features of images by the network of a training, from the cache or computed."""
-
-    def __init__(self, run: TrainingState, notify: Notify) -> None:
-        self.run, self.notify = run, notify
-        state = merged_state_dict(run.network.state_dict(), run.config)
-        self.extractor = network_features(
-            run.network,
-            run.preprocessing,
-            run.config,
-            run.accelerator,
-            weights_digest(state, run.config.model),
+def probe_features(run: TrainingState, extractor: Extractor, samples: Sequence[Sample]) -> Features:
+    """Features of `samples` by the network of a training, from the cache or computed."""
+    found = extract(
+        samples,
+        extractor,
+        run.config,
+        run.accelerator,
+        notifier(run.accelerator),
+        stopped=lambda: bool(run.interruption.number),
+    )
+    if found is None:
+        raise Interrupted(
+            "interrupted while features were made; they are kept: start again in the same way",
+            agreed_signal(run.accelerator, run.interruption.number),
         )
-
-    def __call__(self, samples: Sequence[Sample]) -> Features:
-        """Features of `samples`."""
-        run = self.run
-        found = extract(
-            samples,
-            self.extractor,
-            run.config,
-            run.accelerator,
-            self.notify,
-            stopped=lambda: bool(run.interruption.number),
-        )
-        if found is None:
-            raise Interrupted(
-                "interrupted while features were made; they are kept: start again in the same way",
-                agreed_signal(run.accelerator, run.interruption.number),
-            )
-        return found
+    return found

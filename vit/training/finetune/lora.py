@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.errors import ConfigError, WeightsError
+from vit.errors import ConfigError
 from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import format_parameters, printable
+from vit.text import format_parameters
 
 HEAD = ("head.", "decoder.")
 """Prefixes of the head's parameters; all others are the backbone's."""
@@ -65,7 +65,16 @@ def add_lora(
             with experts only qkv and proj.
     """
     found = projections(network)
-    _check(found, rank, alpha, targets)
+    here = list(dict.fromkeys(_last(path) for path in found))
+    absent = [target for target in targets if target not in here]
+    if absent or not targets:
+        what = f"has no {', '.join(absent)}" if absent else "needs a projection"
+        where = "here" if any(".mlp." in path for path in found) else "beside stacked experts"
+        raise ConfigError(f"LoRA {what} {where}; choose from {', '.join(here)}")
+    chosen = [module for path, module in found.items() if _last(path) in targets]
+    full = min(min(module.in_features, module.out_features) for module in chosen)
+    if rank >= full:
+        raise ConfigError(f"LoRA's rank={rank}: choose one from 1 to {full - 1}, such as 8")
     for path, linear in found.items():
         if _last(path) in targets:
             parent = network.get_submodule(path.rpartition(".")[0])
@@ -118,11 +127,6 @@ def trainable_line(what: str, network: nn.Module) -> str:
     return f"{what}: {counts} parameters learn ({digits} %)"
 
 
-def lora_line(network: nn.Module, *, rank: int, targets: Sequence[str]) -> str:
-    """Log line with the share of trainable parameters."""
-    return trainable_line(f"LoRA of rank {rank} on {', '.join(targets)}", network)
-
-
 def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
     """Weights of the equivalent network without LoRA.
 
@@ -133,35 +137,10 @@ def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[
     """
     plain = {name: tensor for name, tensor in state.items() if _last(name) not in (A, B)}
     for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:
-        a, b, weight = (state.get(f"{path}.{name}") for name in (A, B, "weight"))
-        if a is None or b is None or weight is None:
-            raise WeightsError(f"{path} must have {A}, {B} and weight to be merged")
-        if a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
-            raise WeightsError(
-                f"{path}: {A} {tuple(a.shape)} and {B} {tuple(b.shape)} are not a "
-                f"difference of rank {rank} for a weight {tuple(weight.shape)}"
-            )
+        a, b, weight = (state[f"{path}.{name}"] for name in (A, B, "weight"))
         difference = alpha / rank * (b.double() @ a.double())
         plain[f"{path}.weight"] = (weight.double() + difference).float()
     return plain
-
-
-def _check(found: Mapping[str, nn.Linear], rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """Check the arguments of `add_lora`; raises its ConfigError."""
-    if any(isinstance(module, LoRALinear) for module in found.values()):
-        raise ConfigError("the network has LoRA already: merge it before adding another")
-    here = list(dict.fromkeys(_last(path) for path in found))
-    absent = [target for target in targets if target not in here]
-    if absent or not targets:
-        what = f"has no {', '.join(map(printable, absent))}" if absent else "needs a projection"
-        where = "here" if any(".mlp." in path for path in found) else "beside stacked experts"
-        raise ConfigError(f"LoRA {what} {where}; choose from {', '.join(here)}")
-    chosen = [module for path, module in found.items() if _last(path) in targets]
-    full = min(min(module.in_features, module.out_features) for module in chosen)
-    if not 1 <= rank < full:
-        raise ConfigError(f"LoRA's rank={rank}: choose one from 1 to {full - 1}, such as 8")
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise ConfigError(f"LoRA's alpha={alpha}: choose a positive number, such as {2 * rank}")
 
 
 def _last(path: str) -> str:

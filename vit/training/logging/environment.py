@@ -29,10 +29,10 @@ GIT_SECONDS = 5.0
 """A git that has not answered by then is not waited for."""
 
 
-def record_environment(folder: Path, data: str) -> None:
+def record_environment(folder: Path) -> None:
     """Append a line to environment.jsonl of the run in `folder`, if more than the time differs."""
     path = folder / ENVIRONMENT_FILE
-    found = describe_environment(data)
+    found = describe_environment()
     known = read_environment(folder)
     if known and {**known[-1], "began": found["began"]} == found:
         return
@@ -49,7 +49,7 @@ def read_environment(folder: Path) -> list[dict[str, Any]]:
     return read_event_log(folder / ENVIRONMENT_FILE, key="command").events
 
 
-def describe_environment(data: str) -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """One line of environment.jsonl."""
     package = Path(__file__).resolve().parents[3]
     code = {}
@@ -58,10 +58,6 @@ def describe_environment(data: str) -> dict[str, Any]:
             "commit": _git(package, "rev-parse", "HEAD"),
             "changed": bool(_git(package, "status", "--porcelain", "--untracked-files=no")),
         }
-    where = Path(data).expanduser()
-    # of a folder of somebody else, only what runs no program that its .git/config names
-    images = where if where.is_dir() else where.parent
-    commit = _git(images, "rev-parse", "HEAD") if where.exists() else None
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = range(torch.cuda.device_count() if begun else 0)
     return {
@@ -78,7 +74,7 @@ def describe_environment(data: str) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": usable_cores(),
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
-        "git": {"vit": code or None, "data": {"commit": commit} if commit else None},
+        "git": {"vit": code or None},
     }
 
 

@@ -75,6 +75,7 @@ class MetricsLogger:
         self.main = run.accelerator.is_main_process
         self.noted: set[str] = set()  # each kind of note is logged once
         self.metrics: MetricsFile | None = None
+        self.measured = list[dict[str, Any]]()  # events of epochs and averages
         self.tracking: Tracking | None = None
         self.progress: Progress | None = None
         if self.main:
@@ -91,6 +92,7 @@ class MetricsLogger:
         def start() -> None:
             assert self.metrics is not None
             self.metrics.truncate(metrics_bytes)
+            self.measured += read_event_log(self.folder / METRICS_FILE, "epoch", "soup").events
             if config.run.track is not None:
                 self.tracking = Tracking(config.run.track, self.folder, flatten(config), step=step)
 
@@ -143,8 +145,7 @@ class MetricsLogger:
 
     def epoch(self, event: dict[str, Any], measured: Validation, *, best: bool) -> None:
         """Write and log the event of an epoch."""
-        self._write(event)
-        self._write_summary()
+        self._write_measured(event)
         lost = f"  {measured.failed} unreadable" if measured.failed else ""
         speed = ""
         if event["images_per_second"]:  # a probe, which is epoch 0, has none
@@ -165,8 +166,7 @@ class MetricsLogger:
 
     def soup(self, event: dict[str, Any]) -> None:
         """Write and log the event of an average of epochs."""
-        self._write(event)
-        self._write_summary()
+        self._write_measured(event)
         members = ", ".join(map(str, event["epochs"]))
         worse = "" if event["better"] else ": not better than the best epoch, which stays"
         self.notify(f"soup of epochs {members}: {self.run.task.format_result(event)}{worse}")
@@ -200,11 +200,12 @@ class MetricsLogger:
             if opened is not None:
                 opened.close()
 
-    def _write_summary(self) -> None:
-        """Write summary.json, which `vit runs` reads."""
+    def _write_measured(self, event: dict[str, Any]) -> None:
+        """Write an event with scores, and summary.json, which `vit runs` reads."""
+        self._write(event)
+        self.measured.append(event)
         if self.main:
-            events = read_event_log(self.folder / METRICS_FILE, "epoch", "soup").events
-            facts = summarize_run(events, flatten(self.run.config))
+            facts = summarize_run(self.measured, flatten(self.run.config))
             write_text(self.folder / SUMMARY_FILE, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:

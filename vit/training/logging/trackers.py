@@ -1,4 +1,4 @@
-"""Experiment trackers (TensorBoard, MLflow, W&B, Trackio): each event is sent when it is logged.
+"""Experiment trackers (TensorBoard, MLflow, W&B): each event is sent when it is logged.
 
 A thread of the main process sends them, so training never waits for a tracker. A resumed run
 continues its record, by the id in RUN/tracking/NAME.json; steps since the checkpoint are sent
@@ -23,7 +23,6 @@ from accelerate.tracking import (
     GeneralTracker,
     MLflowTracker,
     TensorBoardTracker,
-    TrackioTracker,
     WandBTracker,
     get_available_trackers,
 )
@@ -70,9 +69,6 @@ TRACKERS: dict[str, Callable[[Record], GeneralTracker]] = {
         id=r.key,
         resume="allow",
         config=dict(r.settings),
-    ),
-    "trackio": lambda r: TrackioTracker(
-        PROJECT, name=f"{r.title}-{r.key[:8]}", resume="allow", config=dict(r.settings)
     ),
 }
 
@@ -161,9 +157,7 @@ class Tracking:
         started.set_result(key)
         try:
             while (event := self.events.get()) is not None:
-                # accelerate drops the step of trackio before 1.14
-                log = tracker.tracker.log if self.name == "trackio" else tracker.log
-                log(values_of(event), step=event["step"])
+                tracker.log(values_of(event), step=event["step"])
             tracker.finish()
         except Exception as error:
             self._report(error_text(error))

@@ -28,30 +28,26 @@ MIN_REMAINING = 10.0
 VALIDATION_SHARE = 1 / 3
 
 
-# receive the log lines instead of standard error; the last one counts
-_redirected: list[Notify] = []
+_is_silent = False
 
 
 @contextlib.contextmanager
-def redirect_lines(to: Notify) -> Iterator[None]:
-    """Inside, pass log lines to `to`, which may write them with `write_line`."""
-    _redirected.append(to)
+def silent_log() -> Iterator[None]:
+    """Inside, log no line."""
+    global _is_silent
+    _is_silent = True
     try:
         yield
     finally:
-        _redirected.pop()
+        _is_silent = False
 
 
 def notify(text: str) -> None:
-    """Log one line: to standard error above the progress bar, or to `redirect_lines`."""
-    (_redirected[-1] if _redirected else write_line)(text)
-
-
-def write_line(text: str) -> None:
-    """Write one line to standard error, above the progress bar."""
+    """Log one line to standard error, above the progress bar."""
     # a closed pipe, as with `| head`, must not stop the training
     with contextlib.suppress(BrokenPipeError):
-        tqdm.write(text, file=sys.stderr)
+        if not _is_silent:
+            tqdm.write(text, file=sys.stderr)
 
 
 def notifier(accelerator: Accelerator) -> Notify:

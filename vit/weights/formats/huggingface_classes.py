@@ -1,8 +1,7 @@
-"""Registers our network with transformers, as model_type "vit_toolkit".
+"""Registers our network with transformers, as model_type "vit_toolkit", when it is imported.
 
-`vit/weights/library_registration.py` imports this module when transformers' Auto classes are
-imported. AutoModelForImageClassification.from_pretrained(FOLDER) then opens the folders of
-`vit convert` that no class of transformers can express.
+AutoModelForImageClassification.from_pretrained(FOLDER) then opens the folders of `vit convert` that
+no class of transformers can express.
 """
 
 from typing import Any
@@ -15,8 +14,9 @@ from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageC
 
 from vit.config.parser import parse_model_config
 from vit.model.blocks import ParallelBlock
-from vit.model.build import BLOCKS, assemble_model
+from vit.model.build import assemble_model
 from vit.model.initialization import init_weights
+from vit.model.layers import BLOCKS
 from vit.weights.formats.huggingface_config import MODEL_TYPE
 
 

@@ -72,20 +72,16 @@ def read_vision_config(config: Mapping[str, Any]) -> tuple[str, Values]:
     if "quantization_config" in config:
         raise WeightsError("the weights are quantised; take the ones they were made from")
     defaults = FAMILIES[model_type].defaults
-    given = [config]
+    values = dict(config)
     if model_type in WITH_TEXT:
-        # the older `vision_config_dict`, with defaults, takes precedence in transformers
-        named = {key: config.get(key) for key in ("vision_config", "vision_config_dict")}
-        given = [part for part in named.values() if part is not None]
-        for name, part in named.items():
-            if part is not None and not isinstance(part, Mapping):
-                raise WeightsError(f"config.json: {name} is not a group of settings")
-            own = f"{model_type}_vision_model"
-            if part is not None and part.get("model_type", own) != own:
-                raise WeightsError(
-                    f"config.json: {name} is not that of a {model_type} (transformers)"
-                )
-    values: dict[str, Any] = dict(given[-1]) if given else {}
+        # the older `vision_config_dict` takes precedence in transformers
+        part = config.get("vision_config_dict") or config.get("vision_config") or {}
+        own = f"{model_type}_vision_model"
+        if not isinstance(part, Mapping) or part.get("model_type", own) != own:
+            raise WeightsError(
+                f"config.json: vision_config is not that of a {model_type} (transformers)"
+            )
+        values = dict(part)
     return model_type, values | {
         name: _checked(name, values.get(name, default), default)
         for name, default in defaults.items()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.text import join_names, printable
 from vit.weights.formats.huggingface_config import (
     MODEL_TYPE,
@@ -38,12 +39,10 @@ from vit.weights.formats.state_dict_names import (
     SHARED_BIAS,
     State,
     Table,
-    check_fit,
     deduplicate_names,
     expand_shared_bias,
     fuse_qkv,
     join_heads,
-    meta_model,
     rename,
     to_float32,
 )

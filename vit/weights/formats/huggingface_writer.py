@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.weights.formats.huggingface_config import (
     FAMILIES,
     MULTILABEL,
@@ -28,7 +29,7 @@ from vit.weights.formats.huggingface_config import (
     write_processor,
 )
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
-from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State, check_fit, meta_model
+from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State
 from vit.weights.formats.timm_writer import incompatibility_remedy, unsupported_setting
 
 MAX_MLP_RATIO = 64

@@ -16,16 +16,15 @@ from torch import Tensor
 from vit.config import DataConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.text import join_names
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     State,
     Table,
-    check_fit,
     flatten_patches,
     fuse_qkv,
-    meta_model,
     rename,
     to_float32,
 )

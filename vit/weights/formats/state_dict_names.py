@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from math import isqrt
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vit.config import DecoderConfig, ModelConfig
+from vit.config import ModelConfig
 from vit.errors import WeightsError
-from vit.model.build import assemble_captioner, assemble_model
 from vit.model.relative_position_bias import PREFIX_ROWS
-from vit.model.vision_transformer import VisionTransformer
 from vit.text import join_names
 
 State = dict[str, Tensor]
@@ -219,23 +217,13 @@ def from_naflex(state: Mapping[str, Tensor]) -> State:
     return renamed | {PATCH_WEIGHT: pixels, "pos_embed": table.flatten(1, 2)}
 
 
-def rename_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Convert tensors of timm's Vision Transformers to our names; patches stay a convolution.
-
-    Args:
-        packed: Whether SwiGLU's gate and value stay one matrix.
-    """
+def rename_timm(state: Mapping[str, Tensor]) -> State:
+    """Convert tensors of timm's Vision Transformers to our names; patches stay a convolution."""
     ours = substitute(state, TIMM_NAMES)
     for name in ours:
         if re.search(r"\.attn\.q\.", name) and name.replace(".q.", ".qkv.") in ours:
             raise WeightsError(f"{name} is there beside a whole qkv")
-    whole = fuse_qkv(expand_shared_bias(_fill_key_biases(join_heads(ours))))
-    return whole if packed else _unpack(whole)
-
-
-def from_timm(state: Mapping[str, Tensor], *, packed: bool = False) -> State:
-    """Convert tensors of timm's Vision Transformers to our names and shapes."""
-    return flatten_patches(rename_timm(state, packed=packed))
+    return _unpack(fuse_qkv(expand_shared_bias(_fill_key_biases(join_heads(ours)))))
 
 
 def convert_timm(
@@ -258,17 +246,6 @@ def convert_timm(
             order = RotaryOrder(order.interleaved, columns_first=False)  # a pair has both axes
         ours = reorder_rotary_channels(ours, order, config.num_heads)
     return {name: tensor.contiguous() for name, tensor in ours.items()}, tuple(notes)
-
-
-def to_timm(state: Mapping[str, Tensor], config: ModelConfig) -> State:
-    """Convert our tensors of the network `config` to those of the equivalent timm network."""
-    theirs = dict(state)
-    if config.stem != "conv":
-        matrix, side = theirs[PATCH_WEIGHT], config.patch_size
-        theirs[PATCH_WEIGHT] = matrix.reshape(len(matrix), -1, side, side)
-    if not config.is_rotary:
-        return theirs
-    return {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): t for name, t in theirs.items()}
 
 
 def join_heads(state: State) -> State:
@@ -335,33 +312,6 @@ def bias_table_side(name: str, table: Tensor, *, prefix: bool) -> int:
         also = f" and {PREFIX_ROWS} more" if prefix else ""
         raise WeightsError(f"{name} has {len(table)} rows, no offsets of a square grid{also}")
     return (across + 1) // 2
-
-
-def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check that `state` has exactly the tensors of `model`, of their shapes, and finite values."""
-    expected = model.state_dict()
-    shapes = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    faults = {
-        "missing": [name for name in expected if name not in state],
-        "unknown": [name for name in state if name not in expected],
-        "of another shape": shapes,
-        "not finite": [
-            name for name, t in state.items() if not (t.is_meta or torch.isfinite(t).all())
-        ],
-    }
-    found = [f"{what}: {join_names(names, 3)}" for what, names in faults.items() if names]
-    if found:
-        raise WeightsError(f"the weights do not fit the network; {'; '.join(found)}")
-
-
-def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
-    """The network of `config` on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)
 
 
 def deduplicate_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,9 +1,6 @@
-"""Registers `vit_conv_stem` with timm: its VisionTransformer with our convolutional stem.
+"""Registers `vit_conv_stem` with timm when it is imported: its VisionTransformer with our stem."""
 
-`vit/weights/library_registration.py` imports this module when timm is imported.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,73 +11,49 @@ from timm.models import model_entrypoint, register_model
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
-from vit.model.build import STEM_NORMS
 from vit.model.initialization import patch_projection
+from vit.model.layers import STEM_NORMS
 from vit.model.patch_embed import ConvStem
-from vit.weights.formats.timm_network import STEM_ARGUMENTS
+from vit.weights.formats.timm_network import STEM_SETTINGS
 
 
 class TimmConvStem(ConvStem):
-    """Our stem with the attributes and arguments of timm's PatchEmbed.
+    """Our stem with the attributes of timm's PatchEmbed.
 
     Args:
+        config: Settings of the stem, with the patch size as image size.
         img_size: Side of the images, or (height, width).
-        patch_size: Side of a patch, in pixels.
         output_fmt: NHWC or NCHW for a grid of tokens; None for a sequence.
+        kind: Device and dtype.
     """
 
     def __init__(
         self,
-        img_size: int | Sequence[int] = 224,
-        patch_size: int | Sequence[int] = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
+        config: ModelConfig,
         *,
-        bias: bool = True,  # noqa: ARG002
+        img_size: int | Sequence[int],
         strict_img_size: bool = True,
         output_fmt: str | None = None,
-        dynamic_img_pad: bool = False,
-        stem_depth: int = 3,
-        stem_width: int | None = None,
-        stem_stride: int | None = None,
-        stem_norm: str = "batchnorm",
-        stem_eps: float = 1e-6,
-        device: Any = None,
-        dtype: Any = None,
+        **kind: Any,
     ) -> None:
-        side = to_2tuple(patch_size)[0]
-        if to_2tuple(patch_size) != (side, side) or dynamic_img_pad:
-            raise ValueError("a convolutional stem has square patches, and pads no images")
-        config = ModelConfig(
-            image_size=side, patch_size=side, channels=in_chans, dim=embed_dim, num_heads=1,
-            stem="conv", stem_depth=stem_depth, stem_width=stem_width, norm_eps=stem_eps,
-            stem_stride=stem_stride,
-            stem_norm=stem_norm,  # type: ignore[arg-type]
-        )  # fmt: skip
         super().__init__(
-            in_chans,
+            config.channels,
             config.stem_widths,
             stride=config.first_stride,
             pools=config.stem_pools,
-            norm=STEM_NORMS[stem_norm](config),
+            norm=STEM_NORMS[config.stem_norm](config),
         )
         for conv in (*self.convs, self.proj):
             assert isinstance(conv, nn.Conv2d)
             with torch.no_grad():
                 patch_projection(conv.weight)
-        self.to(device=device, dtype=dtype)
-        self.stem = {
-            "stem_depth": stem_depth,
-            "stem_width": stem_width,
-            "stem_stride": stem_stride,
-            "stem_norm": stem_norm,
-        }
-        self.stem_eps = stem_eps
+        self.to(**kind)
+        self.config = config
         self.strict_img_size = strict_img_size
         self.output_fmt = Format.NHWC if output_fmt == "NHWC" else Format.NCHW
         self.flatten = output_fmt is None
-        self.side = side
-        self.patch_size = (side, side)  # type: ignore[assignment]
+        self.side = config.patch_size
+        self.patch_size = (self.side, self.side)  # type: ignore[assignment]
         self.set_input_size(img_size)
 
     def set_input_size(
@@ -120,6 +93,24 @@ class TimmConvStem(ConvStem):
         return rearrange(tokens, grid, rows=rows)
 
 
+def conv_stem(
+    settings: Mapping[str, Any],
+    *,
+    patch_size: int | Sequence[int] = 16,
+    in_chans: int = 3,
+    embed_dim: int = 768,
+    bias: bool = True,  # noqa: ARG001
+    dynamic_img_pad: bool = False,
+    **others: Any,
+) -> TimmConvStem:
+    """The stem with `settings` of ours, from the arguments of timm's PatchEmbed."""
+    side = to_2tuple(patch_size)[0]
+    if to_2tuple(patch_size) != (side, side) or dynamic_img_pad:
+        raise ValueError("a convolutional stem has square patches, and pads no images")
+    sizes = {"image_size": side, "patch_size": side, "channels": in_chans, "dim": embed_dim}
+    return TimmConvStem(ModelConfig(**sizes, num_heads=1, stem="conv", **settings), **others)
+
+
 @register_model  # type: ignore[untyped-decorator]
 def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
     """timm's Vision Transformer with a stem of 3x3 convolutions (arXiv:2106.14881)."""
@@ -128,6 +119,7 @@ def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
     base = kwargs.pop("base", "vit_tiny_patch16_224")
     if base == "vit_conv_stem":
         raise ValueError("base=vit_conv_stem: name an architecture of timm, which has no stem")
-    stem = {name: kwargs.pop(name) for name in STEM_ARGUMENTS if name in kwargs}
-    layer = partial(TimmConvStem, **stem)
+    stem = {name: kwargs.pop(name) for name in STEM_SETTINGS if name in kwargs}
+    stem["norm_eps"] = kwargs.pop("stem_eps", 1e-6)
+    layer = partial(conv_stem, stem)
     return model_entrypoint(base)(pretrained=pretrained, embed_layer=layer, **kwargs)

@@ -30,6 +30,7 @@ from vit.atomic_files import write_text
 from vit.config import ModelConfig
 from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.paths import user_cache
 from vit.text import join_names, nearest, nearest_names, printable
 from vit.weights.formats.infer_architecture import bias_table, infer_config
@@ -38,13 +39,12 @@ from vit.weights.formats.state_dict_names import (
     RotaryOrder,
     State,
     bias_table_side,
-    check_fit,
     convert_timm,
     from_naflex,
-    meta_model,
     rename_timm,
     square_side,
 )
+from vit.weights.formats.timm_writer import CONV_STEM
 
 MODULES = (
     *("vision_transformer", "deit", "eva", "beit"),
@@ -52,7 +52,8 @@ MODULES = (
 )
 """Modules of timm whose networks can be read, and our plug-in."""
 FIRST_CONVOLUTION = "patch_embed.convs.0.weight"
-STEM_ARGUMENTS = ("stem_depth", "stem_width", "stem_stride", "stem_norm", "stem_eps")
+STEM_SETTINGS = ("stem_depth", "stem_width", "stem_stride", "stem_norm")
+"""Arguments of timm_conv_stem.py, which are settings of ours."""
 # Arguments that are determined by the tensors, or are ignored.
 DECIDED = {"num_classes", "in_chans", "img_size", "device", "dtype", "weight_init"}
 # Errors of timm's constructors, and of attributes that another kind of network does not have.
@@ -254,6 +255,8 @@ def _build(
     import timm
 
     base = name.partition(".")[0]
+    if base == CONV_STEM:
+        from vit.weights.formats import timm_conv_stem  # noqa: F401 - registers it
     if not timm.is_model(base):
         hint = nearest(base, timm.list_models(module=list(MODULES)))
         raise WeightsError(f"{printable(name)!r} is no network of timm {timm.__version__}{hint}")
@@ -296,7 +299,7 @@ def _arguments() -> set[str]:
 
     kinds = (VisionTransformer, Eva, Beit, VisionTransformerRelPos, NaFlexVitCfg)
     known = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    return {*known, "base", *STEM_ARGUMENTS}
+    return {*known, "base", *STEM_SETTINGS, "stem_eps"}
 
 
 def _patches(model: Any) -> tuple[int, int]:
@@ -362,8 +365,9 @@ def _attributes(model: Any) -> dict[str, Any]:
         **(_rotary(model.rope) if getattr(model, "rope", None) is not None else {}),
     }
     stem: Any = getattr(model, "patch_embed", None)
-    if hasattr(stem, "stem"):  # of timm_conv_stem.py
-        known |= {"stem": "conv", "patch_size": stem.side, "channels": stem.channels, **stem.stem}
+    if (config := getattr(stem, "config", None)) is not None:  # of timm_conv_stem.py
+        names = ("stem", "patch_size", "channels", *STEM_SETTINGS)
+        known |= {name: getattr(config, name) for name in names}
     return known
 
 

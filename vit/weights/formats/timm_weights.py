@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.text import printable
 from vit.weights.formats.infer_architecture import (
     NOTHING,
@@ -26,10 +27,8 @@ from vit.weights.formats.infer_architecture import (
 from vit.weights.formats.original_checkpoints import to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
-    check_fit,
     convert_timm,
     deduplicate_names,
-    meta_model,
     rename_timm,
     to_float32,
 )

@@ -47,7 +47,7 @@ NAMED_EPSILON = 1e-6
 """Epsilon of timm's norms when chosen by name."""
 UNKNOWN_ARCHITECTURE = "vit_toolkit"
 CONV_STEM = "vit_conv_stem"
-"""Architecture that vit registers with timm."""
+"""Architecture that timm_conv_stem.py registers with timm."""
 POOLINGS = {
     "class_token": "token",
     "mean": "avg",
@@ -162,10 +162,7 @@ def _unfit_for_relative(config: ModelConfig) -> str | None:
 
 
 def architecture(config: ModelConfig) -> str:
-    """timm architecture from which `model_args` builds `config`; an unknown name if there is none.
-
-    vit_conv_stem is registered with timm when vit is imported.
-    """
+    """timm architecture from which `model_args` builds `config`, or an unknown name."""
     if timm_incompatibility(config) is not None:
         return UNKNOWN_ARCHITECTURE
     return CONV_STEM if config.stem == "conv" else _base(config)

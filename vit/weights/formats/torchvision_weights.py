@@ -12,16 +12,10 @@ from torch import Tensor
 from vit.config import ModelConfig
 from vit.data.preprocessing import IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
+from vit.model.build import check_fit, meta_model
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import (
-    Table,
-    check_fit,
-    flatten_patches,
-    meta_model,
-    rename,
-    to_float32,
-)
+from vit.weights.formats.state_dict_names import Table, flatten_patches, rename, to_float32
 
 NAMES: Table = (
     (r"class_token", "cls_token"),

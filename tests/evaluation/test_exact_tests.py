@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vit.evaluation.statistical_tests import holm
+from vit.evaluation.exact_tests import holm
 
 
 def rejected(p_values, level):
@@ -33,10 +33,3 @@ def test_an_adjusted_value_is_the_least_level_at_which_the_procedure_rejects(tes
         adjusted = holm(p_values)
         for level in [0.001, 0.01, 0.05, 0.2, *(one + 1e-12 for one in adjusted if one < 1)]:
             assert [one <= level for one in adjusted] == rejected(p_values, level)
-
-
-def test_one_of_six_true_hypotheses_is_rejected_in_five_of_a_hundred_cases():
-    drawn = np.random.default_rng(0).random((4000, 6))
-    alarms = sum(min(holm(row)) < 0.05 for row in drawn.tolist()) / len(drawn)
-    assert 0.04 < alarms < 0.06
-    assert (drawn.min(axis=1) < 0.05).mean() > 0.25

@@ -1,4 +1,4 @@
-"""Intervals and tests of counts; imports no torch, for commands that start at once.
+"""Exact tests of counts, their correction, and the interval of a share; imports no torch.
 
     Wilson    (t + z²/2n ± z sqrt(t (1 - t)/n + z²/4n²)) / (1 + z²/n)         t: share of n trials
     Holm      adjusted p_(i) = max over j <= i of  min((m - j + 1) p_(j), 1)   p_(1) <= ... <= p_(m)

@@ -1,0 +1,83 @@
+"""Metrics as rows of name, value and 95 % interval, with their words in commands and tables.
+
+Imports no torch. A metric of another task needs no entry in METRICS: its name is its title.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vit.text import percent
+
+
+class Metric(NamedTuple):
+    """What a number means."""
+
+    title: str
+    """Empty of a number that is not printed."""
+    share: bool = True
+    """Whether it is in [0, 1], and shown in percent."""
+    of_images: bool = False
+    """Whether it is a share of the images."""
+    note: str = ""
+    """Follows the value; {} is the calibration error by chance."""
+
+    def text(self, value: float | None, digits: str = ".4f") -> str:
+        """A value, or `none`; `digits` is the format of numbers that are no shares."""
+        return percent(value) if self.share or value is None else f"{value:{digits}}"
+
+
+METRICS = {
+    "map": Metric("mAP"),
+    "top1": Metric("top-1", of_images=True),
+    "top5": Metric("top-5", of_images=True),
+    "balanced_accuracy": Metric("balanced accuracy"),
+    "macro_f1": Metric("macro F1"),
+    "micro_f1": Metric("micro F1"),
+    "subset_accuracy": Metric("all classes right", of_images=True),
+    "hamming": Metric("wrong decisions"),
+    "class_loss": Metric("loss of classes", share=False),
+    "loss": Metric("loss", share=False),
+    "loss_shuffled": Metric("of other images", share=False, note="the same captions, shuffled"),
+    **{f"bleu{order}": Metric(f"BLEU-{order}") for order in range(1, 5)},
+    "rouge_l": Metric("ROUGE-L"),
+    "cider": Metric("CIDEr", share=False, note="CIDEr-D, of at most 10"),
+    "chrf": Metric("chrF"),
+    "exact": Metric("exact", of_images=True),
+    "distinct": Metric("distinct", note="different captions"),
+    "ece": Metric(
+        "calibration error", note="mean gap of a score and the share that is right; {} by chance"
+    ),
+    "brier": Metric("Brier score", share=False),
+    "nll": Metric("", share=False),
+    **dict.fromkeys(("ece_chance", "ece_debiased"), Metric("")),
+}
+"""In the order in which they are printed, the score that ranks networks first."""
+
+
+class MetricRow(NamedTuple):
+    """A measured metric."""
+
+    name: str
+    value: float | None
+    interval: list[float] | None
+
+    @property
+    def metric(self) -> Metric:
+        """What it means."""
+        return metric_of(self.name)
+
+
+def metric_of(name: str) -> Metric:
+    """The metric of a key such as `top1` or `val_top1`."""
+    name = name.removeprefix("val_")
+    return METRICS.get(name, Metric(name.replace("_", " "), share=False))
+
+
+def metric_rows(scores: Mapping[str, Any]) -> list[MetricRow]:
+    """The metrics among the scores of an evaluation, the one that ranks networks first."""
+    others = (name for name, value in scores.items() if isinstance(value, float))
+    return [
+        MetricRow(name, scores[name], scores.get(f"{name}_interval"))
+        for name in dict.fromkeys([*METRICS, *others])
+        if name in scores
+    ]
