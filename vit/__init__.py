@@ -44,71 +44,40 @@ if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by p
     raise ImportError(f"vit needs Python 3.10 or newer; this is Python {running}")
 
 from vit.quick_imports import require_supported_versions
-from vit.version import __version__
+from vit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from vit.commands.serve_command import serve
-    from vit.commands.summary_command import summary
-    from vit.commands.train_command import cross_validate
-    from vit.config import Config
-    from vit.config.parser import make_config
-    from vit.data.image_io import set_max_pixels
-    from vit.data.sources.dataset_export import export_data
-    from vit.evaluation.runs_table import runs
-    from vit.export.export_formats import export_model, export_onnx
-    from vit.export.verification import verify
-    from vit.generation.generation_config import Search
-    from vit.inference.calibrate import calibrate
-    from vit.inference.compare import compare, compare_runs
-    from vit.inference.evaluate import evaluate
-    from vit.inference.label_errors import check
-    from vit.inference.prediction_job import predict
-    from vit.inference.predictor import Predictor
-    from vit.inference.suggest import suggest
-    from vit.model.build import create_model
-    from vit.model.captioner import Captioner
-    from vit.model.vision_transformer import VisionTransformer
-    from vit.training.final_report import report
-    from vit.training.plan import plan_training
-    from vit.training.train import plan, train
-    from vit.training.tune import tune
-    from vit.weights.convert import convert_model
-    from vit.weights.load_model import from_pretrained, list_models
-
-__all__ = [
-    "Captioner",
-    "Config",
-    "Predictor",
-    "Search",
-    "VisionTransformer",
-    "__version__",
-    "calibrate",
-    "check",
-    "compare",
-    "compare_runs",
-    "convert_model",
-    "create_model",
-    "cross_validate",
-    "evaluate",
-    "export_data",
-    "export_model",
-    "export_onnx",
-    "from_pretrained",
-    "list_models",
-    "make_config",
-    "plan",
-    "plan_training",
-    "predict",
-    "report",
-    "runs",
-    "serve",
-    "set_max_pixels",
-    "suggest",
-    "summary",
-    "train",
-    "tune",
-    "verify",
-]
+    from vit.commands.serve_command import serve as serve
+    from vit.commands.summary_command import summary as summary
+    from vit.commands.train_command import cross_validate as cross_validate
+    from vit.config import Config as Config
+    from vit.config.parser import make_config as make_config
+    from vit.data.image_io import set_max_pixels as set_max_pixels
+    from vit.data.sources.dataset_export import export_data as export_data
+    from vit.evaluation.runs_table import runs as runs
+    from vit.export.export_formats import export_model as export_model
+    from vit.export.export_formats import export_onnx as export_onnx
+    from vit.export.verification import verify as verify
+    from vit.generation.generation_config import Search as Search
+    from vit.inference.calibrate import calibrate as calibrate
+    from vit.inference.compare import compare as compare
+    from vit.inference.compare import compare_runs as compare_runs
+    from vit.inference.evaluate import evaluate as evaluate
+    from vit.inference.label_errors import check as check
+    from vit.inference.prediction_job import predict as predict
+    from vit.inference.predictor import Predictor as Predictor
+    from vit.inference.suggest import suggest as suggest
+    from vit.model.build import create_model as create_model
+    from vit.model.captioner import Captioner as Captioner
+    from vit.model.vision_transformer import VisionTransformer as VisionTransformer
+    from vit.training.final_report import report as report
+    from vit.training.plan import plan_training as plan_training
+    from vit.training.train import plan as plan
+    from vit.training.train import train as train
+    from vit.training.tune import tune as tune
+    from vit.weights.convert import convert_model as convert_model
+    from vit.weights.load_model import from_pretrained as from_pretrained
+    from vit.weights.load_model import list_models as list_models
 
 # public name -> the module that has it, which is imported on first use: `import vit` costs nothing
 _HOMES = {
@@ -144,6 +113,8 @@ _HOMES = {
     "tune": "vit.training.tune",
     "verify": "vit.export.verification",
 }
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 _checked = False
 """Whether the versions of the libraries were checked."""

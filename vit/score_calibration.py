@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import Any
 
+from vit.config.settings import from_plain
 from vit.errors import ConfigError
-from vit.json_values import from_plain
 
 SCALING = ("temperature", "images", "exponent")
 """Fields that every calibration has."""
@@ -199,6 +199,7 @@ class ScoreCalibration:
             and (self.target_precision is None) == (self.set_levels is None)
             and all(share is None or 0 <= share <= 1 for share in (self.answered, *shares))
             and all(level is None or level >= 0 for level in levels)
+            and all(len(row) > 1 for row in rows)  # of classes
             and all(
                 len(table) in (0, len(COVERAGES))
                 for table in (self.set_levels or (), self.class_set_levels)

@@ -78,6 +78,20 @@ def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("stored", "flag", "kept"),
+    [
+        ("weights: timm/x\n", "auto", "timm/x"),
+        ("weights: timm/x\n", "timm/y", "timm/y"),
+        ("", "auto", "auto"),
+    ],
+)
+def test_a_resumed_run_keeps_the_weights_that_it_has_chosen(file, tmp_path, stored, flag, kept):
+    (tmp_path / "config.yaml").write_text(file.read_text() + stored)
+    found = call_settings("photos", {"weights": flag}, out=tmp_path, resume=True)
+    assert found["weights"] == kept
+
+
+@pytest.mark.parametrize(
     ("stored", "kept"), [("steps: 1234\n", "its 1,234 steps"), ("", "its length")]
 )
 def test_the_time_of_a_resumed_run_is_noted_as_unused(file, tmp_path, stored, kept):
@@ -145,9 +159,12 @@ def test_a_config_is_left_alone():
         ("photos", {"epochs": "many"}, "epochs='many' is not a whole number"),
         (make_config({"data": "photos"}), {"epochs": 5}, "epochs: a Config is complete"),
         ("nope.yaml", {}, "nope.yaml: No such file"),
+        ("empty.yaml", {}, "empty.yaml has no data: give data="),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(first, settings, message):
+def test_what_cannot_be_meant_is_one_line(first, settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").touch()
     with pytest.raises(ConfigError, match=message) as error:
         call_settings(first, settings)
     assert "\n" not in str(error.value)

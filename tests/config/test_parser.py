@@ -1,6 +1,7 @@
 """Settings from files and flags: right ones are taken, wrong ones are refused in one line."""
 
 import json
+import re
 import typing
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from vit.config.parser import (
     all_settings,
     flatten,
     make_config,
+    model_settings,
     parse_decoder_config,
     parse_model_config,
     read_settings,
@@ -167,6 +169,21 @@ def test_stored_settings_are_parsed_back(parse, config):
     for wrong in ({}, {**stored, "lr": 1}, {"vocab_size": 100}, [], None):
         with pytest.raises(ConfigError, match="must be exactly"):
             parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"depht": 3}, "depht is not a model setting; did you mean depth?"),
+        ({"zzz": 3}, "zzz is not a model setting; choose from image_size, patch_size"),
+        ({"lr": 1.0}, "lr is not a model setting"),
+        ({"pretrained": True}, "create_model initialises freshly"),
+    ],
+)
+def test_other_settings_than_those_of_a_network_are_refused(values, message):
+    assert model_settings({"embed_dim": "48"}) == {"dim": 48}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model_settings(values)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -170,19 +170,6 @@ def test_a_simple_crop_of_a_very_long_image_resizes_only_the_crop(pil_image):
     assert transform(image).shape == (3, 224, 224)
 
 
-def test_three_augment_uses_only_torch_s_generator(pil_image):
-    config = AugmentConfig(auto_augment="three", random_crop="simple")
-    transform = TrainingTransform(config, Preprocessing(image_size=(24, 24)))
-    state = random.getstate(), np.random.get_state()[1].tolist()
-    made = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        made.append(transform(pil_image(40, 30)))
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
-
-
 def test_a_simple_crop_replaces_the_default_crop_of_captioning():
     usual = make_config({"task": "caption"}).augment.min_crop
     assert usual != AugmentConfig.min_crop

@@ -78,7 +78,7 @@ def test_preprocessing_survives_json():
         ({"resize": "pad"}, "resize='pad': choose one of crop, squash"),
         ({"interpolation": "nearest"}, "bilinear, bicubic"),
         ({"crop_share": 0}, "crop_share"),
-        ({"crop_share": "0.9"}, "crop_share"),
+        ({"crop_share": "most"}, "crop_share"),
         ({"mean": [0.5, 0.5]}, "mean"),
         ({"std": [0.5, 0.5, 0]}, "std"),
         ({"std": ["a", "b", "c"]}, "std"),

@@ -24,6 +24,8 @@ OPTIONS = {
     "color_jitter": NOTHING | {"color_jitter": 0.4},
     "randaugment": NOTHING | {"auto_augment": "randaugment"},
     "trivialaugment": NOTHING | {"auto_augment": "trivialaugment"},
+    "three": NOTHING | {"auto_augment": "three"},
+    "simple": {"random_crop": "simple", "hflip": 0.0},
     "erase": NOTHING | {"erase": 0.5},
 }
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vit.commands.main import main
 from vit.data.image_io import read_image
-from vit.errors import ConfigError, WeightsError
+from vit.errors import ConfigError, VitError
 from vit.inference.attribution import classes_to_explain
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
@@ -176,5 +176,5 @@ def test_a_single_label_model_is_not_evaluated_on_multilabel_images(
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 2], [0.5, 0.5, "x"], None, 3])
 def test_damaged_thresholds_are_refused(values):
-    with pytest.raises(WeightsError, match="thresholds must be"):
+    with pytest.raises(VitError, match="thresholds"):
         check_thresholds(values, ("a", "b", "c"))

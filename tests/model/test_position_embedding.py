@@ -12,29 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
 from vit.model.position_embedding import (
-    LearnedPositions,
     SinusoidalPositions,
     resize_positions,
     sinusoidal_1d,
     sinusoidal_2d,
 )
-
-
-def test_sinusoidal_2d_equals_a_plain_loop():
-    rows, cols, dim = 3, 5, 16
-    expected = np.zeros((rows * cols, dim))
-    for row in range(rows):
-        for col in range(cols):
-            for i in range(dim // 4):
-                wave = 10_000 ** (-i / (dim // 4))
-                values = [
-                    math.sin(col * wave),
-                    math.cos(col * wave),
-                    math.sin(row * wave),
-                    math.cos(row * wave),
-                ]
-                expected[row * cols + col, i :: dim // 4] = values
-    np.testing.assert_allclose(sinusoidal_2d((rows, cols), dim).numpy(), expected, atol=1e-7)
 
 
 def test_sinusoidal_2d_equals_timm_with_rows_and_columns_exchanged():
@@ -62,13 +44,6 @@ def test_resizing_learned_positions_equals_timm(prefix, new):
     torch.testing.assert_close(resize_positions(table, (5, 5), new, prefix=prefix), theirs)
 
 
-def test_learned_positions_are_added_to_their_tokens():
-    positions = LearnedPositions((2, 2), 8, prefix=1)
-    table = torch.randn(1, 5, 8)
-    tokens = torch.randn(3, 5, 8)
-    assert torch.equal(positions(tokens, table, (2, 2)), tokens + table)
-
-
 @pytest.mark.parametrize("grid", [(2, 2), (3, 4)])
 def test_registers_have_no_position(grid):
     positions = SinusoidalPositions((2, 2), 8, encode=sinusoidal_2d, prefix=0, unpositioned=2)
@@ -76,12 +51,6 @@ def test_registers_have_no_position(grid):
     placed = positions(zeros, positions.table(), grid)
     assert not placed[:, :2].any()
     assert torch.equal(placed[0, 2:], sinusoidal_2d(grid, 8))
-
-
-def test_the_class_token_of_a_sinusoidal_table_has_zeros():
-    table = SinusoidalPositions((2, 3), 8, encode=sinusoidal_1d, prefix=1).table()
-    assert table.shape == (1, 7, 8)
-    assert not table[:, 0].any()
 
 
 def test_a_network_without_positions_adds_nothing_to_its_tokens():

@@ -8,7 +8,6 @@ import torch
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError
-from vit.model.build import build_classifier
 from vit.model.rotary_embedding import (
     RotaryEmbedding,
     Rotation,
@@ -54,15 +53,6 @@ def test_rope_rotates_each_pair_by_its_angle_and_no_prefix_token(context, at):
         torch.testing.assert_close(y[0, 0, prefix + token], torch.tensor(by_hand).double())
 
 
-def test_rope_scores_depend_only_on_the_offset_of_patches():
-    query, key = torch.randn(2, HEAD_DIM, dtype=torch.float64)
-    x = torch.stack([query, key]).expand(16, 2, HEAD_DIM).transpose(0, 1)[None]
-    y = rotary(index_coordinates)((4, 4), x)(x)[0]
-    scores = y[0] @ y[1].T
-    torch.testing.assert_close(scores[0, 6], scores[5, 11])  # both one row and two columns apart
-    assert not torch.isclose(scores[0, 6], scores[0, 9])
-
-
 def test_a_reference_grid_scales_the_coordinates_of_other_grids():
     assert torch.equal(
         index_coordinates(8, reference=4), index_coordinates(4).repeat_interleave(2) + OFFSETS
@@ -78,18 +68,6 @@ def test_a_rotation_keeps_norms_and_the_dtype():
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), atol=0.05, rtol=0)
     assert torch.equal(Rotation(torch.zeros(9, HEAD_DIM // 2))(x), x)
-
-
-def test_rotary_positions_make_the_order_of_patches_matter():
-    small = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
-    images = torch.randn(1, 3, 16, 16)
-    mirrored = images.reshape(1, 3, 16, 2, 8).flip(3).reshape(images.shape)
-    for position, same in (("none", True), ("rotary", False)):
-        torch.manual_seed(0)
-        model = build_classifier(ModelConfig(**small, num_classes=0, position=position)).eval()
-        with torch.no_grad():
-            outputs = model(images), model(mirrored)
-        assert torch.allclose(*outputs, atol=1e-5) is same
 
 
 def test_rope_refuses_heads_whose_width_is_no_multiple_of_four():

@@ -147,26 +147,6 @@ def test_a_merging_network_equals_a_plain_reference(options):
         )
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-@torch.no_grad()
-def test_merging_no_tokens_changes_no_bit(options):
-    plain = network(**options)
-    merging = network(merge_tokens=1, **options)
-    merging.load_state_dict(plain.state_dict())
-    assert not torch.equal(merging(images()), plain(images()))
-    for block in merging.blocks:
-        block.count = 0
-    assert torch.equal(merging(images()), plain(images()))
-
-
-@torch.no_grad()
-def test_merging_equal_patches_loses_nothing():
-    plain = network(position="none", pooling="mean", class_token=False)
-    merging = network(position="none", pooling="mean", class_token=False, merge_tokens=4)
-    pil_image = images(2, side=4).repeat(1, 1, 3, 3)
-    torch.testing.assert_close(merging(pil_image), plain(pil_image))
-
-
 @torch.no_grad()
 def test_a_block_merges_at_most_half_of_the_patches():
     model = network(merge_tokens=1000, depth=6, registers=1)

@@ -194,12 +194,12 @@ DEVICES = [("cpu", 8e9), ("cpu", 80e9), ("cuda", 60e12)]
 GIVEN = [{}, {"dim": 192}, {"image_size": 96}, {"patch_size": 8}, {"depth": 6}, {"batch_size": 32}]
 EVERY = [(device, classes, given) for device in DEVICES for classes in (2, 1000) for given in GIVEN]
 # in the default suite: few classes, and each setting on one device
-USUAL = [case for case in EVERY if case[1] == 2 and (not case[2] or case[0] == DEVICES[1])]
+QUICK = [case for case in EVERY if case[1] == 2 and (not case[2] or case[0] == DEVICES[1])]
 
 
 @pytest.mark.parametrize(
     ("device", "classes", "given"),
-    [pytest.param(*c, marks=[] if c in USUAL else pytest.mark.slow, id=str(c)) for c in EVERY],
+    [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow, id=str(c)) for c in EVERY],
 )
 def test_more_time_never_plans_less(device, classes, given):
     """Of 200 to 1.3 million images of 28 to 500 px, from one minute to 35 days."""

@@ -282,7 +282,9 @@ def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):
     with pytest.raises(RunError, match="--resume continues it, --overwrite starts anew"):
         train(config, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"lr=0.1 differs from 0.003"):
-        train(tiny_config(epochs=1, warmup_epochs=0, lr=0.1), tmp_path / "run", resume=True)
+        train(
+            tiny_config(epochs=1, steps=3, warmup_epochs=0, lr=0.1), tmp_path / "run", resume=True
+        )
     with pytest.raises(ConfigError, match=r"steps=6 differs from 3"):
         train(out=tmp_path / "run", resume=True, steps=6)
     assert (tmp_path / "run/model.safetensors").read_bytes() == before

@@ -169,8 +169,9 @@ def test_a_trial_zero_without_time_names_its_share(settings, tmp_path, monkeypat
         raise ConfigError("time=600s: too short")
 
     monkeypatch.setattr(tuning, "train", train)
-    with pytest.raises(ConfigError, match=r"\(the plan\) has 2 min of the 60 min, and time=600s"):
+    with pytest.raises(ConfigError, match=r"the tuning 3[67] times as long: time=600s"):
         tune(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stop", [Interrupted("x", 15), BadImage("a.png", "cut")])

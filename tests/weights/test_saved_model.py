@@ -95,12 +95,12 @@ def test_saving_again_replaces_only_the_weights(run):
     [
         ({"classes": ("a", "b")}, "2 class names for num_classes=3"),
         ({"classes": ("a", "b", "b")}, "two classes have the same name"),
-        ({"classes": ("a", "b", 3)}, "must be a list of names"),
+        ({"classes": ("a", "b", 3)}, "classes=3 is of another type"),
         ({"config": Config(model=ModelConfig(**{**vars(MODEL), "depth": 2}))}, "missing: blocks.1"),
     ],
 )
 def test_saving_mismatched_arguments_raises(tmp_path, changes, message):
-    with pytest.raises(WeightsError, match=message):
+    with pytest.raises(VitError, match=message):
         save(tmp_path, build_classifier(MODEL), **changes)
     assert list(tmp_path.iterdir()) == []
 
@@ -188,7 +188,7 @@ def forge(run: Path, change) -> None:
         (lambda c: c["vit"]["config"].update(dim=2 * 10**12), "overflow"),
         (lambda c: c["vit"]["config"].update(depth=10**9), "only 20 tensors"),
         (lambda c: c["vit"]["config"].update(num_classes=4), "3 class names for num_classes=4"),
-        (lambda c: c["vit"].update(classes="abc"), "must be a list of names"),
+        (lambda c: c["vit"].update(classes="abc"), "classes=.abc. is of another type"),
         (lambda c: c["vit"]["preprocessing"].update(std=[0, 1, 1]), "std"),
         (lambda c: c["vit"].update(preprocessing=None), "preprocessing"),
     ],

@@ -235,8 +235,7 @@ def checked_settings(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
 
     They are checked here, so that a wrong one is refused before torch is imported.
     """
-    values = settings_from_args(args)
-    given = {name: values[name] for kind in kinds for name in settings_of(kind) if name in values}
+    given = _given(args, *kinds)
     configs = split_settings(given, "this command", *kinds)
     # of two with one name the first decides, as in split_settings
     checked = {name: value for one in configs[::-1] for name, value in vars(one).items()}
@@ -247,8 +246,13 @@ def checked_settings(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
 
 def options_of(args: argparse.Namespace, kind: type[T]) -> T:
     """The options of a command, a dataclass, from the flags of its fields."""
-    options: T = split_settings(checked_settings(args, kind), "this command", kind)[0]
+    options: T = split_settings(_given(args, kind), "this command", kind)[0]
     return options
+
+
+def _given(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
+    values = settings_from_args(args)
+    return {name: values[name] for kind in kinds for name in settings_of(kind) if name in values}
 
 
 def count(word: str) -> int:
@@ -373,8 +377,6 @@ def dataset_spec(args: argparse.Namespace, **settings: Any) -> "DatasetSpec":
     """The DatasetSpec of DATA and the flags of `add_data_options` and `add_task_option`."""
     from vit.data.sources.dataset_spec import as_dataset_spec
 
-    source: SourceConfig = split_settings(
-        checked_settings(args, SourceConfig), "the data", SourceConfig
-    )[0]
+    source = options_of(args, SourceConfig)
     split, task = getattr(args, "split", None), getattr(args, "task", None)
     return as_dataset_spec(args.data, settings, task=task, source=source, split=split)

@@ -1,7 +1,6 @@
 """`vit predict`: classify or caption images with a trained model."""
 
 import argparse
-import os
 import sys
 
 from vit.commands.command_output import Progress, notify
@@ -14,11 +13,7 @@ from vit.commands.command_parser import (
     checked_settings,
 )
 from vit.config.inference_config import InferenceConfig, PredictionConfig
-from vit.errors import VitError
-from vit.exported.engine import EXPORTED
-from vit.text import printable
 
-WEIGHT_FILES = (".safetensors", ".pth", ".pth.tar", ".bin", ".pt", ".ckpt", ".npz")
 RESULTS = ("top_k", "threshold", "reject", "sets", "format", "csv_separator", "csv_digits")
 
 
@@ -59,9 +54,6 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict; the exit code is 1 if images failed."""
-    if os.path.isfile(args.model) and not args.model.lower().endswith((*WEIGHT_FILES, *EXPORTED)):
-        name = printable(args.model)
-        raise VitError(f"{name} is not a file of weights: MODEL comes first, then INPUT")
     settings = checked_settings(args, PredictionConfig, InferenceConfig)
 
     from vit.inference.prediction_job import predict, world_size

@@ -85,7 +85,7 @@ def summary(model: str | os.PathLike[str], *, batch_size: int = 128, **settings:
 
 def network_config(model: str, settings: dict[str, object]) -> ModelConfig:
     """Settings of the network `model`, a preset or a source of weights, changed by `settings`."""
-    source = re.match(r"(~|\.|local-dir:|hf-hub:|hf_hub:)", model.lower()) or "/" in model
+    source = re.match(r"(~|\.|hf-hub:)", model.lower()) or "/" in model
     if model in PRESETS or not (source or os.path.exists(model)):
         return make_config({**settings, "model": model}).model
     from vit.weights.load_model import read_source_config

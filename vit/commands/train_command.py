@@ -153,9 +153,9 @@ def check_show_batch(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--show-batch trains nothing, so --{flag} has no meaning: leave one of them out"
             )
-    from vit.data.contact_sheet import sheet_format
+    from vit.data.contact_sheet import check_sheet_name
 
-    sheet_format(args.show_batch)
+    check_sheet_name(args.show_batch)
     check_output(args.show_batch, overwrite=args.overwrite)
 
 
@@ -194,15 +194,13 @@ def cross_validate(
     from vit.training.cross_validation import train_folds
 
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
-    folds = config.data.folds if isinstance(config, Config) else config.get("folds")
-    if folds is None:
+    if config.get("folds") is None:
         raise ConfigError("folds is missing: give the number of folds, such as folds=5")
     record = train_folds(config, out, measure=evaluate_fold, resume=resume, overwrite=overwrite)
     if os.environ.get("RANK", "0") == "0":
-        data = config.data.data if isinstance(config, Config) else str(config["data"])
-        labels = config.data.labels if isinstance(config, Config) else config.get("labels")
+        data = str(config.get("data"))
         folder = Path(out or default_run_folder(data))
-        for line in join_folds(folder, record["folds"], data, labels):
+        for line in join_folds(folder, record["folds"], data, config.get("labels")):
             notify(line)
         save_fold_soup(folder, record["folds"], notify)
     return record

@@ -93,6 +93,10 @@ class Config:
         """Names of the settings that a person or the plan chose."""
         return [n for n, origin in self.origins.items() if origin not in ("data", "weights")]
 
+    def get(self, name: str) -> Any:
+        """The value of a setting, as of `Settings`."""
+        return self.values()[name]
+
     def values(self) -> dict[str, Any]:
         """Every setting by name."""
         return {

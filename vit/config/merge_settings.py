@@ -83,7 +83,7 @@ def call_settings(
         )
     values = collect_settings(chosen, config=config, out=out, resume=resume, notify=notify)
     if not values.get("data"):
-        where = printable(config or os.fspath(out or ""))
+        where = config or os.fspath(out or "")
         raise ConfigError(f"{where} has no data: give data=")
     return values
 
@@ -106,7 +106,7 @@ def collect_settings(
     folder = Path(out or default_run_folder(str(data))) if resume and (out or data) else None
     if config is None and folder is not None:
         if (folder / FOLDS_FILE).is_file():
-            stored = checked(read_fold_settings(folder / FOLDS_FILE))
+            stored = checked(read_fold_record(folder / FOLDS_FILE)["settings"])
             stored = with_effect(located(stored, folder / "fold-1", notify))
             return _over_stored("run", stored, _for_resumed_run(chosen, stored))
         if (folder / "config.yaml").is_file():
@@ -140,11 +140,17 @@ def _over_stored(origin: str, stored: Mapping[str, Any], flags: Mapping[str, Any
     return Settings(**{"data": data, origin: rest, "flag": flags})
 
 
-def read_fold_settings(path: Path) -> dict[str, Any]:
-    """Settings in the record of a cross-validation."""
+def read_fold_record(path: Path) -> dict[str, Any]:
+    """The record of a cross-validation: settings, what the plan chose or None, and scores."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["settings"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        scores = {
+            fold: {name: float(value) for name, value in row.items()}
+            for fold, row in record["scores"].items()
+        }
+        settings, planned = dict(record["settings"]), record.get("planned")
+        return {"settings": settings, "planned": planned and dict(planned), "scores": scores}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{path} is damaged ({error}); delete it") from None
 
 
@@ -154,7 +160,7 @@ def _checked_file(
     try:
         return checked(read(path))
     except ConfigError as error:
-        where = printable(path)
+        where = os.fspath(path)
         raise ConfigError(str(error) if where in str(error) else f"{where}: {error}") from None
 
 

@@ -18,7 +18,7 @@ from vit.config.settings import Setting, convert, missing_need, settings_of
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
-from vit.text import nearest, printable
+from vit.text import nearest
 
 MAX_BYTES = 1_000_000
 RUNS = "runs"
@@ -297,7 +297,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         text = str(error).replace('in "<byte string>", ', "at ")
-        reason = printable(" ".join(text.split()))
+        reason = " ".join(text.split())
         raise ConfigError(f"{path}: {reason}") from None
     return values
 

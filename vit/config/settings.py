@@ -13,14 +13,15 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from vit.errors import ConfigError
 from vit.text import nearest
 
+T = TypeVar("T")
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Values of `task` that learn without labels."""
 CAPTION_TASKS = ("caption", "classify,caption")
@@ -285,6 +286,22 @@ def split_settings(given: Mapping[str, Any], purpose: str, *kinds: type) -> list
     return [kind(**part) for kind, part in zip(kinds, parts, strict=True)]
 
 
+def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[str] = ()) -> T:
+    """The dataclass `kind` from what `dataclasses.asdict` gave and JSON kept.
+
+    Args:
+        name: That of the values, for errors.
+        optional: Fields that may be missing, and then have their default.
+    """
+    kinds = typing.get_type_hints(kind)
+    needed = kinds.keys() - {*optional}
+    if not isinstance(values, dict) or not needed <= values.keys() <= kinds.keys():
+        names = values.keys() if isinstance(values, dict) else [values]
+        given = ", ".join(map(str, names)) or "nothing"
+        raise ConfigError(f"{name} must have exactly {', '.join(sorted(needed))}, and has {given}")
+    return kind(**{key: convert(kinds[key], values[key], f"{name}.{key}") for key in values})
+
+
 def choices_of(kind: Any) -> tuple[str, ...]:
     """The values of a Literal, or the keys of the table that annotates a type; else none."""
     for option in (kind, *typing.get_args(kind)):
@@ -297,28 +314,29 @@ def choices_of(kind: Any) -> tuple[str, ...]:
 
 def convert(kind: Any, value: Any, name: str) -> Any:
     """Check `value`, from a file or typed as a flag, against the annotation `kind`."""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
         if value in (None, "none", "auto", ["none"]):
             return None
-        first, *others = typing.get_args(kind)
-        return (
-            value
-            if any(value in choices_of(one) for one in others)
-            else convert(first, value, name)
-        )
-    if typing.get_origin(kind) in (Literal, Annotated):
+        first, *others = options
+        is_word = any(value in choices_of(one) for one in others)
+        return value if is_word else convert(first, value, name)
+    if origin in (Literal, Annotated):
         choices = choices_of(kind)
         if value not in choices:
             hint = nearest(str(value), choices)
             raise ConfigError(f"{name}={value!r}: choose one of {', '.join(choices)}{hint}")
         return value
-    if typing.get_origin(kind) is tuple:
-        kinds = typing.get_args(kind)
-        if kinds[-1] is Ellipsis:
-            return tuple(convert(kinds[0], v, name) for v in _listed(value))
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise ConfigError(f"{name}={value!r}: takes {len(kinds)} numbers")
-        return tuple(convert(kind, v, name) for kind, v in zip(kinds, value, strict=True))
+    if origin is tuple:
+        if options[-1] is Ellipsis:
+            return tuple(convert(options[0], one, name) for one in _listed(value))
+        if not isinstance(value, list | tuple) or len(value) != len(options):
+            raise ConfigError(f"{name}={value!r}: takes {len(options)} numbers")
+        return tuple(convert(kind, v, name) for kind, v in zip(options, value, strict=True))
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name}={value!r} is not an object of JSON")
+        return {key: convert(options[1], one, name) for key, one in value.items()}
     converted = CONVERTERS[kind](value)
     if converted is None:
         raise ConfigError(f"{name}={value!r} is not {TYPE_NAMES[kind]}")

@@ -14,7 +14,6 @@ from torch import Tensor
 from vit.errors import ConfigError
 from vit.text import printable
 
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 TILE = 176
 """Longer side of an image on the sheet, in pixels; small images are enlarged by whole factors."""
 MARGIN = 8
@@ -24,12 +23,10 @@ MAX_TEXT = 160
 """Characters below an image; longer text ends in an ellipsis."""
 
 
-def sheet_format(path: str | Path) -> str:
-    """Pillow's name of the image format of `path`."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise ConfigError(f"{path}: a drawing ends in {', '.join(FORMATS)}")
-    return FORMATS[suffix]
+def check_sheet_name(path: str | Path) -> None:
+    """Refuse the name of a sheet that is not a PNG."""
+    if Path(path).suffix.lower() != ".png":
+        raise ConfigError(f"{path}: give a name that ends in .png")
 
 
 def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image:
@@ -82,15 +79,6 @@ def wrap(text: str, width: int) -> list[str]:
         else:
             lines += break_lines(word, width)
     return [line for line in lines if line] or [""]
-
-
-def save_sheet(sheet: Image.Image, path: Path, kind: str) -> None:
-    """Write `sheet` to `path` in the format `kind` of `sheet_format`."""
-    exact: dict[str, dict[str, Any]] = {
-        "JPEG": {"quality": 95, "subsampling": 0},
-        "WEBP": {"lossless": True},
-    }
-    sheet.save(path, format=kind, **exact.get(kind, {}))
 
 
 FONT_SIZE = 15

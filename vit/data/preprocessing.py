@@ -17,8 +17,8 @@ from PIL import Image
 
 from vit.config import DataConfig
 from vit.config.data_config import check_intensity_range
+from vit.config.settings import from_plain
 from vit.errors import ConfigError
-from vit.json_values import from_plain
 
 if TYPE_CHECKING:
     import torch

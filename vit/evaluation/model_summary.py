@@ -17,7 +17,7 @@ beside libraries and weights (docs/network.md).
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -183,10 +183,11 @@ class Calls:
     """Total FLOPs before the present call."""
 
 
+CallsOf = dict[nn.Module, Calls]
+
+
 @contextmanager
-def record_calls(
-    network: VisionTransformer, counter: FlopCounter
-) -> Iterator[dict[nn.Module, Calls]]:
+def record_calls(network: VisionTransformer, counter: FlopCounter) -> Iterator[CallsOf]:
     """Record the calls of the network's parts, its blocks and their parts, inside the `with`."""
     blocks = [*dict.fromkeys(network.blocks)]
     modules = [*network.children(), *blocks]
@@ -309,7 +310,7 @@ def cost_of(config: ModelConfig, *, batch_size: int) -> Cost:
         training=weights + moments + peak,
     )
     total = counter.total
-    parts = Table(calls).rows(network, NETWORK)
+    parts = part_rows(network, NETWORK, calls)
     return Cost(with_remainder(parts, learned, total), learned, total, memory)
 
 
@@ -360,75 +361,57 @@ def step_memory(network: VisionTransformer, config: ModelConfig, size: int) -> t
     return kept, meter.peak
 
 
-class Table:
-    """Makes the rows of a summary."""
+def part_rows(owner: nn.Module, labels: Mapping[str, str], calls: CallsOf) -> tuple[Part, ...]:
+    """The parts of `owner` in the order of `labels`, those of one label together."""
+    groups: dict[str, list[Member]] = {label: [] for label in labels.values()}
+    own: list[tuple[str, Member]] = [*owner.named_parameters(recurse=False)]
+    for name, member in [*own, *owner.named_children()]:
+        groups.setdefault(labels.get(name, name), []).append(member)
+    parts: list[Part] = []
+    next_input = None  # which is the output of a row without a module
+    for label, members in reversed(groups.items()):
+        modules = [member for member in members if isinstance(member, nn.Module)]
+        active = [module for module in modules if not calls[module].identity]
+        if active or len(modules) < len(members):
+            shapes = [calls[module].output_shape for module in active]
+            blocks = [*chain.from_iterable(m for m in active if isinstance(m, nn.ModuleList))]
+            parts.append(
+                Part(
+                    name=label,
+                    kinds=tuple(dict.fromkeys(type(each).__name__ for each in blocks or active)),
+                    shape=next((shape for shape in reversed(shapes) if shape), next_input),
+                    parameters=count_learned(members),
+                    flops=sum(calls[module].flops for module in active),
+                    calls=max((calls[module].count for module in active), default=1),
+                    parts=tuple(block_row(block, calls) for block in dict.fromkeys(blocks)),
+                )
+            )
+        inputs = [calls[module].input_shape for module in modules]
+        next_input = next((shape for shape in inputs if shape), next_input)
+    return tuple(reversed(parts))
 
-    def __init__(self, calls: dict[nn.Module, Calls]) -> None:
-        self.calls = calls
-        self.counted: set[nn.Parameter] = set()
 
-    def rows(self, owner: nn.Module, labels: dict[str, str]) -> tuple[Part, ...]:
-        """The parts of `owner` in the order of `labels`, those of one label together."""
-        groups: dict[str, list[Member]] = {label: [] for label in labels.values()}
-        own: list[tuple[str, Member]] = [*owner.named_parameters(recurse=False)]
-        for name, member in [*own, *owner.named_children()]:
-            groups.setdefault(labels.get(name, name), []).append(member)
-        parts: list[Part] = []
-        next_input = None  # which is the output of a row without a module
-        for label, members in reversed(groups.items()):
-            modules = [member for member in members if isinstance(member, nn.Module)]
-            active = [module for module in modules if not self.calls[module].identity]
-            if active or any(isinstance(member, nn.Parameter) for member in members):
-                parts.append(self.row(label, members, active, next_input))
-            input_shape = [self.calls[module].input_shape for module in modules]
-            next_input = next((shape for shape in input_shape if shape is not None), next_input)
-        return tuple(reversed(parts))
+def block_row(block: nn.Module, calls: CallsOf) -> Part:
+    """One block with its parts."""
+    seen, learned = calls[block], count_learned([block])
+    return Part(
+        name="block",
+        kinds=(type(block).__name__,),
+        shape=seen.output_shape,
+        parameters=learned,
+        flops=seen.flops,
+        calls=seen.count,
+        parts=with_remainder(part_rows(block, BLOCK, calls), learned, seen.flops),
+    )
 
-    def row(
-        self,
-        label: str,
-        members: Sequence[Member],
-        active: Sequence[nn.Module],
-        next_input: tuple[int, ...] | None,
-    ) -> Part:
-        """One row; a list of blocks has a row for each of them inside."""
-        calls = [self.calls[module] for module in active]
-        shapes = [call.output_shape for call in calls if call.output_shape is not None]
-        blocks = [*chain.from_iterable(m for m in active if isinstance(m, nn.ModuleList))]
-        inside = tuple(self.block(block) for block in dict.fromkeys(blocks))
-        return Part(
-            name=label,
-            kinds=tuple(dict.fromkeys(type(module).__name__ for module in blocks or active)),
-            shape=shapes[-1] if shapes else next_input,
-            parameters=sum(part.parameters for part in inside) + self.learned(members),
-            flops=sum(call.flops for call in calls),
-            calls=max((call.count for call in calls), default=1),
-            parts=inside,
-        )
 
-    def block(self, block: nn.Module) -> Part:
-        """One block with its parts."""
-        seen = self.calls[block]
-        parts = self.rows(block, BLOCK)
-        learned = sum(part.parameters for part in parts) + self.learned([block])
-        return Part(
-            name="block",
-            kinds=(type(block).__name__,),
-            shape=seen.output_shape,
-            parameters=learned,
-            flops=seen.flops,
-            calls=seen.count,
-            parts=with_remainder(parts, learned, seen.flops),
-        )
-
-    def learned(self, members: Sequence[Member]) -> int:
-        """Size of the parameters of `members` that no row has counted yet."""
-        found: list[nn.Parameter] = []
-        for member in members:
-            found += [member] if isinstance(member, nn.Parameter) else [*member.parameters()]
-        new = set(found) - self.counted
-        self.counted |= new
-        return sum(parameter.numel() for parameter in new)
+def count_learned(members: Sequence[Member]) -> int:
+    """Size of the parameters of `members`."""
+    return sum(
+        parameter.numel()
+        for member in members
+        for parameter in ([member] if isinstance(member, nn.Parameter) else member.parameters())
+    )
 
 
 def with_remainder(parts: tuple[Part, ...], parameters: int, flops: int) -> tuple[Part, ...]:

@@ -311,7 +311,7 @@ def verify(
             precision = runner.metadata.get("precision", "fp32")
             if precision not in LIMITS:
                 raise WeightsError(
-                    f"precision={printable(precision)!r} in the metadata: expected "
+                    f"precision={precision!r} in the metadata: expected "
                     f"{', '.join(LIMITS)}; export it again"
                 )
             file = os.path.basename(os.fspath(model))

@@ -208,7 +208,7 @@ def check_exported_settings(config: InferenceConfig) -> None:
         )
     if config.device not in (None, "cpu"):
         raise ConfigError(
-            f"device={printable(config.device)!r}: exported networks run on the CPU; leave it out, "
+            f"device={config.device!r}: exported networks run on the CPU; leave it out, "
             "or give the run"
         )
     for field in fields(config):

@@ -174,7 +174,7 @@ def _parse_thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple
     values = json.loads(metadata.get("thresholds", "null"))
     complete = isinstance(values, list) and len(values) == len(classes)
     if activation != "sigmoid" or not complete or not all(map(_is_probability, values)):
-        raise ValueError(f"activation {printable(activation)} needs a threshold for each class")
+        raise ValueError(f"activation {activation} needs a threshold for each class")
     return tuple(map(float, values))
 
 

@@ -183,7 +183,7 @@ class MixtureOfExperts(nn.Module):
         experts: Experts,
         *,
         top_k: int,
-        weight_fn: Callable[[Tensor], Tensor],
+        weight_fn: Callable[[Tensor], Tensor] | None = None,
         capacity_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         jitter: float = 0.0,
         shared: nn.Module | None = None,
@@ -193,7 +193,7 @@ class MixtureOfExperts(nn.Module):
         self.jitter = Jitter(jitter) if jitter else nn.Identity()
         num_experts, _, dim = experts.fc1_weight.shape
         self.router = nn.Linear(dim, num_experts, bias=False)
-        self.weight_fn, self.capacity_fn = weight_fn, capacity_fn
+        self.weight_fn, self.capacity_fn = weight_fn or softmax_weights, capacity_fn
         self.experts = experts
         self.shared = shared
         self.record_routing = False

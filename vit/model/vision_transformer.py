@@ -56,7 +56,7 @@ class VisionTransformer(nn.Module):
         self.positions = positions
         self.rotary = build_rotary(config)
         self.pos_drop = nn.Dropout(config.dropout)
-        self.patch_drop = None
+        self.patch_drop: PatchDropout | None = None
         if config.patch_dropout:
             self.patch_drop = PatchDropout(config.patch_dropout, prefix=prefix)
         self.norm_pre = build_norm(config) if config.norm_pre else nn.Identity()

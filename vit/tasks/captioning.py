@@ -9,10 +9,9 @@ images, and every token has the same weight with any number of processes and mic
 validation losses are equal for a decoder that ignores the image.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +52,6 @@ from vit.tasks.task import (
     TrainingRun,
 )
 from vit.text import Notify, plural
-
-if TYPE_CHECKING:
-    from vit.evaluation.caption_report import CaptionOutcomes
 
 EXAMPLES = 5
 SCORES = ("bleu4", "rouge_l", "cider", "chrf", "distinct", "exact")
@@ -202,8 +198,18 @@ class Captioning(Task):
         self, model: Any, samples: Sequence[Sample], notify: Notify
     ) -> "CaptionEvaluation":
         """Start an evaluation on the samples with a caption that fits into the decoder."""
-        kept, ids = drop_long_captions(model.caption_generator, samples, notify)
-        return CaptionEvaluation(model.caption_generator, kept, ids, model.classes)
+        generator, most = model.caption_generator, model.caption_generator.decoder.max_length
+        ids = CaptionIds([sample.captions for sample in samples], generator.tokenizer, most)
+        kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
+        if not kept:
+            raise DataError(f"no caption has at most {most} tokens, the length of this decoder")
+        if ids.too_long:
+            lost = len(samples) - len(kept)
+            others = f", and {plural(lost, 'image')} with no other" if lost else ""
+            long = plural(ids.too_long, "caption")
+            notify(f"left {long} of more than {most} tokens out of the loss{others}")
+            ids = CaptionIds([sample.captions for sample in kept], generator.tokenizer, most)
+        return CaptionEvaluation(generator, kept, ids, model.classes)
 
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
         """None: the decoder, which every captioner stores, shows the task."""
@@ -211,22 +217,59 @@ class Captioning(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Captions beside their images, scores, and those of the classes if there is a head."""
-        from vit.evaluation.caption_report import CaptionFacts, write_caption_report
+        from vit.evaluation.caption_report import (
+            CaptionedImage,
+            CaptionFacts,
+            CaptionOutcomes,
+            write_caption_report,
+        )
 
         count, failed = len(run.splits.val), dict[str, str]()
         chosen = is_chosen(torch.arange(count), count, run.config.training.caption_samples)
         samples = [
             sample for sample, taken in zip(run.splits.val, chosen.tolist(), strict=True) if taken
         ]
-        with contextlib.closing(run.batches(samples, failed)) as batches:
-            outcomes, class_outcomes = caption_outcomes(run, batches, samples)
-        facts = CaptionFacts(
-            captions=sum(len(sample.captions) for sample in run.splits.train),
-            mean_tokens=self.mean_tokens,
-            val_images=count,
-            advice=image_use_advice(run.config),
+        model, tokenizer = run.loaded.model, run.loaded.tokenizer
+        assert isinstance(model, Captioner)
+        assert tokenizer is not None
+        captioned: list[CaptionedImage] = []
+        class_outcomes: list[Outcomes] = []
+        sums = torch.zeros(4, dtype=torch.float64)
+        for batch, images in run.batches(samples, failed):
+            every = torch.ones(len(images), dtype=torch.bool)
+            with torch.inference_mode(), run.autocast():
+                classes, captions, losses = describe(model, batch, images, tokenizer, every)
+            sums += losses.sum(dim=1)
+            means = (losses[0] / losses[1]).tolist()
+            rows = zip(batch.indices.tolist(), captions, means, strict=True)
+            captioned += [
+                CaptionedImage(
+                    path=samples[index].path,
+                    caption=best.text,
+                    score=best.score,
+                    ended=best.ended,
+                    references=samples[index].captions,
+                    loss=loss,
+                )
+                for index, (best, *_), loss in rows
+            ]
+            if run.loaded.classes:
+                probabilities = classes.float().cpu().double().softmax(dim=1)
+                class_outcomes.append(Outcomes.of(probabilities, batch.labels))
+        loss, tokens, other_loss, other_tokens = sums.tolist()
+        write_caption_report(
+            run.facts(failed),
+            CaptionFacts(
+                captions=sum(len(sample.captions) for sample in run.splits.train),
+                mean_tokens=self.mean_tokens,
+                val_images=count,
+                advice=image_use_advice(run.config),
+            ),
+            CaptionOutcomes(
+                images=captioned, loss=loss / tokens, shuffled_loss=other_loss / other_tokens
+            ),
+            Outcomes.cat(class_outcomes) if class_outcomes else None,
         )
-        write_caption_report(run.facts(failed), facts, outcomes, class_outcomes)
 
     def warning(self, event: Event, config: Config) -> str | None:
         """A log line if captions fit shuffled images as well as their own; else None.
@@ -269,23 +312,6 @@ class CaptioningWithClasses(Captioning):
     def format_scores(self, event: Event) -> str:
         """Accuracy, then the scores of captions."""
         return f"{format_accuracy(event)}  {super().format_scores(event)}"
-
-
-def drop_long_captions(
-    caption_generator: Any, samples: Sequence[Sample], notify: Notify
-) -> tuple[tuple[Sample, ...], CaptionIds]:
-    """Samples with a caption that fits into the decoder, and those captions as tokens."""
-    most = caption_generator.decoder.max_length
-    ids = CaptionIds([sample.captions for sample in samples], caption_generator.tokenizer, most)
-    kept = tuple(sample for place, sample in enumerate(samples) if ids.count(place))
-    if not kept:
-        raise DataError(f"no caption has at most {most} tokens, the length of this decoder")
-    if ids.too_long:
-        note = f"left {plural(ids.too_long, 'caption')} of more than {most} tokens out of the loss"
-        lost = len(samples) - len(kept)
-        notify(f"{note}, and {plural(lost, 'image')} with no other" if lost else note)
-        ids = CaptionIds([sample.captions for sample in kept], caption_generator.tokenizer, most)
-    return kept, ids
 
 
 class CaptionEvaluation(Evaluation):
@@ -426,47 +452,6 @@ def describe(
     captions = generate_captions(network.decoder, seen, tokenizer, Search())
     losses = matched_and_shuffled_losses(network.decoder, memory, words, others, tokenizer.pad)
     return classes, captions, losses
-
-
-@torch.inference_mode()
-def caption_outcomes(
-    run: FinishedRun, batches: Iterator[tuple[Batch, Tensor]], samples: Sequence[Sample]
-) -> tuple["CaptionOutcomes", Outcomes | None]:
-    """Captions by the best weights, their losses, and class predictions if there is a head."""
-    from vit.evaluation.caption_report import CaptionedImage, CaptionOutcomes
-
-    model, tokenizer = run.loaded.model, run.loaded.tokenizer
-    assert isinstance(model, Captioner)
-    assert tokenizer is not None
-    captioned: list[CaptionedImage] = []
-    class_outcomes: list[Outcomes] = []
-    sums = torch.zeros(4, dtype=torch.float64)
-    for batch, images in batches:
-        every = torch.ones(len(images), dtype=torch.bool)
-        with run.autocast():
-            classes, captions, losses = describe(model, batch, images, tokenizer, every)
-        sums += losses.sum(dim=1)
-        means = (losses[0] / losses[1]).tolist()
-        rows = zip(batch.indices.tolist(), captions, means, strict=True)
-        captioned += [
-            CaptionedImage(
-                path=samples[index].path,
-                caption=best.text,
-                score=best.score,
-                ended=best.ended,
-                references=samples[index].captions,
-                loss=loss,
-            )
-            for index, (best, *_), loss in rows
-        ]
-        if run.loaded.classes:
-            probabilities = classes.float().cpu().double().softmax(dim=1)
-            class_outcomes.append(Outcomes.of(probabilities, batch.labels))
-    summed, count, other_summed, other_count = sums.tolist()
-    outcomes = CaptionOutcomes(
-        images=captioned, loss=summed / count, shuffled_loss=other_summed / other_count
-    )
-    return outcomes, Outcomes.cat(class_outcomes) if class_outcomes else None
 
 
 def is_chosen(indices: Tensor, count: int, most: int) -> Tensor:

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
-from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_settings
+from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_record
 from vit.config.parser import (
     Settings,
     changed_settings,
@@ -79,7 +79,7 @@ def train_folds(
         unreadable images with the reason.
     """
     refuse_time(config)
-    data = config.data.data if isinstance(config, Config) else config.get("data")
+    data = config.get("data")
     if not data:
         raise ConfigError("no data given: give a folder, a list or a name as data")
     folder = Path(out or default_run_folder(data))
@@ -136,7 +136,7 @@ def train_folds(
 
 def refuse_time(config: Config | Settings) -> None:
     """Raise ConfigError if `config` has a time, before a plan measures anything."""
-    time = config.training.time if isinstance(config, Config) else config.get("time")
+    time = config.get("time")
     if time is None:
         return
     raise ConfigError(
@@ -148,9 +148,9 @@ def refuse_time(config: Config | Settings) -> None:
 
 def with_recorded_plan(config: Config | Settings, folder: Path) -> Config | Settings:
     """`config` with what the plan decided for the folds that are there: it is made once for all."""
-    try:
-        planned = json.loads((folder / FOLDS_FILE).read_text(encoding="utf-8"))["planned"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or damaged, which is said later
+    path = folder / FOLDS_FILE
+    planned = read_fold_record(path)["planned"] if path.is_file() else None
+    if planned is None:
         return config
     chosen = Settings.of(with_origins(config)) if isinstance(config, Config) else config
     return Settings(**{"plan": planned, **{n: v for n, v in chosen.layers.items() if n != "plan"}})
@@ -162,7 +162,7 @@ def resolve_weights_once(
     """Settings with what the plan chooses for `--weights`, once for all folds."""
     weights = config.finetune.weights
     if weights is not None and resume and (folder / FOLDS_FILE).is_file():
-        flat, settings = flatten(config), read_fold_settings(folder / FOLDS_FILE)
+        flat, settings = flatten(config), read_fold_record(folder / FOLDS_FILE)["settings"]
         if weights == AUTO_WEIGHTS and settings.get("weights") is None:
             raise ConfigError(
                 f"weights=auto: the folds in {folder} began without pretrained weights; "
@@ -192,14 +192,9 @@ def finished_folds(
         return {}
     if not resume:
         raise RunError(f"{path} exists: --resume continues it, --overwrite starts anew")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        before = with_effect(dict(record["settings"]))
-        scores = dict(record["scores"])
-        done = {str(fold): {n: float(v) for n, v in row.items()} for fold, row in scores.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete it") from None
-    settings, before = with_effect(settings), located(before, folder / "fold-1")
+    record = read_fold_record(path)
+    before = located(with_effect(record["settings"]), folder / "fold-1")
+    settings = with_effect(settings)
     names = sorted({*settings, *before} - {*settings_with(resumable=True)})
     now, then = (
         {**one, **{name: os.path.realpath(one[name]) for name in PATHS if one.get(name)}}
@@ -212,7 +207,8 @@ def finished_folds(
             f"{name}={settings.get(name)!r} differs from {before.get(name)!r} in "
             f"{path}: all folds have the same settings; give another --out"
         )
-    return {fold: row for fold, row in done.items() if (folder / f"fold-{fold}" / WEIGHTS).exists()}
+    scores = record["scores"].items()
+    return {fold: row for fold, row in scores if (folder / f"fold-{fold}" / WEIGHTS).exists()}
 
 
 def numeric_scores(measure: Measure, folder: Path) -> dict[str, float]:

@@ -15,7 +15,6 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.model.captioner import Captioner
 from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
@@ -58,7 +57,6 @@ def make_network(
             notify(line)
         words = decoder_weights(source, config, tokenizer, notify)
         network.load_state_dict({**network.state_dict(), **state, **words})
-    check_forward(network, config)
     learns = apply_finetune_method(network, config)
     if learns is not None:
         notify(learns)
@@ -132,21 +130,6 @@ def make_training(
     if workers_for is not None and splits is not None:
         state.workers = workers_for(state, splits.train)
     return state
-
-
-@torch.no_grad()
-def check_forward(network: VisionTransformer, config: Config) -> None:
-    """Run one blank image, so that an invalid network fails before step 0."""
-    side = config.model.image_size
-    network.eval()
-    images = torch.zeros(1, config.model.channels, side, side)
-    if isinstance(network, Captioner):
-        logits, words = network(images, torch.zeros(1, 2, dtype=torch.int64))
-        assert words.shape == (1, 2, config.decoder.vocab_size), f"{tuple(words.shape)}"
-    else:
-        logits = network(images)
-    width = network.num_features if config.training.pretrains else config.model.num_classes
-    assert logits.shape == (1, width), f"outputs are {tuple(logits.shape)}"
 
 
 def fingerprint(splits: Splits) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.atomic_files import atomic_file
 from vit.config import Config, DistillationConfig
 from vit.config.parser import Settings, with_settings
-from vit.data.contact_sheet import MAX_IMAGES, contact_sheet, save_sheet, sheet_format
+from vit.data.contact_sheet import MAX_IMAGES, check_sheet_name, contact_sheet
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
 from vit.text import plural, printable
@@ -31,7 +31,7 @@ from vit.training.training_state import TrainingState
 
 def show_batch(config: Config | Settings, path: str | Path) -> None:
     """Write the first micro-batch of a training, with classes or captions, to an image file."""
-    kind = sheet_format(path)
+    check_sheet_name(path)
     config, listing = resolve_plan(config)
     accelerator = make_accelerator(config.run)
     config, planned = with_chosen_weights(config, accelerator)
@@ -54,7 +54,7 @@ def show_batch(config: Config | Settings, path: str | Path) -> None:
         images, texts = first_batch(run, splits)
         sheet = contact_sheet(images, texts)
         with atomic_file(Path(path)) as beside:
-            save_sheet(sheet, beside, kind)
+            sheet.save(beside, "PNG")
         shown = min(len(images), MAX_IMAGES)
         of = "" if shown == len(images) else f" of {len(images)}"
         size = "x".join(map(str, images.shape[:1:-1]))

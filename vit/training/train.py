@@ -21,7 +21,6 @@ from vit.config import Config
 from vit.config.merge_settings import call_settings
 from vit.config.parser import Settings, default_run_folder, make_config, with_origins
 from vit.config.stored_config import stored_config
-from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
@@ -106,7 +105,7 @@ def train(
     """
     began = time.monotonic() if began is None else began
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
-    data = config.data.data if isinstance(config, Config) else config.get("data")
+    data = config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
         # a first time, before the plan measures anything
         place = Path(out or default_run_folder(data))
@@ -131,9 +130,12 @@ def train(
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
         failed, budget = resolved.failed, resolved.budget
-        begins_with_probe = resolved.source is not None and uses_probe(config)
+        only_probe = config.finetune.method == "probe"
+        begins_with_probe = only_probe or bool(config.finetune.probe_first)
+        begins_with_probe = begins_with_probe and resolved.source is not None
         del resolved  # and with it the pretrained weights
-        epoch_steps = count_epoch_steps(config, splits, accelerator)
+        schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
+        epoch_steps = 0 if only_probe else schedule.steps_per_epoch
         run = make_training(
             config,
             accelerator,
@@ -238,7 +240,10 @@ def resolve(
     elif config.finetune.weights is not None:
         source = load_source(config, accelerator, notify)
         config = complete_for_weights(config, source, notify)
-    tokenizer = pretrained_tokenizer(config, source)
+    decoder = None if source is None else source.decoder
+    tokenizer = None
+    if decoder is not None and not wants_other_vocabulary(config, decoder):
+        tokenizer = decoder.tokenizer
     config, splits, failed = prepare_data(
         config, accelerator, notify, resumed, tokenizer, planned or listing, source
     )
@@ -288,14 +293,6 @@ def load_source(config: Config, accelerator: Accelerator, notify: Notify) -> Pre
     return source
 
 
-def pretrained_tokenizer(config: Config, source: Pretrained | None) -> Tokenizer | None:
-    """The tokenizer of the pretrained decoder, unless the settings choose another vocabulary."""
-    decoder = None if source is None else source.decoder
-    if decoder is None or wants_other_vocabulary(config, decoder):
-        return None
-    return decoder.tokenizer
-
-
 def claim_run_folder(
     folder: Path,
     stack: ExitStack,
@@ -318,17 +315,6 @@ def claim_run_folder(
     if new:
         write_new_run(folder, config, splits)
     record_environment(folder)
-
-
-def uses_probe(config: Config) -> bool:
-    """Whether a linear probe initialises the head, or is all that is trained."""
-    return config.finetune.method == "probe" or bool(config.finetune.probe_first)
-
-
-def count_epoch_steps(config: Config, splits: Splits, accelerator: Accelerator) -> int:
-    """Optimiser steps of an epoch; 0 for a linear probe."""
-    schedule = make_schedule(config, len(splits.train), processes=accelerator.num_processes)
-    return 0 if config.finetune.method == "probe" else schedule.steps_per_epoch
 
 
 def echo_seconds() -> float:

@@ -13,6 +13,7 @@ Optimization", arXiv:1502.07943.
 
 import contextlib
 import json
+import math
 import os
 import random
 import time
@@ -34,7 +35,7 @@ from vit.errors import BadImage, ConfigError, RunError, VitError
 from vit.evaluation.runs_table import FINISHED, RunRecord, rank_of, read_run
 from vit.stop_signals import Interrupted
 from vit.text import format_duration, quoted
-from vit.training.checkpoint.run_folder import LOCK, lock_folder
+from vit.training.checkpoint.run_folder import LOCK, delete_unused, lock_folder
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier, silent_log
@@ -297,6 +298,11 @@ class Search:
         text = json.dumps(self.record, indent=1, allow_nan=False) + "\n"
         on_main(self.accelerator, partial(write_text, self.folder / TUNE_FILE, text))
 
+    def discard(self) -> None:
+        """Delete tune.json, and the folder with it unless something else is there."""
+        (self.folder / TUNE_FILE).unlink()
+        delete_unused(self.folder)
+
     def config(self, trial: int, seconds: float) -> Config:
         """The settings of a training of a trial."""
         record = self.record
@@ -348,9 +354,11 @@ class Search:
                 raise
             except VitError as error:
                 alone = self.accelerator.num_processes > 1 and not error.on_all_processes
-                if isinstance(error, ConfigError) and trial == 0:
-                    share = f"has {format_duration(seconds)} of the {format_duration(self.seconds)}"
-                    raise ConfigError(f"{name} {share}, and {error}") from None
+                if isinstance(error, ConfigError) and trial == rung == 0:  # nothing was trained
+                    on_main(self.accelerator, self.discard)
+                    times = math.ceil(self.seconds / seconds)
+                    why = f"{name} has {seconds:.0f} s, and the tuning {times} times as long"
+                    raise ConfigError(f"{why}: {error}") from None
                 if trial == 0 or alone:
                     raise
                 self.notify(f"{name}: failed: {error}")

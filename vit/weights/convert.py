@@ -316,7 +316,7 @@ def check_parity(
             f"{to} answers otherwise with the converted folder, so nothing is written: outputs "
             f"differ by {difference:.2g} of the largest; please report it"
         )
-    line = f"parity on {printable(pil_image)}: outputs differ by {difference:.1g} of the largest"
+    line = f"parity on {pil_image}: outputs differ by {difference:.1g} of the largest"
     if not pretrained.config.num_classes:
         return [line]
     scores, others = mine.softmax(1)[0], other.softmax(1)[0]

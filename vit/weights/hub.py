@@ -155,7 +155,7 @@ def _explain_errors(repository: Repository) -> Iterator[None]:
         yield
         return
     except errors.RevisionNotFoundError:
-        reason = f"it has no revision {printable(repository.revision)}"
+        reason = f"it has no revision {repository.revision}"
     except errors.RepositoryNotFoundError:  # or it is gated
         reason = (
             f"there is no {repository.url} for you: accept its terms there, and `hf auth login` on "
@@ -171,7 +171,7 @@ def _explain_errors(repository: Repository) -> Iterator[None]:
 
 def _first_line(error: object) -> str:
     text = str(error).strip() or type(error).__name__
-    return printable(text.splitlines()[0])[:160]
+    return text.splitlines()[0][:160]
 
 
 def check_repository_name(name: str) -> None:

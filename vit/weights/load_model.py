@@ -22,7 +22,7 @@ from vit.errors import ConfigError, WeightsError
 from vit.json_values import read_json
 from vit.model.build import meta_model
 from vit.model.vision_transformer import VisionTransformer
-from vit.text import Notify, join_names, print_to_stderr, printable
+from vit.text import Notify, join_names, print_to_stderr
 from vit.weights.adapt_weights import adapt_weights, changed_config, fit_preprocessing
 from vit.weights.formats.pretrained import Pretrained, PretrainedDecoder
 from vit.weights.resolve_source import WeightsLocation, locate_weights
@@ -135,7 +135,7 @@ def _read_bare(
         try:
             return read(architecture=named)
         except WeightsError as error:  # it was built with other arguments
-            notes = (f"arch={printable(named)} of the file is not used: {error}",)
+            notes = (f"arch={named} of the file is not used: {error}",)
     pretrained = read(architecture=model)
     return dataclasses.replace(pretrained, notes=(*notes, *pretrained.notes))
 
@@ -156,7 +156,7 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         thresholds=run.thresholds,
         calibration=run.calibration,
         license=run.license,
-        origin=f"run {printable(found.folder)}",
+        origin=f"run {found.folder}",
         linear_offsets=True,
         from_scratch=began_from_scratch(found.folder),
     )
@@ -178,9 +178,9 @@ def architecture(name: str | None) -> str:
 
 def describe_source(source: Source, pretrained: Pretrained) -> list[str]:
     """Origin, license and notes of the weights, as lines for the user."""
-    line = f"weights: {printable(source)} ({pretrained.origin})"
+    line = f"weights: {source} ({pretrained.origin})"
     if pretrained.license or not pretrained.from_scratch:
-        terms = printable(pretrained.license) if pretrained.license else "unknown; ask the authors"
+        terms = pretrained.license if pretrained.license else "unknown; ask the authors"
         line += f", license: {terms}"
     return [line, *(f"note: {note}" for note in pretrained.notes)]
 

@@ -134,7 +134,7 @@ def _missing_path_message(path: Path) -> str:
     hint = did_you_mean(path) or "; give another path, hf/OWNER/NAME of the hub, or timm/NAME"
     while not path.parent.is_dir() and path.parent != path.parent.parent:
         path = path.parent
-    return f"{printable(path)} is not there{hint}"
+    return f"{path} is not there{hint}"
 
 
 def _from_timm(text: str, offline: bool | None) -> WeightsLocation:
@@ -175,7 +175,7 @@ def _from_hub(
             why = str(error)
     if why is not None:
         folder = hub.cached_snapshot(repository)
-        notes = () if chosen else (f"{printable(text)} is from the cache: {why}",)
+        notes = () if chosen else (f"{text} is from the cache: {why}",)
         if folder is None or not any(p.name.endswith((*SUFFIXES, INDEX)) for p in folder.iterdir()):
             raise WeightsError(_not_found(repository, text, f"{why}{hint}"))
     assert folder is not None
@@ -203,8 +203,8 @@ def _with_requested_name(
 def _not_found(repository: hub.Repository, text: str, why: str) -> str:
     folder = repository.name.rpartition("/")[2]
     return (
-        f"{printable(text)} was not found: {why}. Looked at the path, the cache "
-        f"{printable(repository.cache)}, and {repository.url}. Where there is a network, run "
+        f"{text} was not found: {why}. Looked at the path, the cache "
+        f"{repository.cache}, and {repository.url}. Where there is a network, run "
         f"{repository.fetch_command()}, copy the folder here, and give it: --weights {folder}"
     )
 
@@ -227,7 +227,7 @@ def locate_in_folder(folder: Path) -> WeightsLocation:
         if FOLDS_FILE in names:
             remedy = "a run of all images, trained without --folds, or one fold, such as its fold-1"
             if folder / SOUP_FOLDER in runs:
-                remedy = f"the network of all folds, {printable(folder / SOUP_FOLDER)}"
+                remedy = f"the network of all folds, {folder / SOUP_FOLDER}"
             reason = f": the folds of a cross-validation, which measure the settings; give {remedy}"
         raise WeightsError(f"{folder}{reason}") from None
     return replace(_describe_files(folder / name), notes=notes)
@@ -265,7 +265,7 @@ def choose_weights_file(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         raise WeightsError(
             f"several files of weights: {join_names(rivals, limit=6)}; give one of them"
         )
-    passed_over = f"took {printable(first)}, not {join_names(found[1:], 3)}"
+    passed_over = f"took {first}, not {join_names(found[1:], 3)}"
     return first, (passed_over,) if len(found) > 1 else ()
 
 

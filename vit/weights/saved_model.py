@@ -389,16 +389,12 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
     """Read the distance of a run."""
     tensors, _ = read_tensors(folder / DISTANCE_FILE)
     layers = config.depth * config.repeat_blocks + 1
-    try:
+    with contextlib.suppress(KeyError, ValueError, RuntimeError):
         distance = FeatureDistance.load(tensors).eval()
-    except (KeyError, ValueError, RuntimeError):
-        distance = None
-    known = distance is not None and distance.tokens.mean.shape == (layers, config.dim)
-    if known and distance is not None:
-        known = distance.pooled.mean.shape == (1, config.pooled_dim)
-    if distance is None or not known:
-        raise WeightsError(f"{folder / DISTANCE_FILE} is of another network")
-    return distance
+        shapes = (distance.tokens.mean.shape, distance.pooled.mean.shape)
+        if shapes == ((layers, config.dim), (1, config.pooled_dim)):
+            return distance
+    raise WeightsError(f"{folder / DISTANCE_FILE} is of another network")
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:

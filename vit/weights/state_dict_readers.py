@@ -31,7 +31,7 @@ from torch import Tensor
 
 from vit.errors import WeightsError
 from vit.json_values import open_file, read_json
-from vit.text import join_names, printable
+from vit.text import join_names
 from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors
 
@@ -166,9 +166,9 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
         key, state = known[0], checkpoint[known[0]]
         rest = [str(name) for name in checkpoint if name != key]
         beside = f"; beside it are {join_names(rest, 3)}" if rest else ""
-        notes = (f"{printable(path.name)}: took {printable(key)}{beside}",)
+        notes = (f"{path.name}: took {key}{beside}",)
     if not _has_tensors(state):
-        name = printable(inside[0]) if inside else "NAME"
+        name = inside[0] if inside else "NAME"
         raise WeightsError(
             f"{path} holds no tensors by name; save its state dict alone: "
             f'torch.save(ckpt["{name}"], "weights.pth")'
@@ -219,7 +219,7 @@ def _classify_entries(
     if others:
         notes = (
             *notes,
-            f"{printable(path.name)}: left out what is no tensor: {join_names(others, 3)}",
+            f"{path.name}: left out what is no tensor: {join_names(others, 3)}",
         )
     return StateFile(tensors, integers, key, notes)
 
@@ -301,7 +301,7 @@ def _explain_damage(path: Path) -> Iterator[None]:
     except WeightsError:
         raise
     except Exception as error:
-        reason = printable((str(error) or type(error).__name__).splitlines()[0])[:160]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise WeightsError(f"{path} is cut or damaged ({reason}); fetch it again") from None
 
 
@@ -348,7 +348,7 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
             raise WeightsError(f"{path} is a program too long for weights; {NO_CODE}")
         known = code.name == "GLOBAL" and ALLOWED_GLOBALS.fullmatch(str(value))
         if code.name in GLOBAL_OPCODES and not known:
-            name = printable(str(value or code.name).replace(" ", "."))[:80]
+            name = str(value or code.name).replace(" ", ".")[:80]
             raise WeightsError(
                 f"{path} holds Python objects ({name}), which could run code; "
                 f"{NO_CODE}, or for one that torch.save made of a state_dict"
@@ -384,14 +384,14 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
-    where = f"{printable(path)}: {printable(entry.filename)}"
+    where = f"{path}: {entry.filename}"
     with archive.open(entry) as file:
         first = npy.read_magic(file) == (1, 0)
         shape, _, kind = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
     if kind.hasobject:
         raise WeightsError(f"{where} holds Python objects, which could run code; {NO_CODE}")
     if math.prod(shape) * kind.itemsize > entry.file_size:
-        raise ValueError(f"{printable(entry.filename)} is shorter than it says")
+        raise ValueError(f"{entry.filename} is shorter than it says")
     with archive.open(entry) as file:
         array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
     if kind.kind in "iub":

@@ -241,6 +241,15 @@ def test_equal_names_in_two_shards_are_prefixed_by_the_shard(tmp_path):
     assert "0.tar/a/1.jpg" in names
 
 
+def test_shards_may_lie_in_the_folders_of_their_splits(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        pack(tmp_path / split / "0000.tar", {"a/1.jpg": split.encode(), "b/2.jpg": b"b"})
+    assert [*read_source(DatasetSpec(str(tmp_path))).splits] == ["train", "val"]
+    (tmp_path / "val" / "a").mkdir()
+    assert source_of(str(tmp_path)) == "folder"
+
+
 def test_a_tar_beside_class_folders_is_ignored(make_tree):
     root = make_tree({"a": 3, "b": 3})
     pack(root / "backup.tar", {"c/1.jpg": b"x"})

@@ -212,9 +212,9 @@ VIT = {"image_processor_type": "ViTImageProcessor"}
         ({**VIT, "rescale_factor": 1 / 127.5}, "rescale_factor=0.0078"),
         ({**BIT, "do_pad": True}, "do_pad=True"),
         ({**BIT, "do_flip_channel_order": True}, "do_flip_channel_order=True"),
-        ({**VIT, "image_mean": [0.5]}, "mean=(0.5,): must be three"),
+        ({**VIT, "image_mean": [0.5]}, "preprocessing.mean=[0.5]"),
         ({**VIT, "image_std": [0.5, 0.5, 0.0]}, "must be more than 0"),
-        ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "finite"),
+        ({**VIT, "image_mean": [0.5, 0.5, float("nan")]}, "preprocessing.mean=nan"),
     ],
 )
 def test_unsupported_processors_give_a_note(content, reason):
@@ -233,14 +233,14 @@ COLOURS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
         ({**VIT, "do_resize": False}, "do_resize=False"),
         ({**VIT, "resample": 1}, "resample=1"),
         ({**VIT, "resample": "bicubic"}, "resample='bicubic'"),
-        ({**VIT, "size": {"height": 224, "width": 192}}, "is no square"),
-        ({**VIT, "size": {"shortest_edge": 224}}, "without a centre crop"),
-        ({**VIT, "size": {"shortest_edge": 224, "longest_edge": 448}}, "is no square"),
+        ({**VIT, "size": {"height": 224, "width": 192}}, "size={"),
+        ({**VIT, "size": {"shortest_edge": 224}}, "with do_center_crop=False"),
+        ({**VIT, "size": {"shortest_edge": 224, "longest_edge": 448}}, "size={"),
         ({**VIT, "size": "224"}, "size='224'"),
         ({**BIT, "crop_size": {"height": 224, "width": 192}}, "with crop_size"),
         ({**BIT, "crop_size": 256}, "with crop_size=256"),
         ({**BIT, "crop_size": None}, "with crop_size=None"),
-        ({**BIT, "do_center_crop": False}, "without a centre crop"),
+        ({**BIT, "do_center_crop": False}, "with do_center_crop=False"),
     ],
 )
 def test_colours_are_kept_where_the_resizing_cannot_be_expressed(content, reason):

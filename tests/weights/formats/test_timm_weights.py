@@ -73,7 +73,7 @@ def test_missing_metadata_is_none(state):
         ({"interpolation": "lanczos"}, "interpolation='lanczos'"),
         ({"crop_pct": 1.2}, "crop_share=1.2"),
         ({"mean": (0.5,)}, "mean="),
-        ({"mean": None}, "not iterable"),
+        ({"mean": None}, "mean=None"),
     ],
 )
 def test_unsupported_preprocessing_gives_a_note(state, change, reason):

@@ -188,14 +188,10 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         file = file / FILE if file.is_dir() else file
         if not file.is_file():
-            raise DataError(f"{file}: no such file; give a {FILE}, or a folder with one")
+            raise FileNotFoundError("no such file")
         if file.stat().st_size > MAX_BYTES:
-            raise DataError(
-                f"{file} is larger than {MAX_BYTES:,} bytes; give a {FILE}, or a folder with one"
-            )
+            raise ValueError(f"larger than {MAX_BYTES:,} bytes")
         return Tokenizer(_parse(file.read_bytes().decode()))
-    except DataError:
-        raise
     except (OSError, ValueError) as error:
         raise DataError(
             f"{file} is no usable {FILE} ({error}); "

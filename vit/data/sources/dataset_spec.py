@@ -8,7 +8,6 @@ from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
 from vit.data.sources import builtin_datasets
-from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.problems import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, path_argument
@@ -42,11 +41,6 @@ def refuse_run_folder(data: str) -> None:
         raise DataError(
             f"{data} is a run folder, a trained network: give a folder or list of images"
         )
-
-
-def is_image(name: str) -> bool:
-    """Whether a name has the suffix of an image."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES
 
 
 VAL_NAMES = ("val", "valid", "validation")

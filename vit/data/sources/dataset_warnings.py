@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -182,11 +182,6 @@ def compare_origins(
         group[1:], key=lambda image: (origins[image][0] == split, origins[image][1] == label)
     )
     return first, by_difference[0], kinds
-
-
-def search_identical(paths: Collection[str]) -> list[list[str]] | None:
-    """`equal_files` of `paths`; None if they are too many to search."""
-    return equal_files(paths) if len(paths) <= MAX_COMPARED else None
 
 
 def copies_of(paths: Iterable[str], among: Iterable[str]) -> set[str]:

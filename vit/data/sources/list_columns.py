@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from vit.data.dataset_types import ImageRecord
-from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec, is_image
+from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
+from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
 from vit.data.sources.image_names import is_plain
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError
@@ -176,7 +177,8 @@ def check_header(table: Table, path: str, spec: DatasetSpec) -> None:
     names = [name.strip() for name in table.names]
     if match_name(names, ((spec.image_column or "").strip().lower(),)):
         return
-    if any(map(is_image, names)):
+    suffixes = {os.path.splitext(name)[1].lower() for name in names}
+    if suffixes & (IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES):
         second = "caption" if spec.captions else "label"
         raise wrong(
             path,

@@ -119,14 +119,9 @@ def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:
     except DataError:
         return False
     if kind == "COCO":
-        return has_json_key(path, "caption")
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return text.find(b'"caption"') >= 0
     return _has_columns(path, spec)
-
-
-def has_json_key(path: str, key: str) -> bool:
-    """Whether a JSON file has a key anywhere, without parsing it."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(f'"{key}"'.encode()) >= 0
 
 
 def _has_columns(path: str, spec: DatasetSpec) -> bool:

@@ -34,10 +34,11 @@ from vit.data.sources.dataset_spec import (
     validation_split,
 )
 from vit.data.sources.dataset_warnings import (
+    MAX_COMPARED,
     class_problems,
     copies_of,
+    equal_files,
     equal_notes,
-    search_identical,
 )
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.held_out_split import HeldOutSplit
@@ -244,7 +245,8 @@ def open_splits(
     others = index.splits.get(own or TEST, []) if fold is None else []
     identical = None
     if compare:
-        identical = search_identical(dict.fromkeys(record.path for record in [*images, *others]))
+        paths = dict.fromkeys(record.path for record in [*images, *others])
+        identical = equal_files(paths) if len(paths) <= MAX_COMPARED else None
     train, val, more = split_train_val(
         index,
         spec,

@@ -24,9 +24,6 @@ from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, nearest, plural, printable
 
-UNEVEN = 1 / 3
-"""Relative deviation from the requested share of a class from which on there is a note."""
-
 TrainValSplit = tuple[list[ImageRecord], list[ImageRecord], list[str]]
 """Training images, validation images, and notes for the user."""
 
@@ -370,7 +367,7 @@ def _split_units(
     _check_learnable(train, val, spec)
     if absent := [printable(label) for label in sorted(_labels(records) - _labels(val))]:
         notes.append(absent_note.format(join_names(absent)))
-    return train, val, notes + _uneven_notes(train, val, shares[val_part])
+    return train, val, notes
 
 
 def _check_folds(units: Sequence[SplitUnit], fold: Fold) -> None:
@@ -408,19 +405,3 @@ def _partition(
 
 def _labels(records: Sequence[ImageRecord]) -> set[str]:
     return {label for record in records for label in record.labels}
-
-
-def _uneven_notes(
-    train: Sequence[ImageRecord], val: Sequence[ImageRecord], share: float
-) -> list[str]:
-    """A note about classes whose share of validation images is far from the requested one."""
-    total = Counter(label for record in (*train, *val) for label in record.labels)
-    held_out = Counter(label for record in val for label in record.labels)
-    uneven = []
-    for label, number in sorted(total.items()):
-        deviation = abs(held_out[label] / number - share)
-        if deviation > UNEVEN * share and deviation * number > 1:  # more than one image
-            uneven.append(f"{printable(label)} {held_out[label] / number:.0%}")
-    if not uneven:
-        return []
-    return [f"classes that are held out unevenly, not {share:.0%}: {join_names(uneven)}"]

@@ -165,14 +165,15 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     fixed = {"accumulate"} if get_task(config.training.task).compares_images else set()
     allowed = {*settings_with(resumable=True), *DATA_PATHS} - fixed
     changed = [name for name in ours if ours[name] != theirs[name] and name not in allowed]
-    given = [name for name in changed if config.chosen(name)]
+    by_data = {*settings_with(decided_by="data"), "epochs"}
+    given = [name for name in changed if config.chosen(name) or name not in by_data]
     if given and "num_classes" not in changed:  # which config.yaml of a run has, too
         name = given[0]
         raise ConfigError(
             f"{name}={ours[name]!r} differs from {theirs[name]!r} in {folder}: a run resumes with "
             "its own settings; leave the flag out, or start a new run with another --out"
         )
-    if changed:  # what the data decide
+    if changed:
         name = "num_classes" if "num_classes" in changed else changed[0]
         was = f"{name}={theirs[name]!r} then, {ours[name]!r} now"
         raise DataError(

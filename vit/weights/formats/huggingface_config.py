@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from vit.config import DataConfig, ModelConfig
 from vit.config.parser import parse_model_config
 from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.text import printable
 from vit.weights.formats.state_dict_names import State
 
 MULTILABEL = "multi_label_classification"
@@ -321,7 +320,7 @@ def read_custom_model(
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 
 
-RESAMPLES = (2, 3)  # bilinear and bicubic, as in Pillow
+RESAMPLES: dict[int, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}  # Pillow's
 BYTE = 1 / 255
 HALF = (0.5, 0.5, 0.5)
 ALWAYS = {"do_resize": True, "do_rescale": True, "rescale_factor": BYTE, "do_normalize": True}
@@ -381,7 +380,7 @@ def read_processor(
                 f"its mean and std are used, but images are resized by {usual.interpolation}, the "
                 f"middle {usual.crop_share:.0%} to {image_size} px"
             )
-        return usual, (f"preprocessor_config.json: {printable(error)}: {remedy}",)
+        return usual, (f"preprocessor_config.json: {error}: {remedy}",)
     side = found.image_size[0]
     if side == image_size:
         return found, ()
@@ -400,49 +399,46 @@ def _values(given: Mapping[str, Any], model_type: str | None) -> tuple[str, Mapp
     return kind, {**PROCESSORS[kind], **given}
 
 
-def _refuse(values: Mapping[str, Any], *names: str, why: str) -> ConfigError:
+def _refuse(values: Mapping[str, Any], *names: str) -> ConfigError:
     shown = " with ".join(f"{name}={values[name]!r}" for name in names)
-    return ConfigError(f"{shown}{why}")
+    return ConfigError(f"{shown} is not done here")
 
 
 def _colours(values: Mapping[str, Any], usual: Preprocessing) -> Preprocessing:
     """`usual` with mean and std of `values`; ConfigError if pixels are scaled otherwise."""
-    if values["do_rescale"] is not True:
-        raise _refuse(values, "do_rescale", why=", here this is always done")
     factor = values["rescale_factor"]
     if not (isinstance(factor, int | float) and abs(factor - BYTE) < 1e-9):
-        raise _refuse(values, "rescale_factor", why=" is not 1 / 255")
-    for key, value in values.items():
-        if str(key).startswith("do_") and key not in STEPS and value:
-            raise _refuse(values, key, why=", here this is never done")
+        raise _refuse(values, "rescale_factor")
+    steps = {key for key in values if str(key).startswith("do_") and key not in STEPS}
+    for key in {"do_rescale"} | steps:
+        if values[key] is not (key == "do_rescale"):
+            raise _refuse(values, key)
     if values["do_normalize"] is not True:
         return replace(usual, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    return replace(usual, mean=tuple(values["image_mean"]), std=tuple(values["image_std"]))
+    colours = {"mean": values["image_mean"], "std": values["image_std"]}
+    return Preprocessing.from_dict(usual.to_dict() | colours)
 
 
 def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool) -> Preprocessing:
     """`usual` with the resizing of `values`; ConfigError if it cannot be expressed."""
-    size, crops, resample = values["size"], values["do_center_crop"] is True, values["resample"]
-    if values["do_resize"] is not True:
-        raise _refuse(values, "do_resize", why=", here this is always done")
-    if type(resample) is not int or resample not in RESAMPLES:
-        raise _refuse(values, "resample", why=" is neither bilinear (2) nor bicubic (3)")
+    size, crops = values["size"], values["do_center_crop"] is True
+    if values["do_resize"] is not True or values["resample"] not in RESAMPLES:
+        raise _refuse(values, "do_resize", "resample")
     if type(size) is int:
         size = {"shortest_edge": size} if by_edge else {"height": size, "width": size}
     size = size if isinstance(size, Mapping) else {}
     sides = {key: side for key, side in size.items() if side is not None}
     edge = sides.keys() == {"shortest_edge"}
-    if not edge and (sides.keys() != {"height", "width"} or len({*sides.values()}) > 1):
-        raise _refuse(values, "size", why=" is no square")
-    if edge and not crops:
-        raise _refuse(values, "size", why=" without a centre crop gives no square")
+    square = sides.keys() == {"height", "width"} and len({*sides.values()}) == 1
+    if not (square or (edge and crops)):
+        raise _refuse(values, "size", "do_center_crop")
     full = next(iter(sides.values()))
     crop = values["crop_size"] if crops else full
     if isinstance(crop, Mapping):
         given = {side for side in crop.values() if side is not None}
         crop = given.pop() if len(given) == 1 else None
     if type(full) is not int or type(crop) is not int or not 0 < crop <= full:
-        raise _refuse(values, "size", "crop_size", why="")
+        raise _refuse(values, "size", "crop_size")
     share = crop / full
     while math.floor(crop / share) < full:  # the largest share that gives `full` back
         share = math.nextafter(share, 0)
@@ -451,7 +447,7 @@ def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool)
         image_size=(crop, crop),
         resize="crop" if edge else "squash",
         crop_share=share,
-        interpolation="bilinear" if resample == 2 else "bicubic",
+        interpolation=RESAMPLES[values["resample"]],
     )
 
 

@@ -32,7 +32,7 @@ from vit.config.parser import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.model.build import check_fit, meta_model
 from vit.paths import user_cache
-from vit.text import join_names, nearest, nearest_names, printable
+from vit.text import join_names, nearest, nearest_names
 from vit.weights.formats.infer_architecture import bias_table, infer_config
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
@@ -259,7 +259,7 @@ def _build(
         from vit.weights.formats import timm_conv_stem  # noqa: F401 - registers it
     if not timm.is_model(base):
         hint = nearest(base, timm.list_models(module=list(MODULES)))
-        raise WeightsError(f"{printable(name)!r} is no network of timm {timm.__version__}{hint}")
+        raise WeightsError(f"{name!r} is no network of timm {timm.__version__}{hint}")
     if not timm.models.is_model_in_modules(base, MODULES):
         raise WeightsError(
             f"{name} (timm) is not one of its plain Vision Transformers, "

@@ -15,7 +15,6 @@ from torch import Tensor
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.model.build import check_fit, meta_model
-from vit.text import printable
 from vit.weights.formats.infer_architecture import (
     NOTHING,
     REMEDY,
@@ -136,19 +135,17 @@ def preprocessing(
     if mode not in RESIZES:
         return None, (f"preprocessing is not known: timm's crop_mode={mode!r} is not one of ours",)
     try:
-        return (
-            Preprocessing(
-                image_size=(image_size, image_size),
-                resize=RESIZES[mode],  # type: ignore[arg-type]  # checked by the class
-                crop_share=share,
-                interpolation=about.get("interpolation") or "bicubic",
-                mean=tuple(about["mean"]),
-                std=tuple(about["std"]),
-            ),
-            (),
-        )
+        stored = {
+            "image_size": (image_size, image_size),
+            "resize": RESIZES[mode],
+            "crop_share": share,
+            "interpolation": about.get("interpolation") or "bicubic",
+            "mean": about["mean"],
+            "std": about["std"],
+        }
+        return Preprocessing.from_dict(stored), ()
     except (ConfigError, TypeError, ValueError) as error:
-        return None, (f"preprocessing is not known: timm's {printable(error)}",)
+        return None, (f"preprocessing is not known: timm's {error}",)
 
 
 def class_names(
