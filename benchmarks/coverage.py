@@ -89,7 +89,7 @@ def predict(run: Path, file: Path) -> None:
     loaded = load_run(run)
     plain = dataclasses.replace(loaded.without_calibration(), distance=loaded.distance)
     predictor = Predictor(plain, precision="fp32")
-    predictor.return_distances()
+    predictor.engine.returns_distances = True
     config = make_config(read_settings(run / "config.yaml"))
     spec = dataclasses.replace(DatasetSpec.from_config(config.data), split="val")
     samples = load_samples(predictor.task, run, spec, predictor.classes, print)

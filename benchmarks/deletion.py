@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vit.data.sources.open_dataset import list_images
-from vit.inference.attribution import Deletion, deletions, passes, relevance
+from vit.inference.attribution import Deletion, deletions, relevance
 from vit.inference.predictor import Predictor, ranked_classes
 from vit.model.attention import record_attention
 
@@ -75,7 +75,6 @@ def main() -> None:
                 if name != BEGINNING or number > 1:
                     found.setdefault(name, []).append(one)
     print(f"{args.run}, {number} images of {args.images}, best class, {ours.numel()} patches;")
-    print(f"{passes(ours.numel(), 2)} passes an image for the two maps of vit predict --explain\n")
     print("| order | mean deletion score | better than 9 random orders | below rollout |")
     print("|---|---|---|---|")
     first = found["relevance"]

@@ -104,7 +104,7 @@ ALLOWED = {
         *LEVEL_0, "vit.data", "vit.data.captions", "vit.generation.generation_config", "vit.output",
     },
     "vit.output": {
-        "numpy", "PIL", "pyarrow", *LEVEL_0, "vit.data", "vit.generation.generation_config",
+        "numpy", "PIL", *LEVEL_0, "vit.data", "vit.generation.generation_config",
     },
     "vit.inference": {
         *NUMERIC, "PIL", "accelerate", "einops", "fsspec", "psutil", "pyarrow", "ray",
@@ -123,7 +123,7 @@ ALLOWED = {
 # a library that only these files of a part may import
 ONLY = {
     "timm": {"vit/weights", "vit/training/optimizers.py"},
-    "accelerate": {"vit/training", "vit/inference/process_group.py"},
+    "accelerate": {"vit/training", "vit/inference/prediction_job.py"},
     "datasets": {"vit/data/sources/huggingface_datasets.py"},
     "difflib": {"vit/text.py"},
     "fsspec": {"vit/inference/ray_inference.py"},

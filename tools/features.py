@@ -85,7 +85,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Captions",
         "tasks/captioning model/decoder model/captioner model/kv_cache generation data/captions "
         "training/caption_vocabulary evaluation/caption_metrics evaluation/caption_report "
-        "inference/caption_generator config/decoder_config exported/onnx_captioner "
+        "config/decoder_config exported/onnx_captioner "
         "export/export_captioner",
         *("train predict evaluate", tasks_with("writes_captions"), "list shards hub builtin"),
         "torch onnx",
@@ -141,8 +141,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Several processes and GPUs",
-        "training/distributed training/batch_norm_statistics "
-        "inference/process_group",
+        "training/distributed training/batch_norm_statistics",
         *("train pretrain predict", TASKS, DATA, "torch"),
         tests="training/distributed commands/test_predict_processes training/children",
     ),

@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Callable, Container, Iterable, Sequence
 
 Notify = Callable[[str], object]
+Progress = Callable[[int, int], object]
+"""Called with what is done, and the total."""
 """Called with one line for the user."""
 JOINERS = "\u200c\u200d"
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -19,6 +21,10 @@ FORMULA_GUARD = re.compile("(^|[,;\t]\"?)'(?=[=+\\-@\uff1d\uff0b\uff0d\uff20])")
 """An apostrophe of `csv_text`."""
 BOM = "\ufeff"
 """Before a CSV file that is not ASCII, which Excel reads as the machine's old code page without."""
+
+
+def ignore(*_: object) -> None:
+    """The callback of a caller who wants no notes, or no progress."""
 
 
 def print_to_stderr(line: str) -> None:

@@ -115,8 +115,8 @@ def test_out_is_untouched_when_the_work_breaks_off(
 ):
     whole = Predictor.stream
 
-    def stream(self, images, *, top_k):
-        yield from whole(self, images[:1], top_k=top_k)
+    def stream(self, images, **options):
+        yield from whole(self, images[:1], **options)
         raise broken
 
     monkeypatch.setattr(Predictor, "stream", stream)

@@ -63,7 +63,7 @@ def test_the_signature_shows_the_settings(function, kind):
         ({"workers": 2.5}, "workers=2.5 is not a whole number"),
         ({"precision": "fp8"}, "precision='fp8': choose one of auto, fp32, bf16, fp16"),
         ({"intensity_range": (2, 1)}, "intensity_range=2 1: must be two numbers"),
-        ({"tta": "flop"}, "tta='flop': choose one of flip, crops; did you mean flip?"),
+        ({"tta": "flop"}, "tta='flop': choose one of flip; did you mean flip?"),
         ({"bath_size": 4}, "bath_size is not a setting of a test; did you mean batch_size?"),
         ({"top_k": 0}, "top_k=0: must be at least 1"),
         ({"top_k": 2.5}, "top_k=2.5 is not a whole number"),

@@ -245,14 +245,6 @@ def test_an_image_that_was_not_read_has_no_values():
     assert unknown == {"size", "aspect", "brightness", "sharpness", "file_type"}
 
 
-def test_the_first_of_five_crops_is_measured(image):
-    crops, single = ImageProperties(), ImageProperties()
-    pixels = to_tensor(image)
-    crops.add("x", image.size, "PNG", torch.stack([pixels, pixels // 2]))
-    single.add("x", image.size, "PNG", pixels)
-    assert crops.pixels == single.pixels
-
-
 def test_folders_are_those_below_the_common_one_without_the_class():
     paths = ["/d/val/cat/site1/1.png", "/d/val/dog/site1/2.png", "/d/val/dog/site2/x/3.png"]
     assert origin_folders(paths, ["cat", "dog", "dog"]) == ["site1", "site1", "site2/x"]

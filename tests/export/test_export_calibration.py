@@ -165,6 +165,6 @@ def assert_same_rejections(run, file, images):
     assert [one.unknown for one in found] == [one.unknown for one in expected]
     assert "unlike the training images" in {one.unknown for one in found}
     ((row,),) = runner.batches(images[:1])
-    exact.return_distances()
+    exact.engine.returns_distances = True
     ((output,),) = exact.batches(images[:1])
     assert row.distance == pytest.approx(output.distance, abs=5e-3)

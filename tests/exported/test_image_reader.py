@@ -106,20 +106,17 @@ def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
 
 
 @pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
-def test_crops_are_those_of_torchvision(pil_image, settings):
+def test_the_crop_is_that_of_torchvision(pil_image, settings):
     prepare = Preprocessing(image_size=(32, 32), **settings)
     size = prepare.resized_size(*pil_image.size)
-    corners = tv.five_crop(pil_image.resize(size, Image.Resampling.BICUBIC), [32, 32])
-    expected = [to_tensor(crop) for crop in (corners[4], *corners[:4])]
-    found = prepare.five_crops(pil_image)
-    assert torch.equal(found, torch.stack(expected))
-    assert torch.equal(found[0], prepare(pil_image))
+    resized = pil_image.resize(size, Image.Resampling.BICUBIC)
+    assert torch.equal(prepare(pil_image), to_tensor(tv.center_crop(resized, [32, 32])))
 
 
-def test_crops_of_an_extremely_long_image_take_little_memory():
-    crops = Preprocessing(image_size=(512, 512)).five_crops(Image.new("RGB", (1, 400), "red"))
-    assert crops.shape == (5, 3, 512, 512)
-    assert (crops == torch.tensor([255, 0, 0])[:, None, None]).all()
+def test_the_crop_of_an_extremely_long_image_takes_little_memory():
+    crop = Preprocessing(image_size=(512, 512))(Image.new("RGB", (1, 400), "red"))
+    assert crop.shape == (3, 512, 512)
+    assert (crop == torch.tensor([255, 0, 0])[:, None, None]).all()
 
 
 def reader():

@@ -219,10 +219,6 @@ def test_settings_that_cannot_be_explained_are_refused(run, tiny_run, input_imag
         next(draw_explanations(Predictor(tiny_run, keep_aspect=True), input_images, tmp_path / "x"))
     with pytest.raises(ConfigError, match="tta=flip: one view of an image is explained"):
         next(draw_explanations(Predictor(tiny_run, tta="flip"), input_images, tmp_path / "x"))
-    half = load_run(tiny_run)
-    half.model.bfloat16()
-    with pytest.raises(ConfigError, match="float32, and weights are bfloat16"):
-        next(draw_explanations(Predictor(half), input_images, tmp_path / "x"))
     with pytest.raises(ConfigError, match="no_deletion: maps of words are never tested"):
         next(draw_explanations(Predictor(run), input_images, tmp_path / "x", deletion=False))
     (tmp_path / "file").write_text("")

@@ -1,6 +1,5 @@
 """evaluate of a captioner: the numbers of the training's validation, by hand, and what is said."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -278,15 +277,3 @@ def test_generation_settings_are_refused_for_a_classifier(tiny_run, tiny_data):
         evaluate(tiny_run, str(tiny_data), images="x")
     with pytest.raises(ConfigError, match=r"beams=2: .*writes no captions"):
         evaluate(tiny_run, str(tiny_data), search=Search(beams=2))
-
-
-def test_a_loaded_run_gives_the_same_scores(run, data):
-    steps = []
-    loaded = dataclasses.replace(load_run(run))
-    scores = evaluate(
-        loaded, str(data), batch_size=10, progress=lambda *step: steps.append(step), **PRECISE
-    )
-    expected = evaluate(run, str(data), **PRECISE)
-    assert scores["examples"] == expected["examples"]
-    assert scores["loss"] == pytest.approx(expected["loss"])
-    assert steps == [(10, 27), (20, 27), (27, 27)]

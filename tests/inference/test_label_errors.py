@@ -185,7 +185,7 @@ def test_a_captioner_gives_features_and_writes_no_captions(tiny_data, tmp_path, 
     def generate(*_):
         raise AssertionError("captions were generated")
 
-    monkeypatch.setattr("vit.inference.caption_generator.CaptionGenerator.generate", generate)
+    monkeypatch.setattr("vit.generation.generate.CaptionGenerator.generate", generate)
     run = save_captioner(tmp_path / "run", classes=("cat", "dog"))
     report = check(str(tiny_data / "val"), weights=run, device="cpu", workers=1, cache=False)
     assert len(report.stats) == 27

@@ -16,7 +16,7 @@ from vit.commands.main import main
 from vit.config.inference_config import InferenceConfig, PredictionConfig
 from vit.data.sources.open_dataset import list_images
 from vit.errors import ConfigError, RunError, VitError
-from vit.inference.prediction_job import run_on_ray
+from vit.inference.prediction_job import find_images, input_rows, run_on_ray
 from vit.output.resumable_output import BlockLog
 
 pytestmark = pytest.mark.auto_precision
@@ -71,11 +71,6 @@ def test_csv_for_a_spreadsheet_of_the_country(tiny_run, input_images, tmp_path):
     assert max(len(row[2]) for row in rows) > 8
     for row, other in zip(rows, found, strict=True):
         assert other == [*row[:2], f"{float(row[2]):.4f}".replace(".", ","), ""]
-    # a finished file of either form is recognised
-    again = {"resume": True, "out": str(local), "csv_separator": "semicolon"}
-    lines = []
-    assert vit.predict(tiny_run, input_images, notify=lines.append, **again, **options) == 0
-    assert "is complete" in lines[0]
 
 
 def test_names_that_are_not_ascii_have_a_byte_order_mark_in_a_file_only(tiny_run, tmp_path, capsys):
@@ -106,10 +101,13 @@ def test_a_workbook_has_the_rows_of_the_json_lines(tiny_run, input_images, bad_i
             assert score == (exact and pytest.approx(exact, rel=1e-15))
         assert row[5] == record.get("error")
     lines = []
-    again = {"resume": True, "out": str(tmp_path / "a.xlsx"), "notify": lines.append}
-    assert vit.predict(tiny_run, inputs, **again, **options) == 1
-    assert "is complete: 6 images" in lines[0]
-    assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.jsonl", "a.xlsx"]
+    again = {"resume": True, "out": str(tmp_path / "b.xlsx"), "notify": lines.append}
+    for _ in range(2):
+        assert vit.predict(tiny_run, inputs, **again, **options) == 1
+    assert lines[1].endswith("b.xlsx is complete")
+    assert sorted(path.name for path in tmp_path.glob("?.*")) == [
+        *("a.jsonl", "a.xlsx", "b.xlsx", "b.xlsx.done")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,6 @@ def test_rows_can_be_joined_with_the_list(tiny_run, sheet, tmp_path, suffix, mon
     assert [(row["path"], int(row["site"]), row["lon"]) for row in found] == rows
     assert all(row["image"] == f"traps/{row['path']}" for row in found)
     assert list_images([out]) == [row["image"] for row in found]  # it is a list itself
-    assert vit.predict(tiny_run, "traps/sheet.csv", **settings, resume=True) == 0
 
 
 def test_a_list_that_was_changed_is_not_resumed(tiny_run, sheet, tmp_path, monkeypatch):
@@ -211,3 +208,40 @@ def test_workers_of_ray_have_the_cells_of_lists_without_addresses(sheet, tmp_pat
     config = PredictionConfig(model="run", inputs=inputs, out="a.jsonl", format="jsonl")
     run_on_ray(config, InferenceConfig(), [], print)
     assert [row["path"] for row in given["cells"].values()] == [name for name, *_ in rows]
+
+
+def found(word, *, urls):
+    notes = []
+    return find_images([str(word)], notify=notes.append, urls=urls)
+
+
+def test_local_lists_are_read_alike_by_all_engines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "data" / name)
+    listed = tmp_path / "data" / "list.csv"
+    for header in ("image", "file_name"):
+        listed.write_text(f"{header},label\na.png,x\nb.png,y\n")
+        names = found("data/list.csv", urls=True)
+        assert names == found("data/list.csv", urls=False)
+        assert [str(tmp_path / name) for name in names] == [
+            str(tmp_path / "data" / name) for name in ("a.png", "b.png")
+        ]
+    listed.write_text("image\ns3://bucket/a.png\nb.png\n")
+    assert found("data/list.csv", urls=True) == ["s3://bucket/a.png", "data/b.png"]
+
+
+def test_rows_of_an_image_in_several_lists_have_the_cells_of_all(tmp_path):
+    (tmp_path / "a.csv").write_text("path,site,n\nx/1.png,A,1\nx/1.png,B,2\nx/2.png,C,3\n")
+    (tmp_path / "b.jsonl").write_text('{"file_name": "x/1.png", "site": "D", "more": [1]}\n')
+    rows = input_rows([str(tmp_path / "a.csv"), str(tmp_path), "-", str(tmp_path / "b.jsonl")])
+    one, two = (str(tmp_path / f"x/{number}.png") for number in (1, 2))
+    assert rows[one] == {
+        "path": "x/1.png",
+        "site": "A",
+        "n": "1",  # of the first line
+        "file_name": "x/1.png",
+        "more": [1],
+    }
+    assert rows[two] == {"path": "x/2.png", "site": "C", "n": "3"}

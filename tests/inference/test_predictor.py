@@ -177,21 +177,6 @@ def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
     assert any("overflowed" in (prediction.error or "") for prediction in found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"device": "gpu"}, "device='gpu' cannot be used"),
-        ({"device": "cuda:99"}, "device='cuda:99' cannot be used"),
-        ({"precision": "bf17"}, "choose one of auto, fp32"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"workers": 0}, "workers=0"),
-    ],
-)
-def test_impossible_settings_are_refused(tiny_run, settings, reason):
-    with pytest.raises(ConfigError, match=reason):
-        Predictor(tiny_run, **settings)
-
-
 def test_a_single_path_is_refused(tiny_run, input_images):
     with pytest.raises(ConfigError, match="give a list"):
         Predictor(tiny_run)(input_images[0])
@@ -249,10 +234,6 @@ def test_patch_size_applies_to_any_run(tiny_run, input_images, size):
         assert [said[name] for name in run.classes] == pytest.approx(row.tolist(), abs=1e-5)
     usual = Predictor(tiny_run, precision="fp32", batch_size=64)(input_images)
     assert [p.predictions for p in found] != [p.predictions for p in usual]
-
-
-def test_the_own_patch_size_changes_nothing(tiny_run, input_images):
-    assert Predictor(tiny_run, patch_size=8)(input_images) == Predictor(tiny_run)(input_images)
 
 
 @pytest.mark.parametrize("change", [{"merge_tokens": 1}, {"patch_size": 4}])
@@ -400,15 +381,8 @@ def test_images_unlike_those_of_training_are_unknown(distance_run, input_images)
     assert [one.unknown for one in embedded(input_images, reject=True)] == reasons
 
 
-def test_distances_are_of_square_images(distance_run, input_images):
-    with pytest.raises(ConfigError, match="leave keep_aspect out"):
-        Predictor(distance_run, keep_aspect=True)(input_images, reject=True)
-
-
 @pytest.mark.parametrize("option", [{"reject": True}, {"sets": 0.9}])
 def test_decisions_of_a_calibration_are_of_square_images(calibrated_run, input_images, option):
     predictor = Predictor(calibrated_run, keep_aspect=True, precision="fp32")
     with pytest.raises(ConfigError, match=f"{next(iter(option))}.*leave keep_aspect out"):
         predictor(input_images, **option)
-    with pytest.raises(ConfigError, match="leave keep_aspect out"):
-        predictor.return_distances()

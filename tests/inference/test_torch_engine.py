@@ -70,15 +70,6 @@ def test_an_image_and_its_mirror_image_have_equal_outputs_with_flip(run, images,
     assert (plain[0].probabilities != plain[1].probabilities).any()
 
 
-def test_crops_is_the_mean_of_ten_views(run, images, bad_images):
-    found = answers(run, [images[0], bad_images[0], images[1]], tta="crops", batch_size=4)
-    assert found[1].error
-    for path, answer in zip(images[:2], found[::2], strict=True):
-        crops = run.preprocessing.five_crops(read_image(path))
-        expected = by_hand(run, torch.cat([crops, crops.flip(-1)])).mean(dim=0)
-        assert answer.probabilities == pytest.approx(expected.numpy(), abs=1e-5)
-
-
 @pytest.mark.parametrize("settings", [{}, {"keep_aspect": True}, {"tta": "flip"}])
 def test_embeddings_are_the_input_of_the_head(run, images, bad_images, settings):
     paths = [*images[:5], bad_images[0]]
@@ -155,22 +146,13 @@ def test_a_list_continued_at_a_block_gives_the_same_digits(run, images):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tta": "mirror"}, "tta='mirror': choose one of flip, crops"),
-        ({"tta": "crops", "keep_aspect": True}, "keep_aspect shows whole images"),
+        ({"tta": "mirror"}, "tta='mirror': choose one of flip"),
         ({"compile": True, "keep_aspect": True}, "too many shapes to compile"),
     ],
 )
 def test_contradicting_settings_are_refused(run, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         Predictor(run, device="cpu", **settings)
-
-
-def test_crops_are_refused_if_preprocessing_squashes(run):
-    import dataclasses
-
-    prepare = dataclasses.replace(run.preprocessing, resize="squash", crop_share=1.0)
-    with pytest.raises(ConfigError, match="all crops are equal"):
-        Predictor(dataclasses.replace(run, preprocessing=prepare), device="cpu", tta="crops")
 
 
 def test_compiled_batches_have_one_shape_and_a_failure_is_one_line(run, images, monkeypatch):

@@ -8,14 +8,13 @@ import openpyxl
 import pytest
 
 from vit.data.workbook import read_sheet
-from vit.errors import ConfigError, RunError
+from vit.errors import ConfigError
 from vit.generation.generation_config import Caption
 from vit.output.prediction_results import (
     FORMATS,
     Layout,
     Prediction,
     byte_order_mark,
-    count_failed_rows,
     csv_lines,
     csv_text,
     display_width,
@@ -166,22 +165,6 @@ def test_a_workbook_has_names_as_they_are_and_percentages(tmp_path):
         scores = [row[2].value, row[4].value]
         assert scores == ([None, None] if answer.error else [0.75, 1e-300])
     assert cells[1][2].number_format == "0.00%"
-    images = [answer.image for answer in ANSWERS]
-    assert count_failed_rows(tmp_path / "a.xlsx", "xlsx", images) == len(NASTY)
-    with pytest.raises(RunError, match="row 1 belongs to another image"):
-        count_failed_rows(tmp_path / "a.xlsx", "xlsx", images[::-1])
-
-
-@pytest.mark.parametrize("style", FORMATS)
-def test_every_format_writes_answers_and_errors(style):
-    header, line = FORMATS[style](Layout(top_k=1, classes=["cat"], images=["a.jpg"]))
-    answer = line(Prediction("a.jpg", (("cat", 0.5),)))
-    error = line(Prediction("a.jpg", error="is empty"))
-    assert all("a.jpg" in row and row.endswith("\n") for row in (answer, error))
-    assert "cat" in answer
-    assert ("50.00%" if style == "table" else "0.5") in answer
-    assert "is empty" in error
-    assert header == "" or header.endswith("\n")
 
 
 @pytest.mark.parametrize("answer", SPEECHES)
@@ -218,7 +201,7 @@ def test_captions_are_safe_in_csv_and_in_a_table():
     assert len(ends) == 1
 
 
-def test_unknown_answers_and_sets_are_in_every_format(tmp_path):
+def test_unknown_answers_and_sets_are_in_every_format():
     rows = [
         Prediction("a.png", (("cat", 0.6),), unknown="uncertain", prediction_set=("cat", "=dog")),
         Prediction("b.png", (("=dog", 0.9),), prediction_set=("=dog",)),
@@ -242,9 +225,6 @@ def test_unknown_answers_and_sets_are_in_every_format(tmp_path):
     table = [line.split() for line in lines["table"]]
     assert table[1] == ["a.png", "unknown", "60.00%", "unknown:", "uncertain", "set:", "cat|=dog"]
     assert table[2] == ["b.png", "=dog", "90.00%", "set:", "=dog"]
-    for name, text in lines.items():
-        (tmp_path / name).write_text("".join(text), encoding="utf-8", newline="")
-        assert count_failed_rows(tmp_path / name, name, layout.images) == 1
 
 
 def test_multilabel_rows_are_unknown_as_a_whole():
@@ -327,20 +307,6 @@ def test_cells_of_a_list_stand_behind_the_image_under_their_own_names(several):
     at = header.index("site")
     assert line(rows[0])[at:].startswith("=B ")
     assert "error: gone" in line(rows[1])
-
-
-@pytest.mark.parametrize("style", FORMATS)
-def test_a_finished_file_with_cells_of_a_list_is_recognised(style, tmp_path):
-    layout = Layout(1, ["cat"], [*CELLS], cells=CELLS)
-    header, line = FORMATS[style](layout)
-    rows = [Prediction("a.jpg", (("cat", 0.5),)), Prediction("b.jpg", error="gone")]
-    path = tmp_path / f"rows.{style}"
-    if style == "xlsx":
-        with open(path, "wb") as book:
-            write_workbook(book, [one.encode() for one in (header, *map(line, rows))])
-    else:
-        path.write_text(header + "".join(map(line, rows)), encoding="utf-8", newline="")
-    assert count_failed_rows(path, style, [*CELLS]) == 1
 
 
 def test_columns_of_an_evaluation_come_before_those_of_a_list():

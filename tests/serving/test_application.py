@@ -1,13 +1,11 @@
 """Rows of the server are those of `vit predict`; refusals are sentences."""
 
-import io
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from tests.conftest import png_bomb
 from tests.serving.conftest import BOUNDARY, multipart, running
@@ -110,10 +108,10 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"sets": "nan"}, 400, "above 0"),
         ({"reject": "perhaps"}, 400, "true or false"),
         ({"threshold": -0.1}, 400, "give a number from 0 to 1"),
-        ({"sets": 0}, 400, "give a number above 0"),
+        ({"sets": 0}, 400, "give a number above 0 to 1"),
         ({"reject": 1, "model": "several"}, 400, "calibrat"),
         ({"sets": 0.9, "model": "captions"}, 400, "no classes"),
-        ({"explain": "jpg"}, 400, "json or png"),
+        ({"explain": "jpg"}, 400, "give json"),
         ({"explain": "json", "model": "fruit"}, 400, "serve the run folder"),
         ({"name": "x" * 1001}, 400, "1000 characters"),
         ({"name": ""}, 400, "empty"),
@@ -173,9 +171,6 @@ def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_pa
     assert first["seen"] == expected["seen"]
     for one, other in zip(first["classes"], expected["classes"], strict=True):
         assert (one["label"], one["weights"]) == (other["label"], other["weights"])
-    drawing = client.post(files[0][1], explain="png")
-    assert drawing.headers["content-type"] == "image/png"
-    assert Image.open(io.BytesIO(drawing.body)).width > 300
     words = client.post(files[0][1], explain="json", model="captions").json["explanations"][0]
     assert " ".join(word["text"] for word in words["words"]).split() == words["caption"].split()
     several = client.post(files[0][1], explain="json", model="several", threshold=0).json

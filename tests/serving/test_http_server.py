@@ -16,7 +16,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,20 +262,6 @@ def test_a_part_of_a_second_to_stop_is_not_none(exported, monkeypatch):
     )
     with running([exported], stop_timeout=0.5):
         assert given["timeout_graceful_shutdown"] == 1
-
-
-@pytest.mark.parametrize(
-    ("after", "change"),
-    [
-        ("ab", ""),
-        ("ba", "; the classes changed (only their order)"),
-        ("cab", "; the classes changed (new: c)"),
-        ("bc", "; the classes changed (new: c; gone: a)"),
-    ],
-)
-def test_the_log_of_a_reload_says_how_the_classes_changed(after, change):
-    old, new = (SimpleNamespace(predictor=SimpleNamespace(classes=one)) for one in ("ab", after))
-    assert model_registry.class_changes(old, new) == change
 
 
 def wait_for(read, condition):

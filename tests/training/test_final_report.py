@@ -113,7 +113,7 @@ def test_the_end_of_a_training_calibrates_the_scores(
     assert stored["images"] == 21
     images = [str(path) for path in sorted((colour_data / "val").rglob("*.png"))]
     predictor = Predictor(run, device="cpu", precision="fp32")
-    predictor.return_distances()
+    predictor.engine.returns_distances = True
     distances = [one.distance for batch in predictor.batches(images) for one in batch]
     assert sum(distance > stored["farthest"] + 1e-4 for distance in distances) == 1
     assert stored["temperature"] != 1 or stored["exponent"] != 1

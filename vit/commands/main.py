@@ -4,7 +4,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
 from vit.cpu_cores import limit_active_waiting
@@ -35,6 +36,8 @@ COMMANDS = {
     "models": "list the networks that can be built or loaded by name",
     "summary": "show a network's parts with shapes, parameters, FLOPs and memory",
 }
+DISTRIBUTED = ("train", "tune", "pretrain", "predict")
+"""Commands that several processes run together."""
 
 EXIT_INTERRUPTED = 130
 
@@ -106,6 +109,8 @@ def run_command(name: str, words: list[str]) -> int:
         args = parser.parse(words)
         if getattr(args, "max_pixels", None):
             importlib.import_module("vit.data.image_io").set_max_pixels(args.max_pixels)
+        if name in DISTRIBUTED:
+            launch_if_requested()
         code: int = command.run(args)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -125,6 +130,46 @@ def run_command(name: str, words: list[str]) -> int:
         print(f"vit {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
+    """Number of processes requested from accelerate's launcher, if it started a single one.
+
+    Args:
+        environment: Environment of this process; the launcher marks CPU runs, and sets the address
+            of the main process for several processes only.
+
+    Returns:
+        The number, or 1 if this process is one of several already, or none were requested.
+    """
+    marked = environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment
+    if not marked or "WORLD_SIZE" in environment or "accelerate" not in " ".join(parent):
+        return 1
+    for word, following in zip(parent, [*parent[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = value or following
+            return int(number) if number.isdecimal() else 1
+    return 1
+
+
+def launch_if_requested() -> None:
+    """Replace this process by torch's launcher if accelerate's should start several on CPUs."""
+    if "ACCELERATE_USE_CPU" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    import psutil  # accelerate brings it
+
+    parent = psutil.Process().parent()
+    count = requested_processes(os.environ, parent.cmdline() if parent else [])
+    if count == 1:
+        return
+    print(f"starting {count} processes with torch.distributed.run", file=sys.stderr, flush=True)
+    script = Path(sys.argv[0])
+    # by its path: `-m` would let modules in the current folder stand in for installed ones
+    program = ["-m", "vit"] if script.name == "__main__.py" else [str(script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(count), *program, *sys.argv[1:]]
+    os.execv(sys.executable, launcher)
 
 
 def sentence(line: str) -> str:

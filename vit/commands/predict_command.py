@@ -13,7 +13,6 @@ from vit.commands.command_parser import (
     checked_settings,
 )
 from vit.config.inference_config import InferenceConfig, PredictionConfig
-from vit.inference.process_group import launch_if_requested
 
 RESULTS = ("top_k", "threshold", "reject", "sets", "format", "csv_separator", "csv_digits")
 
@@ -56,10 +55,8 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict; the exit code is 1 if images failed."""
     settings = checked_settings(args, PredictionConfig, InferenceConfig)
-    launch_if_requested()
 
-    from vit.inference.prediction_job import predict
-    from vit.inference.process_group import world_size
+    from vit.inference.prediction_job import predict, world_size
 
     processes = world_size()
     with Progress(

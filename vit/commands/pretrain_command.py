@@ -21,7 +21,6 @@ from vit.config.parser import Settings, default_run_folder
 from vit.config.settings import PRETRAINING_TASKS
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
-from vit.inference.process_group import launch_if_requested
 
 USUAL = "simclr"
 """The method where none is chosen."""
@@ -74,7 +73,6 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Pretrain; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
-    launch_if_requested()
     flags = chosen_settings(args)
     out = Path(args.out) if args.out else None
     if out is None and flags.get("data"):

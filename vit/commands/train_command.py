@@ -13,7 +13,6 @@ from vit.config import SECTIONS, Config
 from vit.config.merge_settings import call_settings, collect_settings
 from vit.config.parser import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
-from vit.inference.process_group import launch_if_requested
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
 
@@ -91,7 +90,6 @@ def add_settings(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = 
 def run(args: argparse.Namespace) -> int:
     """Train; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
-    launch_if_requested()
     values = collect_settings(
         chosen_settings(args),
         config=args.config,

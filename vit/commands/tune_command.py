@@ -6,7 +6,6 @@ import time
 
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings, require_data
-from vit.inference.process_group import launch_if_requested
 from vit.quick_imports import quick_imports
 
 
@@ -37,7 +36,6 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune; the exit code is 1 if images were left out, and that of an error otherwise."""
     began = time.monotonic()
-    launch_if_requested()
     values = chosen_settings(args)
     if not (args.resume and args.out):
         require_data(values, args, "tuning")

@@ -47,9 +47,8 @@ class InferenceConfig(Section):
     patch_size: int | None = None
     """Pixels on a side of a patch, best one that --patch-sizes trained: larger is faster, smaller
     more exact (default: as in training)."""
-    tta: Literal["flip", "crops"] | None = None
-    """Test-time augmentation, classification only: average over an image and its mirror image
-    (flip), or over ten crops (crops: centre and corners, mirrored too)."""
+    tta: Literal["flip"] | None = None
+    """Test-time augmentation, classification only: average over an image and its mirror image."""
     compile: bool = False
     """Compile the network with torch.compile, which takes a minute and pays for many images."""
     search: Any = None
@@ -105,7 +104,7 @@ class PredictionConfig(Section):
     sort_into: str | None = setting(None, incompatible_with=RAY)
     """Folder: copy each image into its subfolder <predicted class>, or _unsure if the class is
     below --threshold; originals are not changed."""
-    sort_with: Literal["copy", "symlink", "hardlink"] | None = setting(
+    sort_with: Literal["copy", "symlink"] | None = setting(
         None, needs={"sort_into": "it places images there"}
     )
     """How images are placed in --sort-into (default: copy)."""
@@ -114,8 +113,7 @@ class PredictionConfig(Section):
         needs={"out": "rows and vectors are resumed together"},
         incompatible_with=RAY | NO_DRAWINGS,
     )
-    """File of image embeddings, the input of the network's head, as .npy or .parquet (needs
-    --out)."""
+    """File of image embeddings, the input of the network's head, as .npy (needs --out)."""
     explain: str | None = setting(None, incompatible_with=RAY)
     """Folder of attribution maps, per caption word or per top class, as PNG and JSON."""
     no_deletion: bool = setting(False, needs={"explain": "it draws maps"})

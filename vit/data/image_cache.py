@@ -39,7 +39,8 @@ MAGIC_PREFIX = b"vit cache "
 MAGIC = MAGIC_PREFIX + b"2\n"
 HEADER_BYTES = 128
 FINGERPRINT = ("size", "mtime", "ctime", "inode")
-INDEX = np.dtype([(name, "<i8") for name in ("offset", "height", "width", *FINGERPRINT)])
+COLUMNS = ("offset", "height", "width", *FINGERPRINT)
+INDEX = np.dtype({"names": COLUMNS, "formats": ["<i8"] * len(COLUMNS)})
 FILE_NAME = re.compile(r"images-[0-9a-f]{24}")
 UNREADABLE = -1
 """Offset of an image that cannot be read."""

@@ -8,7 +8,6 @@ transform (crop modes `center` and `squash`) bit for bit.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,8 +36,6 @@ IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of the colours of ImageNet."""
 CLIP_COLOURS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Those of CLIP's images."""
-CROP_POSITIONS = ((0.5, 0.5), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
-"""Centre and corners: the share of the excess width and height left and above of the crop."""
 MAX_RESIZED_PIXELS = 2**24
 """Larger resized images are not computed, only their crops; 1 x 3000 would take 450 MB."""
 
@@ -76,40 +73,19 @@ class Preprocessing:
         """RGB image -> (3, height, width) uint8."""
         return to_tensor(self.resize_and_crop(image))
 
-    def five_crops(self, image: Image.Image) -> "Tensor":
-        """RGB image -> centre crop and the four corner crops, (5, 3, height, width) uint8."""
-        import torch
-
-        return torch.stack([to_tensor(crop) for crop in self._crops(image, CROP_POSITIONS)])
-
     def resize_and_crop(self, image: Image.Image) -> Image.Image:
         """Resize `image` and crop its centre."""
-        return self._crops(image, CROP_POSITIONS[:1])[0]
-
-    def _crops(
-        self, image: Image.Image, positions: Sequence[tuple[float, float]]
-    ) -> list[Image.Image]:
-        """Resize `image` and crop it at each of `positions`."""
         height, width = self.image_size
         full = full_width, full_height = self.resized_size(*image.size)
         # round() as torchvision's centre crop does: half a pixel goes to the even side
-        corners = [
-            (round((full_width - width) * x), round((full_height - height) * y))
-            for x, y in positions
-        ]
-        boxes = [(left, top, left + width, top + height) for left, top in corners]
+        left, top = round((full_width - width) * 0.5), round((full_height - height) * 0.5)
+        box = (left, top, left + width, top + height)
         resample = RESAMPLING[self.interpolation]
         if full_width * full_height <= MAX_RESIZED_PIXELS:
-            resized = image.resize(full, resample)
-            return [resized.crop(box) for box in boxes]
+            return image.resize(full, resample).crop(box)
         x, y = image.width / full_width, image.height / full_height
-        sources = [(box[0] * x, box[1] * y, box[2] * x, box[3] * y) for box in boxes]
-        return [image.resize((width, height), resample, box=source) for source in sources]
-
-    @property
-    def crops_borders(self) -> bool:
-        """Whether a part of some images is cropped away."""
-        return self.resize == "crop" or self.crop_share < 1
+        source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+        return image.resize((width, height), resample, box=source)
 
     def keep_aspect(self, image: Image.Image, patch_size: int) -> "Tensor":
         """Resize without cropping, near the image's own aspect ratio, (3, height, width) uint8.

@@ -237,11 +237,10 @@ class ImageProperties:
 
         Args:
             size: Width and height of the whole image, in pixels.
-            pixels: As the network sees it, uint8 (3, height, width), or (crops, 3, height, width),
-                of which the first is measured.
+            pixels: As the network sees it, uint8 (3, height, width).
         """
         self.files[path] = (*size, file_format)
-        (self.pixels[path],) = pixel_statistics(pixels[:1] if pixels.ndim == 4 else pixels[None])
+        (self.pixels[path],) = pixel_statistics(pixels[None])
 
     def add_pixels(self, paths: Sequence[str], batch: Tensor) -> None:
         """Add images as the network sees them, uint8 (images, 3, height, width)."""

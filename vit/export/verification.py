@@ -23,7 +23,7 @@ from vit.exported.engine import exported_engine
 from vit.exported.onnx_session import Array
 from vit.generation.generate import generate_captions
 from vit.generation.generation_config import Search
-from vit.inference.image_arguments import find_images, input_paths
+from vit.inference.prediction_job import find_images, input_paths
 from vit.inference.predictor import Predictor
 from vit.model.captioner import Captioner
 from vit.output.prediction_results import Prediction

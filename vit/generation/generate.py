@@ -3,12 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
-from vit.errors import ConfigError
+from vit.errors import ConfigError, WeightsError
 from vit.generation.beam_search import beam_search
 from vit.generation.generation_config import (
     Caption,
@@ -18,7 +20,7 @@ from vit.generation.generation_config import (
     make_hypothesis,
 )
 from vit.generation.logits_processors import LogitsProcessor, choose_tokens, random_numbers
-from vit.model.captioner import CachedDecoder
+from vit.model.captioner import CachedDecoder, caption_losses
 from vit.model.decoder import TextDecoder
 
 
@@ -128,12 +130,9 @@ def generate_captions(
     """
     if not len(memory):
         return []
-    limit = decoder.max_new_tokens
-    if max(search.max_tokens, search.min_tokens) > limit:
-        name = "max_tokens" if search.max_tokens > limit else "min_tokens"
-        value = getattr(search, name)
-        raise ConfigError(f"{name}={value}: this decoder writes at most {limit}")
-    search = search if search.max_tokens else dataclasses.replace(search, max_tokens=limit)
+    check_length(search, decoder)
+    if not search.max_tokens:
+        search = dataclasses.replace(search, max_tokens=decoder.max_new_tokens)
     hypotheses = generate(
         CachedDecoder(decoder, decoder.init_cache(memory)),
         rows=len(memory),
@@ -147,3 +146,78 @@ def generate_captions(
         [Caption(tokenizer.decode(one.ids), one.score, one.ids, one.ended) for one in group]
         for group in hypotheses
     ]
+
+
+def check_length(search: Search, decoder: TextDecoder) -> None:
+    """Refuse more tokens than `decoder` writes."""
+    limit = decoder.max_new_tokens
+    for name in ("max_tokens", "min_tokens"):
+        if (tokens := getattr(search, name)) > limit:
+            raise ConfigError(f"{name}={tokens}: this decoder writes at most {limit}; use fewer")
+
+
+@dataclass(frozen=True)
+class CaptionGenerator:
+    """Generates captions; the caller sets autocast, device and inference mode."""
+
+    decoder: TextDecoder
+    tokenizer: Tokenizer
+    search: Search
+
+    def generate(
+        self, memories: Sequence[Tensor], numbers: Sequence[int]
+    ) -> list[tuple[Caption, ...] | WeightsError]:
+        """Captions of each image, the best first, or its error.
+
+        Args:
+            memories: Image tokens of each image, (tokens, dim).
+        """
+        results: dict[int, tuple[Caption, ...] | WeightsError] = {}
+        for group in group_by_length(memories):
+            memory = torch.stack([memories[index] for index in group])
+            seeds = [numbers[index] for index in group]
+            results |= zip(group, self._generate(memory, seeds), strict=True)
+        return [results[index] for index in range(len(memories))]
+
+    def _generate(
+        self, memory: Tensor, numbers: Sequence[int]
+    ) -> list[tuple[Caption, ...] | WeightsError]:
+        """As `generate`, for memory (batch, tokens, dim)."""
+        try:
+            captions = generate_captions(
+                self.decoder, memory, self.tokenizer, self.search, image_indices=numbers
+            )
+            return [tuple(best) for best in captions]
+        except WeightsError as error:
+            if len(memory) == 1:
+                return [error]
+        # one image failed: generate one by one, so that the others have their captions
+        pairs = zip(torch.split(memory, 1), numbers, strict=True)
+        return [result for one, number in pairs for result in self._generate(one, [number])]
+
+    def loss(self, memories: Sequence[Tensor], caption_ids: Tensor) -> tuple[float, int]:
+        """Cross-entropy of given captions, summed over their tokens, and the number of tokens.
+
+        Args:
+            memories: Image tokens of each image, (tokens, dim).
+            caption_ids: (images, tokens) with begin and end tokens, padded, on the CPU.
+        """
+        total, count = 0.0, 0
+        for group in group_by_length(memories):
+            memory = torch.stack([memories[index] for index in group])
+            ids = caption_ids[group].to(memory.device)
+            logits = self.decoder(ids[:, :-1], memory).float()
+            losses, counts = caption_losses(logits, ids, self.tokenizer.pad)
+            total += float(losses.sum())
+            count += int(counts.sum())
+        return total, count
+
+
+def group_by_length(memories: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the memories, grouped by their number of tokens."""
+
+    def length(index: int) -> int:
+        return len(memories[index])
+
+    order = sorted(range(len(memories)), key=length)
+    return [list(group) for _, group in groupby(order, key=length)]

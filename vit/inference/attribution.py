@@ -100,11 +100,6 @@ class Deletion:
         return sum(self.random) / len(self.random)
 
 
-def passes(patches: int, maps: int) -> int:
-    """Forward passes of `deletions` for `maps` maps of `patches` patches."""
-    return 2 + (len(steps(patches)) - 2) * (RANDOM_ORDERS + 2 * maps)
-
-
 def steps(patches: int) -> list[int]:
     """Number of deleted patches at each step, from none to all."""
     return sorted({round(patches * step / STEPS) for step in range(STEPS + 1)})
@@ -120,7 +115,7 @@ def deletions(
     seed: int,
     activation: Activation = SOFTMAX,
 ) -> list[Deletion]:
-    """Deletion metric of each of `maps`; takes `passes` forward images.
+    """Deletion metric of each of `maps`.
 
     Args:
         image: Normalised, (channels, height, width).

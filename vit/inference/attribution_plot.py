@@ -38,7 +38,7 @@ from vit.inference.attribution import (
 from vit.inference.predictor import ImageOutput, PathLike, Predictor
 from vit.model.token_merging import MergingBlock
 from vit.output.prediction_results import Prediction, to_json
-from vit.text import Notify, printable
+from vit.text import Notify, ignore, printable
 
 TILE = 208
 """Pixels of the longer side of an image in the plot."""
@@ -73,12 +73,6 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
             f"tta={predictor.tta}: one view of an image is explained, and answers are the "
             "mean of several; leave one of tta and explain out"
         )
-    kinds = {parameter.dtype for parameter in predictor.model.parameters()}
-    if kinds != {torch.float32}:
-        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        raise ConfigError(
-            f"explain computes in float32, and weights are {found}; use precision fp32"
-        )
 
 
 def draw_explanations(
@@ -89,7 +83,7 @@ def draw_explanations(
     deletion: bool = True,
     top_k: int | None = None,
     threshold: float | None = None,
-    notify: Notify = lambda _note: None,
+    notify: Notify = ignore,
 ) -> Iterator[Prediction]:
     """Iterate over predictions as `Predictor.stream`, and plot each into `folder`.
 

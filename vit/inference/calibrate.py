@@ -8,7 +8,7 @@ The logarithm of probabilities is the logits up to a constant per image, which s
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
-from vit.text import Notify, nearest
+from vit.text import Notify, Progress, ignore, nearest
 from vit.weights.saved_model import (
     CALIBRATION,
     CALIBRATION_ERROR,
@@ -58,8 +58,8 @@ def calibrate(
     split: str = "val",
     target_precision: float = TARGET_PRECISION,
     target_class: str | Sequence[str] = (),
-    notify: Notify = lambda _note: None,
-    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    notify: Notify = ignore,
+    progress: Progress = ignore,
     **settings: Any,
 ) -> dict[str, Any]:
     """Calibrate the scores of a run folder on one split of `data`, and store it in the folder.
@@ -112,7 +112,7 @@ def calibrate(
             "note: this run has no distances from its training images; a training measures them if "
             f"it holds out {MIN_DISTANCES} images or more"
         )
-    predictor.return_distances()
+    predictor.engine.returns_distances = True
     spec = as_dataset_spec(data, {"split": split}, source=source)
     samples = load_samples(predictor.task, run, spec, predictor.classes, notify)
     full_spec = evaluated_spec(predictor.task, run, spec, predictor.classes)

@@ -5,7 +5,7 @@ Of one class an image by right answers, of several by mean average precision.
 
 import os
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from vit.evaluation.paired_comparison import (
 )
 from vit.inference.evaluation_data import evaluated_spec, load_samples, source_of
 from vit.inference.predictor import PathLike, Predictor, open_evaluated
-from vit.text import Notify, join_names, plural, printable
+from vit.text import Notify, Progress, ignore, join_names, plural, printable
 
 NO_CLASS = "(no class)"
 
@@ -60,8 +60,8 @@ def compare_runs(
     split: str = "val",
     images: str | None = None,
     group: str | None = None,
-    notify: Notify = lambda _note: None,
-    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    notify: Notify = ignore,
+    progress: Progress = ignore,
     **settings: Any,
 ) -> RunsComparison:
     """Compare every two of several runs, with p values that are adjusted to their number.

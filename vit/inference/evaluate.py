@@ -53,12 +53,12 @@ from vit.output.prediction_results import (
     Layout,
     Truth,
     byte_order_mark,
+    classes_per_row,
     csv_settings,
-    resolve_top_k,
     write_workbook,
 )
 from vit.precision import autocast
-from vit.text import Notify, printable
+from vit.text import Notify, Progress, ignore, printable
 from vit.weights.saved_model import LoadedRun
 
 CLASSIFIER_SCORES = ("top1", "map")
@@ -73,8 +73,8 @@ def evaluate(
     data: PathLike | DatasetSpec,
     *,
     split: str = "val",
-    notify: Notify = lambda _note: None,
-    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    notify: Notify = ignore,
+    progress: Progress = ignore,
     **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate `model` on one split of `data`; the metrics are JSON values, see `measure`.
@@ -169,7 +169,7 @@ def measure_robustness(
     samples: tuple[Sample, ...],
     clean: Mapping[str, Any],
     score: str,
-    progress: Callable[[int, int], object],
+    progress: Progress,
     *,
     where: str,
     groups: Sequence[str] | None = None,
@@ -194,7 +194,7 @@ def measure_robustness(
             found = measure(
                 predictor,
                 samples,
-                lambda _note: None,
+                ignore,
                 advance,
                 where=where,
                 groups=groups,
@@ -251,9 +251,8 @@ class EvaluationRows:
         columns = [f"{CLASS_SCORE}{name}" for name in classes] if config.all_scores else []
         self.scored = {name: index for index, name in enumerate(columns)}
         self.truth += self.scored
-        most, _ = resolve_top_k(classes, predictor.thresholds, config.top_k, None)
         layout = Layout(
-            min(most, len(classes)),
+            classes_per_row(classes, predictor.thresholds, config.top_k),
             classes,
             [sample.path for sample in samples],
             predictor.n_best,
@@ -307,7 +306,7 @@ def measure(
     predictor: Predictor,
     samples: tuple[Sample, ...],
     notify: Notify,
-    progress: Callable[[int, int], object],
+    progress: Progress,
     *,
     where: str,
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,

@@ -16,7 +16,7 @@ from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import PathLike, Predictor, source_run
 from vit.tasks.task import Task
-from vit.text import Notify, plural, printable
+from vit.text import Notify, ignore, plural, printable
 from vit.weights.saved_model import LoadedRun
 
 
@@ -68,7 +68,7 @@ def evaluated_spec(
     model: PathLike | LoadedRun | None,
     spec: DatasetSpec,
     classes: tuple[str, ...],
-    notify: Notify = lambda _note: None,
+    notify: Notify = ignore,
 ) -> DatasetSpec:
     """What `load_samples` reads, with the settings of the training of `model`, a run folder."""
     run = run_folder_of(model) if isinstance(model, str | os.PathLike) else None
@@ -77,7 +77,7 @@ def evaluated_spec(
 
 
 def with_training_settings(
-    spec: DatasetSpec, run: Path | None, notify: Notify = lambda _note: None
+    spec: DatasetSpec, run: Path | None, notify: Notify = ignore
 ) -> DatasetSpec:
     """`spec` with the dataset settings of the training in run folder `run` where it has none.
 

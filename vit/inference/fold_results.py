@@ -49,7 +49,7 @@ from vit.inference.predictor import Predictor
 from vit.output.prediction_results import to_json, write_review_list
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.task import get_task
-from vit.text import Notify, plural, printable, quoted
+from vit.text import Notify, ignore, plural, printable, quoted
 from vit.weights.model_soup import average_weights, delete_fold_soup, is_fold_soup
 from vit.weights.saved_model import (
     WEIGHTS_FILE,
@@ -189,7 +189,7 @@ def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
     pairs: list[tuple[Sample, int]] = []
     for place, run in enumerate(runs):
         record = read_split(run)
-        samples = load_samples(task, run, spec, loaded.classes, lambda _note: None)
+        samples = load_samples(task, run, spec, loaded.classes, ignore)
         if record is None or len(samples) > len(record.val):  # all images, if none of them is there
             raise DataError(f"the images that {run} held out are not there")
         pairs += [(sample, place) for sample in samples if sample.label != NO_LABEL]
@@ -205,7 +205,7 @@ def raw_logits(run: LoadedRun, samples: Sequence[Sample], device: str) -> Tensor
         run,
         precision="fp32",
         device=None if device == "auto" else device,
-        notify=lambda _note: None,
+        notify=ignore,
     )
     missing = torch.full((len(run.classes),), torch.nan, dtype=torch.float64)
     rows = [

@@ -26,7 +26,7 @@ from vit.config.stored_config import has_stored_config, run_folder_of, stored_co
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.dataset_check import (
     CheckReport,
-    Progress,
+    StageProgress,
     check_dataset,
     sort_by_severity,
 )
@@ -46,7 +46,7 @@ from vit.evaluation.confident_learning import (
 from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.prediction_results import write_review_list
-from vit.text import Notify, plural, printable
+from vit.text import Notify, ignore, plural, printable
 
 SAME = 0.999
 """Cosine from which on a neighbour is a copy, and not counted."""
@@ -87,8 +87,8 @@ def check(
     device: str | None = None,
     workers: int | None = None,
     cache: bool = True,
-    progress: Progress = lambda _stage, _done, _total: None,
-    notify: Notify = lambda _note: None,
+    progress: StageProgress = ignore,
+    notify: Notify = ignore,
     **settings: Any,
 ) -> CheckReport:
     """Check a dataset: `vit check`: `check_dataset`, then label errors by `weights` or `rows`.
@@ -126,8 +126,8 @@ def find_label_errors(
     *,
     device: str | None = None,
     workers: int | None = None,
-    progress: Progress = lambda _stage, _done, _total: None,
-    notify: Notify = lambda _note: None,
+    progress: StageProgress = ignore,
+    notify: Notify = ignore,
 ) -> CheckReport:
     """Add suspected labels and near duplicates to `report`, by the features of a network."""
     predictor = Predictor(
@@ -211,7 +211,7 @@ def add_row_errors(
     rows: Sequence[LabeledRow],
     *,
     where: str,
-    notify: Notify = lambda _note: None,
+    notify: Notify = ignore,
 ) -> CheckReport:
     """Add the labels that out-of-sample predictions contradict to `report`."""
     listed = {os.path.realpath(one.path): one for one in report.listing.images}

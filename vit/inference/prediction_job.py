@@ -3,32 +3,40 @@
 predict            checks flags and files, lists the images, opens the predictor
   write_stream     rows to standard output, a device, or with drawings
   write_file       rows and embeddings to files that --resume continues, by all processes
+
+Predictions go through files, so the processes of a launcher (ProcessGroup) exchange only small
+Python objects, over gloo on the CPU whatever device computes.
 """
 
+import atexit
+import datetime
 import hashlib
 import itertools
 import os
+import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeVar
 
 from vit.atomic_files import explain_write_errors
 from vit.config.inference_config import InferenceConfig, PredictionConfig, accepts_settings
 from vit.config.settings import check_together, split_settings
-from vit.errors import ConfigError, RunError, VitError, WeightsError, is_out_of_memory
-from vit.exported.engine import library_version, select_engine
-from vit.inference.image_arguments import find_images, input_paths, input_rows, read_column
-from vit.inference.predictor import Predictor, model_files, open_predictor
-from vit.inference.process_group import (
-    ProcessFailed,
-    ProcessGroup,
-    world_size,
+from vit.errors import (
+    ConfigError,
+    DataError,
+    RunError,
+    VitError,
+    WeightsError,
+    is_out_of_memory,
 )
+from vit.exported.engine import library_version, select_engine
+from vit.inference.predictor import Predictor, model_files, open_predictor
 from vit.output.output_file import (
     check_distinct,
     check_folder,
@@ -38,11 +46,11 @@ from vit.output.output_file import (
 )
 from vit.output.prediction_results import (
     FORMATS,
-    TOP_K,
     Layout,
     Prediction,
     byte_order_mark,
     check_classes,
+    classes_per_row,
     csv_settings,
     unended_note,
     write_workbook,
@@ -52,7 +60,9 @@ from vit.output.resumable_output import (
     BlockLog,
     FileLock,
     ResumableOutput,
+    check_embeddings,
     describe_differences,
+    encode_vectors,
 )
 from vit.output.sort_into_folders import (
     UNSURE,
@@ -60,14 +70,13 @@ from vit.output.sort_into_folders import (
     check_sorting,
     renamed_note,
 )
-from vit.paths import path_argument, sha256_of_files
+from vit.paths import did_you_mean, path_argument, sha256_of_files
 from vit.stop_signals import Interrupted, Interruption
-from vit.text import Notify, format_clock, plural, print_to_stderr, printable
+from vit.text import Notify, Progress, format_clock, ignore, plural, print_to_stderr, printable
 from vit.version import __version__
 
-if TYPE_CHECKING:
-    pass
-
+T = TypeVar("T")
+TIMEOUT = datetime.timedelta(days=30)  # one process may finish long before another
 FORMAT_OF_SUFFIX = {
     ".jsonl": "jsonl",
     ".csv": "csv",
@@ -87,7 +96,7 @@ def predict(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     notify: Notify = print_to_stderr,
-    progress: Callable[[int, int], object] = lambda _done, _total: None,
+    progress: Progress = ignore,
     **settings: Any,
 ) -> int:
     """Predict images as `vit predict` does; return how many failed.
@@ -113,16 +122,16 @@ def predict(
         settings | names, "a prediction", PredictionConfig, InferenceConfig
     )
     engine = select_engine(config.model, config.engine)
-    config = replace(config, engine=engine, format=config.format or default_format(config, engine))
+    config = replace(config, engine=engine, format=config.format or default_format(config))
     check_prediction(config, inference)
     group = ProcessGroup()
     output = None
     if engine != "ray" and file_of(config) is not None and config.explain is None:
         output = ResumableOutput(str(config.out), config.embeddings, processes=group.processes)
-    images, failed = group.run_on_main(lambda: prepare(config, output, notify))
-    if failed is None and engine == "ray":
+    images = group.run_on_main(lambda: prepare(config, output, notify))
+    if engine == "ray":
         failed = run_on_ray(config, inference, images, notify)
-    elif failed is None:
+    else:
         predictor = open_predictor_on_all(config, inference, group, images, output)
         job = PredictionJob(config, inference, images, predictor, group, notify, progress)
         failed = job.write_stream() if output is None else job.write_file(output)
@@ -170,57 +179,128 @@ def samples(inference: InferenceConfig) -> bool:
     return inference.search is not None and inference.search.temperature > 0
 
 
-def default_format(config: PredictionConfig, engine: str) -> Any:
-    """The format by the suffix of the file, where only Ray's workers write Parquet; else table."""
+def default_format(config: PredictionConfig) -> Any:
+    """The format by the suffix of the file; else table."""
     path = file_of(config)
     if path is None:
         return "table"
     suffix = Path(path).suffix.lower()
-    if suffix == ".parquet" and engine == "ray":
-        return "parquet"
     if suffix not in FORMAT_OF_SUFFIX:
         raise VitError(f"{path}: name it .jsonl, .csv or .xlsx, or add --format")
     return FORMAT_OF_SUFFIX[suffix]
 
 
-def prepare(
-    config: PredictionConfig, output: ResumableOutput | None, notify: Notify
-) -> tuple[list[str], int | None]:
-    """Check all paths; return the images, and the failures if `output` is already complete."""
-    ray, out = config.engine == "ray", config.out or ""
+def prepare(config: PredictionConfig, output: ResumableOutput | None, notify: Notify) -> list[str]:
+    """Check all paths; return the images."""
     if output is not None:
         if config.embeddings is not None:
-            from vit.output.resumable_output import check_embeddings
-
             check_embeddings(config.embeddings)
         output.check(resume=config.resume, overwrite=config.overwrite)
-    elif ray:
-        from vit.inference.ray_inference import check_out
-
-        check_out(out, str(config.format), overwrite=config.overwrite)
     else:
-        check_output(None if out in ("", "-") else out, overwrite=config.overwrite)
+        check_output(None if config.out == "-" else config.out, overwrite=config.overwrite)
     if config.explain is not None:
         check_folder(config.explain, overwrite=config.overwrite, content="drawings")
-    images = find_images(config.inputs, lists=ray, notify=notify)
-    if output is not None and config.resume and not config.overwrite:
-        failed = output.complete(images, str(config.format))
-        if failed is not None:
-            if config.sort_into is not None:
-                raise ConfigError(
-                    f"{out} is complete, and does not record whether the images were "
-                    "sorted: leave --sort-into out, or start again with --overwrite"
-                )
-            notify(
-                f"{printable(out)} is complete: {len(images):,} images, in the order of the inputs "
-                "(the model and settings that wrote it are not recorded)"
-            )
-            return images, failed
+    images = find_images(config.inputs, urls=config.engine == "ray", notify=notify)
     if config.sort_into is not None:
-        filled = config.overwrite or (output is not None and bool(output.leftovers()))
+        begun = output is not None and (output.is_done() or bool(output.leftovers()))
         method = config.sort_with or "copy"
-        check_sorting(config.sort_into, config.inputs, images, filled=filled, method=method)
-    return images, None
+        check_sorting(
+            config.sort_into,
+            config.inputs,
+            images,
+            filled=config.overwrite or begun,
+            method=method,
+        )
+    return images
+
+
+def input_paths(inputs: Any) -> list[str]:
+    """One input or a list of them, of a Python call, as text."""
+    listed = inputs if isinstance(inputs, list | tuple) else [inputs]
+    wanted = "files, folders, patterns or lists; images in memory are for vit.Predictor"
+    return [path_argument("inputs", one, wanted) for one in listed]
+
+
+def find_images(inputs: Sequence[str], *, notify: Notify, urls: bool = False) -> list[str]:
+    """Paths of all `inputs` in their order, `-` replaced by the list on standard input.
+
+    With `urls`, lists of URLs too, which only Ray's workers open.
+    """
+    images: list[str] = []
+    notes: list[str] = []
+    for word in inputs:
+        if word == "-":
+            images += read_path_list()
+        elif urls and (listed := read_urls(word)) is not None:
+            images += listed
+        else:
+            images += expand(word, notes, alone=len(inputs) == 1)
+    for note in notes:
+        notify(note)
+    if not images:
+        raise DataError("the list on standard input is empty; give one path a line")
+    return images
+
+
+def read_urls(word: str) -> list[str] | None:
+    """Images of a list with URLs in its column `image`; None of other words.
+
+    Names beside the URLs are relative to the folder of the list.
+    """
+    from vit.inference.ray_inference import is_url, read_list
+
+    if not word.lower().endswith((".csv", ".jsonl")):
+        return None
+    try:
+        names = read_list(word)
+    except DataError:  # it is missing, or has other columns: `expand` reads it, or says why not
+        return None
+    if not any(map(is_url, names)):
+        return None
+    folder = os.path.dirname(word)
+    return [name if is_url(name) else os.path.join(folder, name) for name in names]
+
+
+def expand(word: str, notes: list[str], *, alone: bool) -> list[str]:
+    """Paths that one input means; a folder without images is an error of its own among others."""
+    from vit.data.sources.dataset_spec import refuse_run_folder
+    from vit.data.sources.open_dataset import list_images
+
+    if alone:  # among others it has its row
+        refuse_run_folder(word)
+    try:
+        found = list_images([word], notes=notes)
+        if alone and found == [word] and (hint := did_you_mean(word)):
+            notes.append(f"{printable(word)} is not there{hint}")
+        return found
+    except DataError:
+        if alone or not os.path.isdir(word):
+            raise
+        return [word]
+
+
+def input_rows(inputs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the image lists among `inputs`; see `list_rows`."""
+    from vit.data.sources.dataset_spec import DatasetSpec, named_source
+    from vit.data.sources.image_list import list_rows
+
+    spec = partial(DatasetSpec, allow_outside=True, labels=False, reads_splits=False)
+    found: dict[str, dict[str, Any]] = {}
+    for word in inputs:
+        is_list = named_source(word) == "list" and os.path.isfile(word)
+        rows = list_rows(spec(word)) if is_list else {}
+        found |= {path: {**row, **found.get(path, {})} for path, row in rows.items()}
+    return found
+
+
+def read_path_list() -> list[str]:
+    """Paths on standard input, one a line, or with NUL between them as `find -print0` writes."""
+    raw = sys.stdin.buffer.read()
+    if b"\0" in raw:
+        names = raw.split(b"\0")
+    else:
+        names = [line.removesuffix(b"\r") for line in raw.split(b"\n")]
+    return [os.fsdecode(name) for name in names if name]
 
 
 def run_on_ray(
@@ -238,9 +318,113 @@ def run_on_ray(
         top_k=config.top_k,
         settings=vars(inference),
         notify=notify,
-        cells=input_rows([word for word in config.inputs if read_column(word) is None]),
+        cells=input_rows([word for word in config.inputs if read_urls(word) is None]),
         **csv_settings(config, style),
     )
+
+
+class ProcessFailed(VitError):
+    """Error of one process, raised in all of them."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+class ProcessGroup:
+    """The processes started by a launcher, seen from one of them; or this one.
+
+    Attributes:
+        rank: Index of this process.
+        processes: Number of processes.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.processes = 0, 1
+        if (started := world_size()) == 1:
+            return
+        from accelerate import PartialState
+
+        with warnings.catch_warnings():  # accelerate warns about its choice of OMP_NUM_THREADS
+            warnings.simplefilter("ignore")
+            state = PartialState(cpu=True, timeout=TIMEOUT)
+        self.rank, self.processes = int(state.process_index), int(state.num_processes)
+        if self.processes != started:
+            raise RunError(
+                f"{started} processes were started, and {self.processes} can work together"
+            )
+        atexit.register(destroy_process_group)
+
+    def device(self, requested: str | None) -> str | None:
+        """Device of this process: one GPU each, where there are GPUs and no other is requested."""
+        if self.processes == 1:
+            return requested
+        if requested is not None and ":" in requested:
+            raise ConfigError(
+                f"device={requested!r}: {self.processes} processes take a device each; "
+                "use --device cuda or cpu"
+            )
+        import torch
+
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+        if requested not in (None, "cuda") or (requested is None and on_cpu):
+            return requested or "cpu"
+        if not torch.cuda.is_available():
+            return requested
+        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        """Call `function` in process 0 and return its result, or raise its error, in all."""
+        result: Any = self.run_on_all(function if self.rank == 0 else lambda: None)
+        first: T = self.all_gather(result)[0]
+        return first
+
+    def run_on_all(self, function: Callable[[], T]) -> T:
+        """Call `function` in every process and return its local result once all have finished."""
+        if self.processes == 1:
+            return function()
+        try:
+            result = function()
+        except VitError as error:
+            self._raise_first((str(error), error.exit_code))
+            raise
+        except Exception as error:
+            self._raise_first((f"process {self.rank}: {type(error).__name__}: {error}", 1))
+            raise
+        self._raise_first(None)
+        return result
+
+    def all_gather(self, value: T) -> list[T]:
+        """`value` of every process, by rank."""
+        if self.processes == 1:
+            return [value]
+        from accelerate.utils import gather_object
+
+        try:
+            values: list[T] = gather_object([value])
+        except RuntimeError:  # its connection is closed
+            raise RunError("another process has ended; what is written is kept") from None
+        return values
+
+    def _raise_first(self, failure: tuple[str, int] | None) -> None:
+        """Raise the failure of any process; one with an empty message only followed another."""
+        failures = [one for one in self.all_gather(failure) if one is not None]
+        for message, code in sorted(failures, key=lambda one: not one[0]):
+            raise ProcessFailed(message, code)
+
+
+def destroy_process_group() -> None:
+    """Leave the group before the interpreter exits: running gloo threads may abort it."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def world_size() -> int:
+    """How many processes a launcher has started."""
+    word = os.environ.get("WORLD_SIZE", "1")
+    return int(word) if word.isdecimal() else 1
 
 
 def open_predictor_on_all(
@@ -289,7 +473,7 @@ class PredictionJob:
     predictor: Predictor
     group: ProcessGroup
     notify: Notify
-    progress: Callable[[int, int], object]
+    progress: Progress
     totals: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -312,7 +496,8 @@ class PredictionJob:
                 "sort_into",
                 "this network is multi-label, so an image has no single folder; leave it out",
             )
-        return classes_per_row(self.predictor, config.top_k, **flags)
+        check_classes(self.predictor.classes, top_k=config.top_k, **flags)
+        return classes_per_row(self.predictor.classes, self.predictor.thresholds, config.top_k)
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
         """The header, and the function that makes a row."""
@@ -333,26 +518,23 @@ class PredictionJob:
         marked = style == "csv" and file_of(config) is not None
         return (byte_order_mark(layout) if marked else "") + header, line
 
-    def sorter(self) -> Callable[[int, Prediction], bool]:
-        """Places an image; returns whether one of its name lies in another folder too."""
+    def sorter(self) -> Callable[[int, Prediction], None]:
+        """Places an image in the folder of its class, if that is requested."""
         folder, method = self.config.sort_into, self.config.sort_with or "copy"
         if folder is None:
-            return lambda _index, _prediction: False
+            return lambda _index, _prediction: None
         return ImageSorter(folder, method, self.predictor.classes, self.images)
 
     def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Yield predictions of `images`; `first` is the index of the first one in the list."""
         config = self.config
-        options: dict[str, Any] = {"top_k": max(self.top_k, 1)}
-        if self.multilabel:
-            options["threshold"] = config.threshold
+        options: dict[str, Any] = {"top_k": config.top_k, "threshold": config.threshold}
         if config.explain is not None:
             from vit.inference.attribution_plot import check_explainable, draw_explanations
 
             deletion = not config.no_deletion
             check_explainable(self.predictor, deletion=deletion)
-            options["top_k"] = self.top_k
-            predictions = draw_explanations(
+            return draw_explanations(
                 self.predictor,
                 images,
                 config.explain,
@@ -360,15 +542,11 @@ class PredictionJob:
                 notify=self.notify,
                 **options,
             )
-        else:
-            if first and samples(self.inference):
-                options["first"] = first  # sampling is seeded by the index
-            if config.reject or config.sets is not None:
-                options |= {"reject": config.reject, "sets": config.sets}
-            predictions = self.predictor.stream(images, **options)
-        return (apply_threshold(one, config.threshold) for one in predictions)
+        if first and samples(self.inference):
+            options["first"] = first  # sampling is seeded by the index
+        return self.predictor.stream(images, reject=config.reject, sets=config.sets, **options)
 
-    def count(self, prediction: Prediction, *, duplicate: bool) -> None:
+    def count(self, prediction: Prediction) -> None:
         """Add one prediction to the totals."""
         self.totals["failed"] += prediction.error is not None
         self.totals["captions"] += len(prediction.captions)
@@ -377,7 +555,6 @@ class PredictionJob:
         self.totals["unsure"] += prediction.error is None and (
             not prediction.predictions or prediction.unknown is not None
         )
-        self.totals["duplicates"] += duplicate
 
     def write_stream(self) -> int:
         """Write rows to standard output, to a device, or with drawings; return the failures."""
@@ -388,7 +565,8 @@ class PredictionJob:
             self.progress(0, total)
             out.write(header)
             for index, prediction in enumerate(predictions):
-                self.count(prediction, duplicate=sort(index, prediction))
+                sort(index, prediction)
+                self.count(prediction)
                 out.write(format_row(prediction))
                 self.progress(index + 1, total)
         return self.report(self.totals, done=total, seconds=time.monotonic() - begin)
@@ -402,16 +580,20 @@ class PredictionJob:
             if different := describe_differences(first, other):
                 raise ConfigError(f"process {rank} differs from process 0: {'; '.join(different)}")
         with FileLock(output.targets) as lock:
-            resuming = group.run_on_main(
+            done = group.run_on_main(
                 lambda: output.begin(
                     lock, settings, resume=config.resume, overwrite=config.overwrite
                 )
             )
+            if done is not None:
+                if group.rank == 0:
+                    self.notify(f"{printable(output.out)} is complete")
+                return done.get("failed", 0)  # sums of counters leave zeros out
             # the main process shares its exclusive lock before the others can acquire theirs
             group.run_on_main(lambda: lock.acquire(shared=True))
             group.run_on_all(lambda: lock.acquire(shared=True))
             try:
-                outcomes = self.predict_and_merge(output, settings, resuming=resuming)
+                outcomes = self.predict_and_merge(output, settings)
             except VitError as error:
                 if group.rank:
                     raise
@@ -422,11 +604,9 @@ class PredictionJob:
                 raise ProcessFailed(message, error.exit_code) from None
         if group.rank:
             return 0
-        totals: Counter[str] = Counter()
-        for own_totals, _, _ in outcomes:
-            totals.update(own_totals)
-        done = sum(predicted for _, predicted, _ in outcomes)
-        return self.report(totals, done=done, seconds=max(seconds for *_, seconds in outcomes))
+        predicted = sum(outcome.predicted for outcome in outcomes)
+        seconds = max(outcome.seconds for outcome in outcomes)
+        return self.report(sum_totals(outcomes), done=predicted, seconds=seconds)
 
     def settings_record(self) -> dict[str, Any]:
         """Everything that determines the output; only a prediction with equal ones is resumed."""
@@ -464,7 +644,7 @@ class PredictionJob:
         }
 
     def predict_and_merge(
-        self, output: ResumableOutput, settings: dict[str, Any], *, resuming: bool
+        self, output: ResumableOutput, settings: dict[str, Any]
     ) -> "list[Outcome]":
         """Predict in all processes, write the final files, and return each process's outcome."""
         group, config = self.group, self.config
@@ -473,19 +653,17 @@ class PredictionJob:
         dim = 0 if config.embeddings is None else int(self.predictor.model.num_features)
         log = group.run_on_all(lambda: output.open_log(group.rank, settings, resume=config.resume))
         rows = sum(group.all_gather(log.images))
-        if resuming and group.rank == 0:
+        if rows and group.rank == 0:
             name = printable(output.partial)
-            self.notify(
-                f"resuming after {rows:,} of {plural(len(self.images), 'image')} in {name}"
-                if rows
-                else f"{name} has no complete block: starting at the first image"
-            )
+            self.notify(f"resuming after {rows:,} of {plural(len(self.images), 'image')} in {name}")
         outcomes = group.all_gather(
             group.run_on_all(lambda: self.predict_own_images(output, log, format_row, dim))
         )
         workbook = partial(write_workbook, shares=self.predictor.shares)
-        write = workbook if self.config.format == "xlsx" else None
-        group.run_on_main(lambda: output.finish(header.encode(), self.images, dim, write))
+        write = workbook if config.format == "xlsx" else None
+        record = (settings, sum_totals(outcomes)) if config.resume else None
+        images = len(self.images)
+        group.run_on_main(lambda: output.finish(header.encode(), images, dim, write, record))
         return outcomes
 
     def predict_own_images(
@@ -536,7 +714,8 @@ class PredictionJob:
         for indices in blocks:
             block = list(itertools.islice(predictions, len(indices)))
             for index, prediction in zip(indices, block, strict=True):
-                self.count(prediction, duplicate=sort(index, prediction))
+                sort(index, prediction)
+                self.count(prediction)
             log.append(
                 Block(
                     first=indices[0],
@@ -549,7 +728,7 @@ class PredictionJob:
             )
             report_progress(log.images, total)
             check()
-        return dict(self.totals), len(images), time.monotonic() - begin
+        return Outcome(self.totals, len(images), time.monotonic() - begin)
 
     def report(self, totals: Counter[str], *, done: int, seconds: float) -> int:
         """Report the summary; return how many images failed."""
@@ -567,11 +746,6 @@ class PredictionJob:
             )
             if note := renamed_note(self.predictor.classes):
                 self.notify(note)
-            if totals["duplicates"]:
-                self.notify(
-                    f"{totals['duplicates']:,} of them were in another folder there already, and "
-                    "stay in it as well"
-                )
         if total >= MIN_IMAGES_FOR_SUMMARY:
             rate = f"{done / seconds:,.4g}" if seconds > 0 and done else "0"
             images = f"{total:,} images" if done == total else f"{done:,} of {total:,} images"
@@ -579,33 +753,23 @@ class PredictionJob:
         return failed
 
 
-def classes_per_row(predictor: Predictor, top_k: int | None, **flags: Any) -> int:
-    """Classes in a row of the predictions; 0 for a network without classes.
+class Outcome(NamedTuple):
+    """What one process has done."""
 
-    Args:
-        top_k: Requested number; default: 5, or all classes of a multi-label network.
-    """
-    classes, several = predictor.classes, predictor.thresholds is not None
-    check_classes(classes, top_k=top_k, **flags)
-    return min(top_k or (len(classes) if several else TOP_K), len(classes))
-
-
-Outcome = tuple[dict[str, int], int, float]
-"""Totals of a process's images, how many it predicted now, and the seconds that took."""
+    totals: Counter[str]
+    """Of all its images."""
+    predicted: int
+    """Images predicted now."""
+    seconds: float
 
 
-def apply_threshold(prediction: Prediction, threshold: float | None) -> Prediction:
-    """Remove the classes less probable than `threshold`."""
-    if threshold is None:
-        return prediction
-    classes = tuple(pair for pair in prediction.predictions if pair[1] >= threshold)
-    return replace(prediction, predictions=classes)
+def sum_totals(outcomes: Sequence[Outcome]) -> Counter[str]:
+    """Totals of all processes."""
+    return sum((outcome.totals for outcome in outcomes), Counter())
 
 
 def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
     """Encode the embeddings of a block; failures have none."""
-    from vit.output.resumable_output import encode_vectors
-
     for one in block:
         if one.error is None and one.embedding is None:
             raise WeightsError(f"{one.image}: the network gave no embedding")

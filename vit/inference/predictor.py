@@ -25,7 +25,7 @@ from vit.exported.engine import (
 )
 from vit.exported.image_reader import ImageReader, chunks, expected_pixels, prefetch
 from vit.output.prediction_results import ImageOutput as ImageOutput
-from vit.output.prediction_results import Prediction, check_top_k, resolve_top_k
+from vit.output.prediction_results import Prediction, check_top_k, classes_per_row
 from vit.quick_imports import quick_imports
 from vit.score_calibration import check_decisions, check_selection
 from vit.text import Notify, print_to_stderr, printable
@@ -140,7 +140,7 @@ class Predictor:
         check_top_k(top_k)
         self.check_options(threshold=threshold, reject=reject, sets=sets)
         if reject:
-            self.return_distances()
+            self.engine.returns_distances = True
         named_images(images)  # refuses a single image now, and not with the first result
         batches = self.batches(images, first=first)
         return (
@@ -158,19 +158,6 @@ class Predictor:
             )
         check_selection(self.calibration, reject=reject, sets=sets)
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
-
-    def return_distances(self) -> None:
-        """Return the distance of each image from those of training from now on, if it is known.
-
-        Raises:
-            ConfigError: Images keep their aspect ratio: distances are of square ones.
-        """
-        if self.keep_aspect:
-            raise ConfigError(
-                "reject: distances from the training images are those of square crops; leave "
-                "keep_aspect out"
-            )
-        self.engine.returns_distances = True
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""
@@ -297,7 +284,8 @@ class Predictor:
         sets: float | None = None,
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
-        top_k, thresholds = resolve_top_k(self.classes, self.thresholds, top_k, threshold)
+        count = classes_per_row(self.classes, self.thresholds, top_k)
+        thresholds = self.thresholds if threshold is None else [threshold] * len(self.classes)
         rows = [one.probabilities for one in outputs if one.probabilities is not None]
         orders: Iterator[Array] = iter(ranked_classes(np.stack(rows)) if rows else [])
         predictions = []
@@ -306,7 +294,7 @@ class Predictor:
                 predictions.append(Prediction(output.image, error=output.error))
                 continue
             order = next(orders)
-            best = order[:top_k]
+            best = order[:count]
             pairs = zip(best.tolist(), output.probabilities[best].tolist(), strict=True)
             selected: dict[str, Any] = {}
             if reject or sets is not None:

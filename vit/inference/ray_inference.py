@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -21,23 +22,19 @@ from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_formats import read_rows
-from vit.errors import ConfigError, RunError, VitError
+from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.generation_config import Caption
 from vit.inference.predictor import Predictor
-from vit.output.prediction_results import TOP_K, Layout, Prediction, check_classes
+from vit.output.output_file import resolve_link
+from vit.output.prediction_results import (
+    FORMATS,
+    Layout,
+    Prediction,
+    byte_order_mark,
+    check_classes,
+    classes_per_row,
+)
 from vit.text import Notify, printable
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-import itertools
-import tempfile
-from collections.abc import Iterable
-from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING
-
-from vit.errors import DataError
-from vit.output.output_file import check_output, resolve_link
-from vit.output.prediction_results import FORMATS, byte_order_mark
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,23 +59,6 @@ class AttemptCounter:
         """Count one more attempt; return their number."""
         self.counts[piece] += 1
         return self.counts[piece]
-
-
-class SharedAttemptCounter:
-    """An AttemptCounter that all workers of a cluster share; it takes no core."""
-
-    def __init__(self) -> None:
-        import ray
-
-        self.counter = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
-            AttemptCounter
-        ).remote()
-
-    def __call__(self, piece: int) -> int:
-        """As `AttemptCounter.attempt`."""
-        import ray
-
-        return int(ray.get(self.counter.attempt.remote(piece)))
 
 
 def shares(
@@ -106,7 +86,7 @@ def cluster(workers: int | None) -> Iterator[ModuleType]:
         import ray
         import ray.data
     except ImportError as error:
-        raise missing(error) from None
+        raise VitError(f"{error.name} is not installed: pip install 'vit-toolkit[ray]'") from None
     if ray.is_initialized():
         yield ray
         return
@@ -211,34 +191,36 @@ def predict_with_ray(
             f"ray: {size} workers on {about['device']}, {len(tables)} pieces of {len(tables[0])}"
         )
         layout = Layout(
-            min(top_k or TOP_K, len(about["classes"])),
+            classes_per_row(about["classes"], None, top_k),
             about["classes"],
             images,
             about["n_best"],
             shares=about["shares"],
             **columns,
         )
-        arguments = (
-            model,
-            settings | about["settings"],
-            max(layout.top_k, 1),
-            SharedAttemptCounter(),
-        )
-        return _write(out, style, layout, _rows(tables, images, arguments, size, share))
+        # one counter for all workers of the cluster, which takes no core
+        counter = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(AttemptCounter)
+        attempts = counter.remote()
 
+        def attempt(piece: int) -> int:
+            return int(ray.get(attempts.attempt.remote(piece)))
 
-def _write(out: str, style: str, layout: Layout, rows: Iterator[Prediction]) -> int:
-    """Write `rows`; return the number of failures."""
-    failed = 0
-
-    def counted() -> Iterator[Prediction]:
-        nonlocal failed
+        arguments = model, settings | about["settings"], max(layout.top_k, 1), attempt
         with raise_worker_errors():
-            for row in rows:
-                failed += row.error is not None
-                yield row
+            rows = _rows(tables, images, arguments, size, share)
+            return write_rows(out, style, layout, rows)
 
-    write_rows(out, style, layout, counted())
+
+def write_rows(out: str, style: str, layout: Layout, rows: Iterator[Prediction]) -> int:
+    """Write rows to a file that appears when it is complete; return the number of failures."""
+    failed = 0
+    header, line = FORMATS[style](layout)
+    mark = byte_order_mark(layout) if style == "csv" else ""
+    with open_atomic(resolve_link(out)) as file:
+        file.write((mark + header).encode())
+        for row in rows:
+            failed += row.error is not None
+            file.write(line(row).encode("utf-8", "backslashreplace"))
     return failed
 
 
@@ -373,8 +355,6 @@ def _rows(
 
 
 COLUMN = "image"
-LISTS = (".parquet", ".jsonl", ".csv")
-ROW_GROUP = 1 << 14  # rows of a parquet file that are in memory together
 
 
 def is_url(name: str) -> bool:
@@ -383,130 +363,13 @@ def is_url(name: str) -> bool:
 
 
 def read_list(path: str) -> list[str]:
-    """Names of images: the column `image` of a .parquet, .jsonl or .csv file, in its order."""
-    name = printable(path)
-    with fetched([path]) as ((local,), errors):
-        if errors:
-            raise DataError(f"{name}: {errors[0]}")
-        if path.lower().endswith(".parquet"):
-            rows = _parquet_column(local)
-        else:
-            spec = DatasetSpec(local, image_column=COLUMN)
-            rows = [row.values.get(COLUMN) for row in read_rows(local, spec, [])]
-    if not rows:
-        raise DataError(f"{name} is an empty list; give one image a row")
+    """Names of images: the column `image` of a .jsonl or .csv file, in its order."""
+    spec = DatasetSpec(path, image_column=COLUMN)
+    rows = [row.values.get(COLUMN) for row in read_rows(path, spec, [])]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, str) or not row:
-            raise DataError(f"{name}, row {number}: there is no text in the column {COLUMN!r}")
+            raise DataError(f"{path}, row {number}: there is no text in the column {COLUMN!r}")
     return [str(row) for row in rows]
-
-
-def _parquet_column(path: str) -> list[object]:
-    try:
-        import pyarrow.parquet as pq
-
-        found = pq.ParquetFile(path)
-        if COLUMN not in found.schema_arrow.names:
-            return [None]
-        column: list[object] = found.read([COLUMN])[COLUMN].to_pylist()
-    except ImportError as error:
-        raise missing(error) from None
-    except (OSError, ValueError) as error:  # of pyarrow too
-        raise DataError(f"{path} is no readable list: {error}") from None
-    return column
-
-
-def missing(error: ImportError) -> VitError:
-    """The error for a missing library."""
-    return VitError(f"{error.name} is not installed: pip install 'vit-toolkit[ray]'")
-
-
-def check_out(out: str, style: str, *, overwrite: bool) -> None:
-    """Check, before any work is done, that `out` can be written and libraries are there."""
-    if find_spec("ray") is None:
-        raise VitError("ray is not installed: pip install 'vit-toolkit[ray]'")
-    if not is_url(out):
-        check_output(out, overwrite=overwrite)
-    try:
-        if style == "parquet":
-            import pyarrow.parquet  # noqa: F401
-        if is_url(out):
-            import fsspec
-
-            system, path = fsspec.core.url_to_fs(out)
-            if system.exists(path) and not overwrite:
-                raise RunError(f"{out} exists; choose another name, or add --overwrite")
-    except ImportError as error:
-        raise missing(error) from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{out} cannot be written: {error}") from None
-
-
-def write_rows(out: str, style: str, layout: Layout, rows: Iterable[Prediction]) -> None:
-    """Write all `rows`, one after the other, to a file that appears when it is complete.
-
-    Args:
-        rows: In the order of the file.
-    """
-    if not is_url(out):
-        with open_atomic(resolve_link(out)) as file:
-            _write_rows(file, style, layout, rows)
-        return
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(out)
-        with system.transaction, system.open(path, "wb") as file:
-            _write_rows(file, style, layout, rows)
-    except (OSError, ValueError) as error:
-        if isinstance(error, VitError):
-            raise
-        raise RunError(f"{out} could not be written: {error}") from None
-
-
-def _write_rows(file: IO[bytes], style: str, layout: Layout, rows: Iterable[Prediction]) -> None:
-    if style != "parquet":
-        header, line = FORMATS[style](layout)
-        mark = byte_order_mark(layout) if style == "csv" else ""
-        file.write((mark + header).encode())
-        for row in rows:
-            file.write(line(row).encode("utf-8", "backslashreplace"))
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = _schema(layout)
-    rows = iter(rows)
-    with pq.ParquetWriter(file, schema) as writer:
-        while some := list(itertools.islice(rows, ROW_GROUP)):
-            cells = [_cells(row, layout) for row in some]
-            writer.write_table(pa.Table.from_pylist(cells, schema=schema))
-
-
-def _schema(layout: Layout) -> "pa.Schema":
-    """The columns of CSV, with their types."""
-    import pyarrow as pa
-
-    texts = [(f"label_{place}", f"score_{place}") for place in range(1, layout.top_k + 1)]
-    pairs = [*texts, *layout.caption_columns]
-    columns = [pa.field(COLUMN, pa.string(), nullable=False)]
-    for text, score in pairs:
-        columns += [pa.field(text, pa.string()), pa.field(score, pa.float64())]
-    return pa.schema([*columns, pa.field("error", pa.string())])
-
-
-def _cells(row: Prediction, layout: Layout) -> dict[str, Any]:
-    """One row of a parquet file; bytes of a name that are not UTF-8 are written as escapes."""
-    cells: dict[str, Any] = {COLUMN: _utf8(row.image)}
-    for place, (label, score) in enumerate(row.predictions, 1):
-        cells |= {f"label_{place}": _utf8(label), f"score_{place}": score}
-    for (text, score_name), caption in zip(layout.caption_columns, row.captions, strict=False):
-        cells |= {text: _utf8(caption.text), score_name: caption.score}
-    return cells if row.error is None else cells | {"error": _utf8(row.error)}
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
 from vit.config.settings import split_settings
 from vit.cpu_cores import usable_cores
-from vit.data.checks.dataset_check import Progress
+from vit.data.checks.dataset_check import StageProgress
 from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import ImageStats, compute_stats
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -37,7 +37,7 @@ from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE, kmeans
 from vit.inference.label_errors import BLOCK, SAME, neighbours
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.prediction_results import write_review_list
-from vit.text import Notify, plural, printable
+from vit.text import Notify, ignore, plural, printable
 
 ORDERS = ("typical", "uncertain")
 COLUMNS = ("image", "label", "likely")
@@ -132,8 +132,8 @@ def suggest(
     labels: str | None = None,
     order: str | None = None,
     seed: int = 0,
-    progress: Progress = lambda _stage, _done, _total: None,
-    notify: Notify = lambda _note: None,
+    progress: StageProgress = ignore,
+    notify: Notify = ignore,
     **settings: Any,
 ) -> Suggestions:
     """Choose the images that are worth labelling first: `vit suggest`.
@@ -292,7 +292,7 @@ def _source_of_classes(
 
 
 def _extract(
-    predictor: Predictor, paths: list[str], *, margins: bool, progress: Progress
+    predictor: Predictor, paths: list[str], *, margins: bool, progress: StageProgress
 ) -> _Table:
     """Features of the readable images, and margins of the network's answers if requested."""
     features = torch.empty(0, 0)
@@ -340,7 +340,7 @@ def _without_near_duplicates(
     labelled: Sequence[int],
     number: int,
     workers: int | None,
-    progress: Progress,
+    progress: StageProgress,
 ) -> tuple[list[int], int, list[tuple[int, str]]]:
     """The first `number` candidates of which none is nearly another one, or a labelled image.
 

@@ -26,7 +26,8 @@ from vit.cpu_cores import usable_cores
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
 from vit.exported.image_reader import ImageReader
-from vit.inference.caption_generator import make_caption_generator
+from vit.generation.generate import CaptionGenerator, check_length
+from vit.generation.generation_config import Search
 from vit.inference.precision_autotune import PrecisionAutotuner
 from vit.model.captioner import Captioner, use_column_major_weights
 from vit.model.feature_distance import DistanceFeatures, encode_with_features
@@ -96,31 +97,34 @@ class TorchEngine:
             loaded = load_model(source, notify=notify, headless=config.embeddings)
         if config.no_calibration:
             loaded = loaded.without_calibration()
-        measured = loaded.calibration
         if config.merge_tokens is not None or config.patch_size is not None:
+            measured = loaded.calibration
             loaded = change_patches(
                 loaded, merge_tokens=config.merge_tokens, patch_size=config.patch_size
             )
-        if measured is not None and measured.set_levels and loaded.calibration != measured:
-            changed = "merge_tokens" if config.merge_tokens is not None else "patch_size"
-            notify(
-                f"note: {changed} changes the network that was calibrated, so it has no reject and "
-                "no sets; leave it out for them"
-            )
+            if measured is not None and measured.set_levels and loaded.calibration != measured:
+                changed = "patch_size" if config.merge_tokens is None else "merge_tokens"
+                notify(
+                    f"note: {changed} changes the network that was calibrated, so it has no reject "
+                    "and no sets; leave it out for them"
+                )
         self.classes, self.preprocessing = tuple(loaded.classes), loaded.preprocessing
         if config.intensity_range is not None:
             self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
         with explain_full_memory():
             self.model = loaded.model.eval().to(self.device)
-        captions, on_cpu = loaded.tokenizer is not None, self.device.type == "cpu"
-        if config.search is not None and not captions:
+        captions, on_cpu = isinstance(self.model, Captioner), self.device.type == "cpu"
+        self.caption_generator: CaptionGenerator | None = None
+        if isinstance(loaded.model, Captioner) and loaded.tokenizer is not None:
+            decoder, search = loaded.model.decoder, config.search or Search()
+            check_length(search, decoder)
+            self.caption_generator = CaptionGenerator(decoder, loaded.tokenizer, search)
+            if on_cpu and source is not loaded:  # not in a network that the caller may save
+                use_column_major_weights(decoder)
+        elif config.search is not None:
             raise ConfigError(
                 f"{config.search}: this network names classes and writes no captions; leave it out"
             )
-        self.caption_generator = make_caption_generator(loaded, config.search) if captions else None
-        if self.caption_generator is not None and on_cpu and source is not loaded:
-            # not in a network that the caller may save
-            use_column_major_weights(self.caption_generator.decoder)
         self.task_name, self.thresholds = loaded.task_name, loaded.thresholds
         self.shares = get_task(loaded.task_name).activation_name != "identity"
         self.calibration, self.activation = loaded.calibration, calibrated_activation(loaded)
@@ -159,13 +163,6 @@ class TorchEngine:
             raise ConfigError(
                 f"tta={self.tta}: probabilities are averaged, not captions; leave it out"
             )
-        if self.tta == "crops" and self.keep_aspect:
-            raise ConfigError("tta=crops: keep_aspect shows whole images; use tta=flip")
-        if self.tta == "crops" and not self.preprocessing.crops_borders:
-            raise ConfigError(
-                "tta=crops: images are squashed to the size of this network and nothing is cut "
-                "off, so all crops are equal; use tta=flip"
-            )
         if self.compiled and (captions or self.keep_aspect):
             what = "captions" if captions else "keep_aspect"
             raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
@@ -185,9 +182,7 @@ class TorchEngine:
 
     @property
     def prepare(self) -> Callable[[Image.Image], Tensor]:
-        """RGB image -> uint8 (channels, height, width); with tta=crops (5, ...)."""
-        if self.tta == "crops":
-            return self.preprocessing.five_crops
+        """RGB image -> uint8 (channels, height, width)."""
         if self.keep_aspect:
             return partial(
                 self.preprocessing.keep_aspect, patch_size=self.model.patch_embed.patch_size
@@ -268,10 +263,8 @@ class TorchEngine:
     def compute(self, images: Sequence[Tensor], precision: Precision) -> BatchOutput:
         """Output for prepared images, averaged over the views of `tta`."""
         views: list[Sequence[Tensor]] = [images]
-        if self.tta == "crops":
-            views = [[image[crop] for image in images] for crop in range(5)]
         if self.tta is not None:
-            views += [[image.flip(-1) for image in view] for view in views]
+            views.append([image.flip(-1) for image in images])
         probabilities: list[Tensor] = []
         embeddings: list[Tensor] = []
         distances: list[Tensor] = []
@@ -305,8 +298,7 @@ class TorchEngine:
 
     def blank_image(self) -> Tensor:
         """A black image, which replaces one that cannot be read."""
-        size = (3, *self.preprocessing.image_size)
-        return torch.zeros((5, *size) if self.tta == "crops" else size, dtype=torch.uint8)
+        return torch.zeros(3, *self.preprocessing.image_size, dtype=torch.uint8)
 
     def _forward_images(
         self, images: Sequence[Tensor]

@@ -7,28 +7,25 @@ JSON has fractions with all digits, CSV fractions with four, and the table and t
 percentages.
 """
 
-import csv
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, zip_longest
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vit.atomic_files import open_atomic
 from vit.config.inference_config import EvaluationConfig, PredictionConfig
-from vit.data.workbook import check_size, read_sheet, write_sheet
-from vit.errors import ConfigError, DataError, RunError
+from vit.data.workbook import check_size, is_workbook, write_sheet
+from vit.errors import ConfigError
+from vit.output.output_file import open_output, resolve_link
 from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
     from vit.data.image_objects import Array
     from vit.generation.generation_config import Caption
-from vit.data.workbook import is_workbook
-from vit.output.output_file import open_output, resolve_link
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -50,8 +47,6 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
-MAX_CELL = 2**24
-"""Characters of a cell of CSV that is read."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +128,11 @@ def check_classes(classes: Sequence[str], **flags: Any) -> None:
             )
 
 
-def resolve_top_k(
-    classes: Sequence[str],
-    thresholds: Sequence[float] | None,
-    top_k: int | None,
-    threshold: float | None,
-) -> tuple[int, Sequence[float] | None]:
-    """Return the number of classes to return per image, and the threshold of each class.
-
-    Args:
-        thresholds: Decision thresholds of a multi-label network; None otherwise.
-        top_k: Requested number; default: 5, or all classes of a multi-label network.
-    """
-    if top_k is None:
-        top_k = TOP_K if thresholds is None else max(len(classes), 1)
-    return top_k, thresholds if threshold is None else [threshold] * len(classes)
+def classes_per_row(
+    classes: Sequence[str], thresholds: Sequence[float] | None, top_k: int | None
+) -> int:
+    """Classes in a row: `top_k`, by default 5, or all of a multi-label network; at most all."""
+    return min(top_k or (TOP_K if thresholds is None else len(classes)), len(classes))
 
 
 @dataclass(frozen=True)
@@ -421,7 +406,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             rejected = place == 0 and prediction.unknown is not None and not layout.multilabel
             cells += [
                 pad(UNKNOWN if rejected else printable(label), label_width),
-                share_text(score) if layout.shares else f"{score:7.4g}",
+                f"{score:7.2%}" if layout.shares else f"{score:7.4g}",
             ]
         if prediction.error is None:
             most = 1 if layout.multilabel else layout.top_k
@@ -444,11 +429,6 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
     return "  ".join(header).rstrip() + "\n", line
-
-
-def share_text(share: float) -> str:
-    """A probability in percent, of the width of a column: ` 25.85%`."""
-    return f"{share:7.2%}"
 
 
 def column_width(*names: str) -> int:
@@ -474,55 +454,6 @@ FORMATS: dict[str, Callable[[Layout], tuple[str, Line]]] = {
     "csv": csv_lines,
     "xlsx": xlsx_lines,
 }
-
-
-def count_failed_rows(path: Path, style: str, images: Sequence[str]) -> int:
-    """Count the error rows of a finished file.
-
-    Args:
-        images: The images its rows must belong to, in this order.
-    """
-    name = printable(path)
-    other = "give another --out, or start again with --overwrite"
-    try:
-        found = [*_finished_rows(path, style, images)]
-    except OSError as error:
-        raise RunError(f"{name} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError, csv.Error, DataError):
-        raise RunError(f"{name} is complete, but not in the format {style}: {other}") from None
-    if len(found) != len(images):
-        raise RunError(
-            f"{name} is complete with {plural(len(found), 'row')}, and the inputs are "
-            f"{plural(len(images), 'image')}: {other}"
-        )
-    for number, (is_same, _) in enumerate(found, 1):
-        if not is_same:
-            raise RunError(f"{name}, row {number} belongs to another image: {other}")
-    return sum(is_error for _, is_error in found)
-
-
-def _finished_rows(path: Path, style: str, images: Sequence[str]) -> Iterator[tuple[bool, bool]]:
-    """For each row of a file, whether it belongs to its image, and whether it is an error."""
-    csv.field_size_limit(MAX_CELL)
-    width = column_width("image", *images)
-    with open(path, encoding="utf-8-sig", newline="\n") as text:
-        rows: Iterator[Any] = read_sheet(str(path)) if style == "xlsx" else text
-        header = "" if style == "jsonl" else next(rows)
-        if style == "csv":
-            rows = csv.reader(text, delimiter=header.removeprefix("image")[0])
-        for row, image in zip_longest(rows, images):
-            if row is None:
-                return
-            if image is None:
-                yield False, False
-            elif style == "jsonl":
-                record = json.loads(row)
-                yield record["image"] == image, "error" in record
-            elif style == "table":
-                start = pad(printable(image), width) + "  "
-                yield row.startswith(start), row.startswith("error: ", len(start))
-            else:
-                yield row[0] == (csv_text if style == "csv" else printable)(image), bool(row[-1])
 
 
 def write_review_list(

@@ -8,6 +8,7 @@
     FILE.partial            the log: the settings in one line, then a record for each block
     FILE.partial.1-of-2     the log of the first of two processes
     FILE.partial.lock       locked by the processes of one prediction
+    FILE.done               settings and totals of a finished FILE, after a prediction with --resume
 
 A record is a line of JSON with a CRC-32 of all of the record, then the rows as FILE has them, then
 the vectors as float32. Records after the first one whose checksum is wrong are cut off: half a
@@ -16,7 +17,6 @@ measurements against sqlite.
 """
 
 import heapq
-import importlib.util
 import json
 import os
 import re
@@ -26,19 +26,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vit.atomic_files import HAS_LOCKS, explain_write_errors, lock_file, open_atomic
+from vit.atomic_files import HAS_LOCKS, explain_write_errors, lock_file, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.output.output_file import check_output, resolve_link
-from vit.output.prediction_results import count_failed_rows
-from vit.text import plural, printable
+from vit.text import plural
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-PARTIAL, LOCK = ".partial", ".lock"
+PARTIAL, LOCK, DONE = ".partial", ".lock", ".done"
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> lis
             continue
         shown = name.replace("_", " ")
         is_digest = any(isinstance(value, str) and len(value) == 64 for value in (old, new))
-        change = f"{printable(old)}, now {printable(new)}"
+        change = f"{old}, now {new}"
         lines.append(f"another {shown}" if is_digest else f"{shown} ({change})")
     return lines
 
@@ -174,6 +173,7 @@ class ResumableOutput:
         self.embeddings = None if embeddings is None else resolve_link(embeddings)
         self.targets = [path for path in (self.out, self.embeddings) if path is not None]
         self.partial = Path(f"{self.out}{PARTIAL}")
+        self.done = Path(f"{self.out}{DONE}")
         self.stop = Path(f"{self.partial}.stop")
         """A process that fails creates this file, and the others stop too."""
 
@@ -201,91 +201,90 @@ class ResumableOutput:
                 total += sum(block.images for block, _ in read_blocks(log))
         return total
 
+    def is_done(self) -> bool:
+        """Whether all files are complete, and a record says of which prediction."""
+        return self.done.exists() and all(path.exists() for path in self.targets)
+
     def stored_settings(self) -> dict[str, Any]:
-        """Settings of the logs; empty if there are none."""
-        return next(filter(None, map(read_settings, self.logs())), {})
+        """Settings of the logs, or of the finished files; empty if there are none."""
+        records = [self.done] if self.is_done() else self.logs()
+        return next(filter(None, map(read_settings, records)), {})
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Check, before any work is done, that the files can be written."""
         check_output(os.fspath(self.out), overwrite=True)  # before it is looked for
-        resuming, logs = resume and bool(self.leftovers()), self.logs()
-        check_output(os.fspath(self.out), overwrite=overwrite or resume)
-        if self.embeddings is not None:
-            replace = overwrite or resuming or (resume and self.out.exists())
-            check_output(os.fspath(self.embeddings), overwrite=replace)
+        resuming, logs = resume and (self.is_done() or bool(self.leftovers())), self.logs()
+        for path in self.targets:
+            check_output(os.fspath(path), overwrite=overwrite or resuming)
         if logs and not (resume or overwrite):
             raise VitError(
                 f"{logs[0]} is unfinished and holds {plural(self.rows(), 'row')}; "
                 "continue with --resume, or start again with --overwrite"
             )
 
-    def complete(self, images: Sequence[str], style: str) -> int | None:
-        """Return the failures of a complete file; None if it is not complete."""
-        with FileLock(self.targets) as lock:
-            lock.acquire()
-            if not self.out.exists():
-                return None
-            try:
-                failed = count_failed_rows(self.out, style, images)
-            except RunError:  # an older file, which stays until the new one is complete
-                if self.logs():
-                    return None
-                raise
-            if self.embeddings is not None and not self.embeddings.exists():
-                raise RunError(
-                    f"{self.out} is complete and {self.embeddings} is not "
-                    "there: start again with --overwrite"
-                )
-            remove(self.leftovers())
-        return failed
-
     def begin(
         self, lock: "FileLock", settings: Mapping[str, Any], *, resume: bool, overwrite: bool
-    ) -> bool:
-        """Prepare the files; return whether there is something to resume."""
+    ) -> dict[str, int] | None:
+        """Prepare the files; return the totals if `resume` finds them complete."""
         lock.acquire()
-        resume = resume and bool(self.logs())
         self.check(resume=resume, overwrite=overwrite)
-        if not resume:
-            remove(self.leftovers())
-            return False
+        done = resume and not overwrite and self.is_done()
+        if not done and not (resume and self.logs()):
+            remove([*self.leftovers(), self.done])
+            return None
+        for record in [self.done] if done else self.logs():
+            stored = read_settings(record)
+            if stored and (different := describe_differences(stored, settings)):
+                raise RunError(
+                    f"{record} was begun with {'; '.join(different)}: give the same "
+                    "again, or start again with --overwrite and without --resume"
+                )
+        if done:
+            remove(self.leftovers())  # of a kill in the last moment
+            totals: dict[str, int] = json.loads(self.done.read_text("utf-8").splitlines()[1])
+            if totals.pop("bytes") != self.out.stat().st_size:
+                raise RunError(
+                    f"{self.out} was changed since it was complete: give another --out, "
+                    "or start again with --overwrite"
+                )
+            return totals
         if self.out.exists() and not overwrite:
             raise VitError(
                 f"{self.out} exists beside an unfinished one; add --overwrite to "
                 "replace it when the latter is complete"
             )
-        for log in self.logs():
-            stored = read_settings(log)
-            if stored and (different := describe_differences(stored, settings)):
-                raise RunError(
-                    f"{log} was begun with {'; '.join(different)}: give the same again, "
-                    "or start again with --overwrite and without --resume"
-                )
         remove([self.stop])
-        return True
+        return None
 
     def finish(
         self,
         header: bytes,
-        images: Sequence[str],
+        images: int,
         dim: int,
         write: Callable[[BinaryIO, Iterable[bytes]], None] | None = None,
+        record: tuple[Mapping[str, Any], Mapping[str, int]] | None = None,
     ) -> None:
         """Write the final files from the logs; the file of rows is the last to get its name.
 
         Args:
             dim: Numbers of an embedding; 0 without embeddings.
+            record: Settings and totals, by which a later `begin` knows these files.
         """
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
-            write_embeddings(self.embeddings, merge_blocks(logs, len(images)), images, dim)
+            write_embeddings(self.embeddings, merge_blocks(logs, images), images, dim)
         with open_atomic(self.out) as file:
-            blocks = (block.rows for block in merge_blocks(logs, len(images)))
+            blocks = (block.rows for block in merge_blocks(logs, images))
             if write is None:
                 file.write(header)
                 file.writelines(blocks)
             else:
                 write(file, chain([header], (row for rows in blocks for row in rows.splitlines())))
+        if record is not None:
+            settings, totals = record
+            sized = {**totals, "bytes": self.out.stat().st_size}
+            lines = json.dumps({"settings": dict(settings)}), json.dumps(sized), ""
+            write_text(self.done, "\n".join(lines))
         remove(self.leftovers())
 
     def describe_kept(self, resume: str = "continue with --resume") -> str:
@@ -296,7 +295,7 @@ class ResumableOutput:
         if not rows:
             remove(files)
             return "no rows are kept"
-        name, verb = printable(self.partial), "is" if rows == 1 else "are"
+        name, verb = self.partial, "is" if rows == 1 else "are"
         parts = f" of {self.processes} processes" if self.processes > 1 else ""
         return f"{plural(rows, 'row')} {verb} kept in {name}{parts}: {resume}"
 
@@ -351,7 +350,7 @@ class FileLock:
                 handle = self._handles.get(path) or open(path, "ab")  # noqa: SIM115
             self._handles[path] = handle
             if not _locked(handle, shared=shared) or not _is_current(handle, path):
-                name = printable(path).removesuffix(LOCK)
+                name = str(path).removesuffix(LOCK)
                 raise RunError(f"{name} is being written by another process: wait, or end it")
 
 
@@ -371,18 +370,10 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
         return False
 
 
-LIBRARY = "pip install 'vit-toolkit[parquet]'"
-SUFFIXES = (".npy", ".parquet")
-GROUP_BYTES = 16_000_000
-
-
 def check_embeddings(path: str) -> None:
-    """Check the suffix, and that pyarrow is installed for .parquet."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ConfigError(f"embeddings={path}: name it .npy or .parquet")
-    if suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise VitError(f"embeddings={path}: pyarrow is not installed: {LIBRARY}")
+    """Check the suffix."""
+    if Path(path).suffix.lower() != ".npy":
+        raise ConfigError(f"embeddings={path}: name it .npy")
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:
@@ -398,58 +389,11 @@ def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes
     return b"".join(pieces)
 
 
-def write_embeddings(
-    path: Path, blocks: "Iterable[Block]", images: Sequence[str], dim: int
-) -> None:
-    """Write the vectors of all blocks to a .npy of shape (images, dim), or to a .parquet."""
-    with open_atomic(path) as file:
-        if path.suffix.lower() == ".parquet":
-            _write_parquet(file, blocks, images, dim)
-            return
-        import numpy as np
+def write_embeddings(path: Path, blocks: "Iterable[Block]", images: int, dim: int) -> None:
+    """Write the vectors of all blocks to a .npy of shape (images, dim)."""
+    import numpy as np
 
-        shape = {"descr": "<f4", "fortran_order": False, "shape": (len(images), dim)}
+    with open_atomic(path) as file:
+        shape = {"descr": "<f4", "fortran_order": False, "shape": (images, dim)}
         np.lib.format.write_array_header_1_0(file, shape)
         file.writelines(block.vectors for block in blocks)
-
-
-def _write_parquet(
-    file: IO[bytes], blocks: "Iterable[Block]", images: Sequence[str], dim: int
-) -> None:
-    """Columns image (bytes that are not UTF-8 as escapes), embedding (null for failures), error."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    vectors = pa.list_(pa.float32())  # of a fixed size, pyarrow could not read back a null
-    names = {"image": pa.string(), "embedding": vectors, "error": pa.string()}
-    with pq.ParquetWriter(file, pa.schema(names)) as writer:
-        for group in _groups(blocks, max(1, GROUP_BYTES // (4 * dim))):
-            first = group[0].first
-            rows = np.frombuffer(b"".join(block.vectors for block in group), "<f4").reshape(-1, dim)
-            errors: list[str | None] = [None] * len(rows)
-            for block in group:
-                for index, reason in block.errors:
-                    errors[block.first - first + index] = printable(reason)
-            valid = np.array([error is None for error in errors])
-            ends = np.append(0, np.cumsum(valid * dim)).astype(np.int32)
-            column = pa.ListArray.from_arrays(ends, rows[valid].ravel(), mask=pa.array(~valid))
-            paths = images[first : first + len(rows)]
-            text = [path.encode("utf-8", "backslashreplace").decode() for path in paths]
-            writer.write_batch(
-                pa.record_batch(
-                    [pa.array(text), column, pa.array(errors, pa.string())], names=[*names]
-                )
-            )
-
-
-def _groups(blocks: "Iterable[Block]", images: int) -> "Iterator[list[Block]]":
-    """Lists of blocks with at least so many images together; the last one may have fewer."""
-    group: list[Block] = []
-    for block in blocks:
-        group.append(block)
-        if block.first + block.images - group[0].first >= images:
-            yield group
-            group = []
-    if group:
-        yield group

@@ -4,7 +4,6 @@ Target paths depend only on the list of images, the classes and the prediction, 
 sorting after a kill is idempotent.
 """
 
-import errno
 import fnmatch
 import glob
 import hashlib
@@ -22,9 +21,9 @@ from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
 from vit.paths import casefold_name, is_device_name
-from vit.text import join_names, printable
+from vit.text import join_names
 
-SortMethod = Literal["copy", "symlink", "hardlink"]
+SortMethod = Literal["copy", "symlink"]
 UNSURE = "_unsure"
 PUNCTUATION = " -_.,+=@()[]&'!#"
 ESCAPED = re.compile("%[0-9A-Fa-f]{2}")
@@ -130,26 +129,11 @@ class ImageSorter:
         self.folder, self.method = Path(folder), method
         self.folders = dict(zip(classes, folder_names(classes), strict=True))
         self.names = image_names(images)
-        self.existing = self._find_existing()
 
-    def _find_existing(self) -> dict[str, set[str]]:
-        """Images of this list that lie in folders of classes already: name -> the folders."""
-        found: dict[str, set[str]] = {}
-        names = {*self.names}
-        for folder in (*self.folders.values(), UNSURE):
-            with suppress(OSError):
-                for name in names.intersection(os.listdir(self.folder / folder)):
-                    found.setdefault(name, set()).add(folder)
-        return found
-
-    def __call__(self, place: int, prediction: Prediction) -> bool:
-        """Put image number `place` of the list where it belongs; one that failed stays.
-
-        Returns:
-            Whether one of its name lies in another folder, from before.
-        """
+    def __call__(self, place: int, prediction: Prediction) -> None:
+        """Put image number `place` of the list where it belongs; one that failed stays."""
         if prediction.error is not None:
-            return False
+            return
         known = prediction.predictions and prediction.unknown is None
         best = prediction.predictions[0][0] if known else None
         folder = self.folder / (UNSURE if best is None else self.folders[best])
@@ -161,15 +145,13 @@ class ImageSorter:
             except FileExistsError:
                 self._check_identical(prediction.image, target)
         except OSError as error:
-            raise self._failure(prediction.image, target, error) from None
-        return bool(self.existing.get(target.name, set()) - {folder.name})
+            what = f"{prediction.image} could not be put at {target}"
+            raise RunError(f"{what}: {error.strerror}") from None
 
     def _put(self, image: str, target: Path) -> None:
         """Raises FileExistsError where something is there, which stays."""
         if self.method == "symlink":
             target.symlink_to(os.path.abspath(image))
-        elif self.method == "hardlink":
-            os.link(os.path.realpath(image), target)
         elif os.path.lexists(target):
             raise FileExistsError
         else:
@@ -186,8 +168,6 @@ class ImageSorter:
         """Accept what an earlier, interrupted run has placed there, and nothing else."""
         if self.method == "symlink":
             same = target.is_symlink() and os.readlink(target) == os.path.abspath(image)
-        elif self.method == "hardlink":
-            same = not target.is_symlink() and os.path.samefile(image, target)
         else:
             same = target.is_file() and not target.is_symlink()
             same = same and same_bytes(image, target)
@@ -195,15 +175,6 @@ class ImageSorter:
             raise RunError(
                 f"{target} is there and is not {image}; nothing is overwritten: give another folder"
             )
-
-    def _failure(self, image: str, target: Path, error: OSError) -> RunError:
-        if error.errno == errno.EXDEV:
-            return RunError(
-                f"{target}: a hardlink cannot lead to another disk; take --sort-with "
-                "copy or symlink"
-            )
-        what = f"{printable(image)} could not be put at {printable(target)}"
-        return RunError(f"{what}: {error.strerror}")
 
 
 def _publish(beside: str, target: Path) -> None:
@@ -226,13 +197,12 @@ def check_sorting(
     filled: bool,
     method: SortMethod = "copy",
 ) -> None:
-    """Refuse a folder whose images would be inputs of the next run, or are those of this one; and
-    images to which no link can lead.
+    """Refuse a folder below an input, or with the inputs; and images to which no link can lead.
 
     Args:
         filled: Whether it may have files.
     """
-    name, here = printable(folder), os.path.realpath(folder)
+    here = os.path.realpath(folder)
     inside = None if method == "copy" else next(filter(is_inside, images), None)
     if inside is not None:
         raise ConfigError(
@@ -243,13 +213,13 @@ def check_sorting(
         root = _searched_root(word, here)
         if root is not None and _inside(here, os.path.realpath(root)):
             raise ConfigError(
-                f"sort_into={name} lies in the input {word}: the next run would take "
+                f"sort_into={folder} lies in the input {word}: the next run would take "
                 "the sorted images for new ones; give a folder outside"
             )
     for source in {os.path.dirname(os.path.abspath(image)) for image in images}:
         if _inside(os.path.realpath(source), here):
             raise ConfigError(
-                f"sort_into={name} holds the inputs in {source}; give a folder of its own"
+                f"sort_into={folder} holds the inputs in {source}; give a folder of its own"
             )
     check_folder(
         folder,
@@ -257,26 +227,6 @@ def check_sorting(
         content="sorted images",
         overwriting=" to sort into it all the same (no file of it is replaced)",
     )
-    if method == "hardlink":
-        _check_one_disk(here, images)
-
-
-def _check_one_disk(folder: str, images: Sequence[str]) -> None:
-    disk = _disk(folder if os.path.isdir(folder) else os.path.dirname(folder))
-    for source in {os.path.dirname(os.path.realpath(image)) for image in images}:
-        if _disk(source) not in (disk, None):
-            raise ConfigError(
-                f"sort_with=hardlink: {source} is on another disk than "
-                f"{folder}, to which no hardlink can lead; take copy or symlink"
-            )
-
-
-def _disk(folder: str) -> int | None:
-    """The device of a folder; None if it is gone."""
-    try:
-        return os.stat(folder).st_dev
-    except OSError:
-        return None
 
 
 def _searched_root(word: str, here: str) -> str | None:

@@ -32,17 +32,12 @@ from vit.errors import BadImage, ConfigError, VitError
 from vit.generation.generation_config import Search
 from vit.output.prediction_results import to_json
 from vit.serving import kserve_protocol
-from vit.serving.dynamic_batching import (
-    BatchScheduler,
-    ComputeFailed,
-    QueueFull,
-    ServerFailed,
-)
-from vit.serving.model_registry import ModelRegistry, UnknownModel
+from vit.serving.dynamic_batching import BatchScheduler, QueueFull
+from vit.serving.model_registry import ModelRegistry
 from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
-from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, RequestError, check_name
+from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, check_name
 from vit.serving.served_model import RowOptions, ServedModel, Upload
-from vit.serving.server_config import ServerConfig
+from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 from vit.text import nearest, printable
 
@@ -96,7 +91,7 @@ class Application:
         )
         for name, model in registry.models.items():
             metrics.add_model(name, rejects=model.allows(RowOptions(reject=True)))
-        self.budget = MemoryBudget(config.max_memory_bytes, metrics)
+        self.budget = MemoryBudget(int(config.max_memory_mb * MEGABYTE), metrics)
         self.stopping = False
         self.document = openapi_document(config, [*registry.models], OPEN_PATHS)
         gets: dict[str, Handler] = {
@@ -167,13 +162,11 @@ class Application:
         model = self.registry.get(query.get("model"))
         options = row_options(query)
         explain = query.get("explain")
-        if explain not in (None, "json", "png"):
-            raise ConfigError(f"explain={printable(explain[:40])!r}: choose json or png")
+        if explain not in (None, "json"):
+            raise ConfigError(f"explain={printable(explain[:40])!r}: give json")
         model.check(options, explain=explain is not None)
         with self._body(request) as body:
             uploads = await body.images(self.scheduler, query.get("name", "image"))
-            if explain == "png" and len(uploads) > 1:
-                raise RequestError(400, "explain=png draws one image: send one, or explain=json")
             names = [one.name for one in uploads]
             pending: list[Upload] = [*uploads]
             del uploads  # the scheduler empties `pending`, and so frees bytes as they are decoded
@@ -193,23 +186,15 @@ class Application:
             if len(failed) == len(outputs):
                 error = to_json(f"none of the {len(outputs)} images can be read")
                 return json_text(f'{{"error": {error}, {results}}}', 422)
-        if explain == "png":
-            drawing = await self.scheduler.call(model.draw, names[0], outputs[0], options)
-            return Response(drawing, media_type="image/png")
-        if explain == "json":
+        if explain is not None:
             maps = [
-                await self._explain(model, *one, options)
-                for one in zip(names, outputs, strict=True)
+                None
+                if isinstance(output, BadImage)
+                else await self.scheduler.call(model.explain, name, output, options)
+                for name, output in zip(names, outputs, strict=True)
             ]
             results += f', "explanations": {to_json(maps)}'
         return json_text(f"{{{results}}}")
-
-    async def _explain(
-        self, model: ServedModel, name: str, output: Any, options: RowOptions
-    ) -> Any:
-        if isinstance(output, BadImage):
-            return None
-        return await self.scheduler.call(model.explain, name, output, options)
 
     # --- KServe ------------------------------------------------------------------------------
 
@@ -250,7 +235,8 @@ class Application:
     def _kserve_model(self, request: Request) -> ServedModel:
         version = request.path_params.get("version", kserve_protocol.VERSION)
         if version != kserve_protocol.VERSION:
-            raise UnknownModel(f"version {printable(version[:40])!r}: models have version 1 only")
+            shown = printable(version[:40])
+            raise RequestError(404, f"version {shown!r}: models have version 1 only")
         return self.registry.get(request.path_params["name"])
 
     # --- requests ----------------------------------------------------------------------------
@@ -267,27 +253,21 @@ class Application:
             request.scope[ROUTE] = path
             try:
                 return await handler(request)
-            except RequestError as error:
-                status, reason, headers = error.status, error.reason, error.headers
-            except QueueFull as full:
-                self.metrics.limits_reached.labels(full.limit).inc()
-                status, headers = 429, {"retry-after": str(full.retry_after)}
-                reason = f"the server is busy; try again in {full.retry_after} s"
-            except UnknownModel as error:
-                status, reason, headers = 404, str(error), {}
             except ClientGone:
                 self.metrics.refused.labels("client gone").inc()
                 return Response(status_code=400)  # nobody reads it
-            except ComputeFailed as error:
-                status, reason = 503 if isinstance(error, ServerFailed) else 500, str(error)
-                headers = {}
+            except RequestError as error:
+                if isinstance(error, QueueFull):
+                    self.metrics.limits_reached.labels(error.limit).inc()
+                refused = error
             except VitError as error:
-                status, reason, headers = 400, str(error), {}
+                refused = RequestError(400, str(error))
             except Exception:  # Starlette would answer in plain text
                 traceback.print_exc(file=sys.stderr)
-                status, reason, headers = 500, "the server failed; its log has the reason", {}
-            self.metrics.refused.labels(str(status)).inc()
-            return Refusal(status, reason, headers, getattr(request.state, "body", None))
+                refused = RequestError(500, "the server failed; its log has the reason")
+            self.metrics.refused.labels(str(refused.status)).inc()
+            unread = getattr(request.state, "body", None)
+            return Refusal(refused.status, refused.reason, refused.headers, unread)
 
         return answer
 
@@ -437,29 +417,26 @@ def parse_query(request: Request) -> dict[str, str]:
 
 
 def row_options(query: dict[str, str]) -> RowOptions:
-    """Options of the rows."""
-    top_k, reject = query.get("top_k"), query.get("reject", "0").lower()
-    if top_k is not None and not (top_k.isascii() and top_k.isdecimal() and 0 < len(top_k) < 10):
-        raise ConfigError(f"top_k={printable(top_k[:40])!r}: give a number of at least 1")
-    if reject not in TRUE + FALSE:
-        raise ConfigError(f"reject={printable(reject[:40])!r}: give true or false")
-    return RowOptions(
-        None if top_k is None else int(top_k),
-        _share(query, "threshold", zero=True),
-        reject in TRUE,
-        _share(query, "sets"),
-    )
+    """Options of the rows, as their schemas in the OpenAPI document allow."""
+    names = [field.name for field in fields(RowOptions) if field.name in query]
+    return RowOptions(**{name: parse_parameter(name, query[name]) for name in names})
 
 
-def _share(query: dict[str, str], name: str, *, zero: bool = False) -> float | None:
-    word = query.get(name)
-    if word is None:
-        return None
+def parse_parameter(name: str, word: str) -> Any:
+    """A parameter of /predict from its text."""
+    schema = PREDICT_PARAMETERS[name][1]
+    shown = f"{name}={printable(word[:40])!r}"
+    if schema["type"] == "boolean":
+        if word.lower() not in TRUE + FALSE:
+            raise ConfigError(f"{shown}: give true or false")
+        return word.lower() in TRUE
+    whole, least, most = schema["type"] == "integer", schema.get("minimum", 0), schema["maximum"]
     try:
-        number = float(word[:40])
+        number = int(word[:40]) if whole else float(word[:40])
     except ValueError:
-        number = -1.0
-    if not (0 < number <= 1 or (zero and number == 0)):
-        allowed = "from 0 to 1" if zero else "above 0 and at most 1"
-        raise ConfigError(f"{name}={printable(word[:40])!r}: give a number {allowed}")
+        number = -1
+    if not least <= number <= most or number == schema.get("exclusiveMinimum"):
+        above = "above" if "exclusiveMinimum" in schema else "from"
+        upto = f"a number of at least {least}" if whole else f"a number {above} {least} to {most}"
+        raise ConfigError(f"{shown}: give {upto}")
     return number

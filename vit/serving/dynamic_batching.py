@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from vit.cpu_cores import usable_cores
 from vit.errors import BadImage
 from vit.serving.served_model import ServedModel, Upload
+from vit.serving.server_config import RequestError
 from vit.serving.server_metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -44,24 +45,27 @@ class WaitingImage:
     output: "asyncio.Future[Any]"
 
 
-class QueueFull(Exception):
-    """No image is accepted now.
-
-    Args:
-        retry_after: Seconds after which there may be room.
-    """
+class QueueFull(RequestError):
+    """No image is accepted now; there may be room after `retry_after` seconds."""
 
     def __init__(self, retry_after: int, limit: str) -> None:
-        super().__init__(retry_after, limit)
-        self.retry_after, self.limit = retry_after, limit
+        reason = f"the server is busy; try again in {retry_after} s"
+        super().__init__(429, reason, {"retry-after": str(retry_after)})
+        self.limit = limit
 
 
-class ComputeFailed(Exception):
+class ComputeFailed(RequestError):
     """The network gives no output for an image that was read; not the client's fault."""
+
+    def __init__(self, reason: str, status: int = 500) -> None:
+        super().__init__(status, reason)
 
 
 class ServerFailed(ComputeFailed):
     """The network will not give outputs in this process any more."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, 503)
 
 
 class BatchScheduler:

@@ -14,7 +14,6 @@ Triton's extensions binary_tensor_data and classification.
 """
 
 import base64
-import binascii
 import json
 import math
 import struct
@@ -29,9 +28,9 @@ from vit.data.image_objects import Array
 from vit.errors import BadImage
 from vit.inference.predictor import ranked_classes
 from vit.output.prediction_results import to_json
-from vit.serving.request_body import RequestError, SizeLimit, check_count
+from vit.serving.request_body import check_count, check_size
 from vit.serving.served_model import RowOptions, ServedModel, Upload
-from vit.serving.server_config import ServerConfig
+from vit.serving.server_config import RequestError, ServerConfig
 from vit.text import printable
 from vit.version import __version__
 
@@ -39,6 +38,15 @@ HEADER_LENGTH = "inference-header-content-length"
 EXTENSIONS = ("binary_tensor_data", "classification")
 PIXELS, ENCODED = "images", "encoded"
 PROBABILITIES, CAPTION, ROWS = "probabilities", "caption", "rows"
+INPUTS = {PIXELS: ("UINT8", 4, "[batch, height, width, 3]"), ENCODED: ("BYTES", 1, "[batch]")}
+"""Datatype, number of dimensions and shape of an input."""
+TYPES = {
+    list: "a list",
+    dict: "an object",
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+}
 VERSION = "1"
 MAX_JSON_BYTES = 8_000_000
 """JSON takes up to twenty times its size when it is parsed."""
@@ -111,11 +119,10 @@ def parse_request(
     """
     length = len(body)
     if header_length is not None:
-        if not (header_length.isdecimal() and len(header_length) < 12):
-            raise RequestError(400, f"{HEADER_LENGTH} is not a number of bytes")
+        is_number = header_length.isdecimal() and len(header_length) < 12
+        if not is_number or int(header_length) > len(body):
+            raise RequestError(400, f"{HEADER_LENGTH} is no length within {len(body)} bytes")
         length = int(header_length)
-        if length > len(body):
-            raise RequestError(400, f"{HEADER_LENGTH} is {length}, the body {len(body)} bytes")
     if length > MAX_JSON_BYTES:
         raise RequestError(
             413,
@@ -125,102 +132,82 @@ def parse_request(
         record = json.loads(body[:length])
     except (ValueError, RecursionError):
         raise RequestError(400, "the request is not JSON") from None
-    if not isinstance(record, dict):
-        raise RequestError(400, "the request is not a JSON object")
-    inputs = record.get("inputs")
-    if not (isinstance(inputs, list) and len(inputs) == 1 and isinstance(inputs[0], dict)):
+    inputs = _field(record, "inputs", list, [])
+    if len(inputs) != 1:
         raise RequestError(400, f"inputs: give one tensor, `{PIXELS}` or `{ENCODED}`")
-    parameters = _parameters(record)
-    identifier = record.get("id")
-    if not (identifier is None or (isinstance(identifier, str) and len(identifier) < 1000)):
-        raise RequestError(400, "id: give a short string")
+    binary = _field(_field(record, "parameters", dict, {}), "binary_data_output", bool, False)
     return InferenceRequest(
         _parse_input(inputs[0], body[length:], config),
-        _parse_outputs(
-            record.get("outputs"), model, binary=_flag(parameters, "binary_data_output")
-        ),
-        identifier,
+        _parse_outputs(_field(record, "outputs", list, []), model, binary=binary),
+        _field(record, "id", str, None),
     )
 
 
-def _parameters(record: dict[str, Any]) -> dict[str, Any]:
-    parameters = record.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise RequestError(400, "parameters: give an object")
-    return parameters
-
-
-def _flag(parameters: dict[str, Any], name: str) -> bool:
-    value = parameters.get(name, False)
-    if not isinstance(value, bool):
-        raise RequestError(400, f"parameters.{name}: give true or false")
+def _field(record: Any, name: str, kind: type, default: Any) -> Any:
+    """A field of a JSON object, of one type; `default` where it is missing or null."""
+    if not isinstance(record, dict):
+        raise RequestError(400, "the request, or a part of it, is not a JSON object")
+    value = record.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise RequestError(400, f"{name}: give {TYPES[kind]}")
     return value
 
 
-def _parse_outputs(outputs: Any, model: ServedModel, *, binary: bool) -> list[RequestedOutput]:
+def _parse_outputs(
+    outputs: list[Any], model: ServedModel, *, binary: bool
+) -> list[RequestedOutput]:
     known = output_names(model)
-    if outputs is None or outputs == []:
-        return [RequestedOutput(name, binary) for name in known]
-    if not isinstance(outputs, list) or not all(isinstance(one, dict) for one in outputs):
-        raise RequestError(400, "outputs: give a list of objects")
     requested = []
     for one in outputs[: len(known) + 1]:
-        name, parameters = one.get("name"), _parameters(one)
+        name, parameters = _field(one, "name", str, ""), _field(one, "parameters", dict, {})
         if name not in known:
             raise RequestError(
-                400, f"output {printable(str(name)[:100])!r}: this model has {', '.join(known)}"
+                400, f"output {printable(name[:100])!r}: this model has {', '.join(known)}"
             )
-        count = parameters.get("classification", 0)
-        if not (type(count) is int and count >= 0):
-            raise RequestError(400, "parameters.classification: give a number of classes")
-        if count and name != PROBABILITIES:
-            raise RequestError(400, f"parameters.classification: only for {PROBABILITIES}")
-        is_binary = _flag(parameters, "binary_data") if "binary_data" in parameters else binary
+        count = _field(parameters, "classification", int, 0)
+        if count < 0 or (count and name != PROBABILITIES):
+            raise RequestError(400, f"classification: a number of classes, of {PROBABILITIES}")
+        is_binary = _field(parameters, "binary_data", bool, binary)
         requested.append(RequestedOutput(name, is_binary, count))
     if len({one.name for one in requested}) < len(outputs):
         raise RequestError(400, "outputs: each one once")
-    return requested
+    return requested or [RequestedOutput(name, binary) for name in known]
 
 
-def _parse_input(record: dict[str, Any], binary: bytes, config: ServerConfig) -> list[Upload]:
-    name, shape, datatype = record.get("name"), record.get("shape"), record.get("datatype")
-    if name not in (PIXELS, ENCODED):
-        raise RequestError(
-            400, f"input {printable(str(name)[:100])!r}: give `{PIXELS}` or `{ENCODED}`"
-        )
-    expected = "UINT8" if name == PIXELS else "BYTES"
-    if datatype != expected:
-        raise RequestError(400, f"{name}: its datatype is {expected}")
-    if not isinstance(shape, list) or not all(type(side) is int and side > 0 for side in shape):
+def _parse_input(record: Any, binary: bytes, config: ServerConfig) -> list[Upload]:
+    name, shape = _field(record, "name", str, ""), _field(record, "shape", list, [])
+    if name not in INPUTS:
+        raise RequestError(400, f"input {printable(name[:100])!r}: give `{PIXELS}` or `{ENCODED}`")
+    datatype, sides, described = INPUTS[name]
+    if _field(record, "datatype", str, "") != datatype:
+        raise RequestError(400, f"{name}: its datatype is {datatype}")
+    if not all(type(side) is int and side > 0 for side in shape):
         raise RequestError(400, f"{name}: shape is a list of numbers above 0")
-    if name == PIXELS and (len(shape) != 4 or shape[3] != 3):
-        raise RequestError(400, f"{name}: its shape is [batch, height, width, 3]")
-    if name == ENCODED and len(shape) == 2 and shape[1] == 1:
+    if name == ENCODED and shape[1:] == [1]:
         shape = shape[:1]
-    if name == ENCODED and len(shape) != 1:
-        raise RequestError(400, f"{name}: its shape is [batch]")
+    if len(shape) != sides or (name == PIXELS and shape[3] != 3):
+        raise RequestError(400, f"{name}: its shape is {described}")
     check_count(shape[0], config)
-    size = _parameters(record).get("binary_data_size")
-    if size is not None:
-        if type(size) is not int or size != len(binary):
-            raise RequestError(
-                400, f"{name}: binary_data_size is {size!r:.40}, and {len(binary)} bytes follow"
-            )
-    elif binary:
-        raise RequestError(400, "bytes follow the JSON, and no input has binary_data_size")
+    size = _field(_field(record, "parameters", dict, {}), "binary_data_size", int, None)
+    if (size or 0) != len(binary):
+        raise RequestError(
+            400, f"{name}: binary_data_size is {size!r:.40}, and {len(binary)} bytes follow"
+        )
+    values = _field(record, "data", list, [])
     if name == PIXELS:
-        return _parse_pixels(record, shape, None if size is None else binary, config)
-    data = _split_strings(binary, config) if size is not None else _json_strings(record.get("data"))
+        return _parse_pixels(values, shape, None if size is None else binary, config)
+    data = _split_strings(binary, config) if size is not None else _json_strings(values)
     if len(data) != shape[0]:
         raise RequestError(400, f"{name}: {len(data)} images, and the shape says {shape[0]}")
-    limit = SizeLimit("image", config.max_image_mb)
     for one in data:
-        limit.check(len(one))
+        check_size("image", len(one), config)
     return [EncodedImage(str(index), one) for index, one in enumerate(data)]
 
 
 def _parse_pixels(
-    record: dict[str, Any], shape: Sequence[int], binary: bytes | None, config: ServerConfig
+    data: list[Any], shape: Sequence[int], binary: bytes | None, config: ServerConfig
 ) -> list[Upload]:
     total, (height, width) = math.prod(shape), shape[1:3]
     if height * width > config.max_pixels:  # numbers of any length, which may not be printable
@@ -232,9 +219,6 @@ def _parse_pixels(
         if len(binary) != total:
             raise RequestError(400, f"{PIXELS}: {len(binary)} bytes, the shape needs {total}")
         return list(np.frombuffer(binary, dtype=np.uint8).reshape(shape))
-    data = record.get("data")
-    if not isinstance(data, list):
-        raise RequestError(400, f"{PIXELS}: data is missing")
     array = np.array(data, dtype=object)  # a type of numpy's choice may be one of huge strings
     if (
         array.ndim > len(shape)  # numpy cannot look through more than 32 levels
@@ -249,14 +233,12 @@ def _parse_pixels(
     return list(array.astype(np.uint8).reshape(shape))
 
 
-def _json_strings(data: Any) -> list[bytes]:
+def _json_strings(data: list[Any]) -> list[bytes]:
     """Image files in JSON, which are base64."""
-    if not isinstance(data, list) or not all(isinstance(one, str) for one in data):
-        raise RequestError(400, f"{ENCODED}: data is a list of files in base64")
     try:
         return [base64.b64decode(one, validate=True) for one in data]
-    except (binascii.Error, ValueError):
-        raise RequestError(400, f"{ENCODED}: data is not base64") from None
+    except (TypeError, ValueError):
+        raise RequestError(400, f"{ENCODED}: data is a list of files in base64") from None
 
 
 def _split_strings(binary: bytes, config: ServerConfig) -> list[bytes]:

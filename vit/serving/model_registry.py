@@ -15,14 +15,11 @@ from vit.errors import ConfigError, VitError
 from vit.inference.predictor import model_files
 from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
+from vit.serving.server_config import RequestError
 from vit.serving.server_metrics import ServerMetrics
-from vit.text import Notify, join_names, printable
+from vit.text import Notify, printable
 
 POLL_SECONDS = 2.0
-
-
-class UnknownModel(Exception):
-    """A request names a model that is not served."""
 
 
 class ModelRegistry:
@@ -78,9 +75,8 @@ class ModelRegistry:
         """The model of a request."""
         model = self.models.get(self.default if name is None else name)
         if model is None:
-            raise UnknownModel(
-                f"model={printable((name or '')[:100])}: served are {', '.join(self.models)}"
-            )
+            served = ", ".join(self.models)
+            raise RequestError(404, f"model={printable((name or '')[:100])}: served are {served}")
         return model
 
     async def reload(self, metrics: ServerMetrics, names: Sequence[str] | None = None) -> None:
@@ -100,9 +96,8 @@ class ModelRegistry:
                     )
                     metrics.reloads.labels(name, "failed").inc()
                 else:
-                    changes = class_changes(self.models[name], model)
                     self.models[name] = model
-                    self.notify(f"{name} is reloaded: {model.summary()}{changes}")
+                    self.notify(f"{name} is reloaded: {model.summary()}")
                     metrics.reloads.labels(name, "done").inc()
                 self.fingerprints[name] = fingerprint
 
@@ -155,16 +150,3 @@ def largest_batch(model: ServedModel) -> int:
         return 1
     size: int = model.predictor.largest_batch(model.predictor.random_image(0).shape)
     return size
-
-
-def class_changes(old: ServedModel, new: ServedModel) -> str:
-    """How the classes of a model differ from those of the one before it, for the log."""
-    before, after = list(old.predictor.classes), list(new.predictor.classes)
-    if before == after:
-        return ""
-    parts = {
-        "new": [one for one in after if one not in before],
-        "gone": [one for one in before if one not in after],
-    }
-    named = [f"{word}: {join_names(names)}" for word, names in parts.items() if names]
-    return f"; the classes changed ({'; '.join(named) or 'only their order'})"

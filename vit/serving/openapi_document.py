@@ -23,8 +23,8 @@ PREDICT_PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     ),
     "explain": (
-        "`json` adds relevance maps to the answer; `png` answers a drawing.",
-        {"type": "string", "enum": ["json", "png"]},
+        "`json` adds relevance maps to the answer.",
+        {"type": "string", "enum": ["json"]},
     ),
     "name": (
         "Name of an image that is the body itself.",
@@ -118,7 +118,7 @@ def openapi_document(
                 for one, (text, schema) in PREDICT_PARAMETERS.items()
             ],
             "requestBody": body({"multipart/form-data": form, "image/*": FILE}),
-            "responses": responses({JSON: {"schema": ANSWER}, "image/png": {"schema": FILE}}),
+            "responses": responses({JSON: {"schema": ANSWER}}),
         }
     }
     paths["/predict"]["post"]["parameters"][0]["schema"] = {"enum": [*models]}

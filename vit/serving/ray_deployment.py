@@ -10,7 +10,7 @@ of the proxy; all others hold in each replica.
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,12 +70,6 @@ class Replica:
         if failure := self.app.application.scheduler.failure:
             raise RuntimeError(failure)
 
-    async def reconfigure(self, settings: dict[str, int]) -> None:
-        """Load the models again."""
-        if settings["reloads"]:
-            application = self.app.application
-            await application.registry.reload(application.metrics)
-
 
 def open_registry(
     words: Sequence[str], config: ServerConfig, settings: dict[str, Any]
@@ -106,7 +100,6 @@ def serve_with_ray(
     replicas: Replicas,
     *,
     notify: Notify,
-    on_ready: Callable[[str, Callable[[], object]], object] = lambda _url, _stop: None,
     **settings: Any,
 ) -> None:
     """Serve models with Ray Serve until a signal stops it.
@@ -146,12 +139,9 @@ def serve_with_ray(
             logging_config={"enable_access_log": False, "log_level": "ERROR"},
         )
 
-        def deploy(reloads: int) -> None:
-            changed = deployment.options(user_config={"reloads": reloads})
-            serve.run(changed.bind(), name=NAME, route_prefix="/")
-
+        stopped = threading.Event()
         try:
-            deploy(0)
+            serve.run(deployment.bind(), name=NAME, route_prefix="/")
             for line in lines:
                 notify(line)
             number = plural(replicas.most, "replica")
@@ -159,38 +149,13 @@ def serve_with_ray(
             notify(
                 f"listening at {url}{'' if config.token else ' without a token'}, {upto}{number}"
             )
-            _obey_signals(deploy, lambda stop: on_ready(url, stop))
+            with signal_handlers({"SIGTERM": stopped.set, "SIGINT": stopped.set}):
+                stopped.wait()
         finally:
             serve.delete(NAME)
             if os.environ.get("RAY_ADDRESS", "local") == "local":
                 serve.shutdown()
         notify("stopped")
-
-
-def _obey_signals(
-    reload: Callable[[int], object], on_ready: Callable[[Callable[[], object]], object]
-) -> None:
-    """Return after SIGTERM or SIGINT; SIGHUP calls `reload` with its number."""
-    wake, stopped, hangups = threading.Event(), threading.Event(), 0
-
-    def stop() -> None:
-        stopped.set()
-        wake.set()
-
-    def hang_up() -> None:
-        nonlocal hangups
-        hangups += 1
-        wake.set()
-
-    with signal_handlers({"SIGTERM": stop, "SIGINT": stop, "SIGHUP": hang_up}):
-        on_ready(stop)
-        done = 0
-        while not stopped.is_set():
-            wake.wait()
-            wake.clear()
-            if hangups > done and not stopped.is_set():
-                done = hangups
-                reload(done)
 
 
 def shared_path(source: str) -> str:

@@ -6,7 +6,6 @@ parsed. python-multipart splits the parts as they arrive.
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from python_multipart import MultipartParser
@@ -15,7 +14,7 @@ from python_multipart.multipart import MultipartState, parse_options_header
 
 from vit.data.image_io import EncodedImage
 from vit.serving.dynamic_batching import BatchScheduler, QueueFull
-from vit.serving.server_config import MEGABYTE, ServerConfig
+from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
 
 FIELD = "file"
@@ -23,31 +22,6 @@ MAX_NAME = 1000
 """Characters of an image's name."""
 MAX_PART_HEADERS, MAX_PART_HEADER_BYTES = 8, 4096
 Message = Mapping[str, Any]
-
-
-class RequestError(Exception):
-    """A request that is answered with a status of 4xx and a sentence."""
-
-    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(status, reason)
-        self.status, self.reason, self.headers = status, reason, headers or {}
-
-
-@dataclass(frozen=True)
-class SizeLimit:
-    """The largest size of an image or of a request, `what`, in megabytes."""
-
-    what: str
-    megabytes: float
-
-    def check(self, size: int) -> None:
-        """Refuse `size` bytes if they are more."""
-        if size > self.megabytes * MEGABYTE:
-            raise RequestError(
-                413,
-                f"the {self.what} is larger than {self.megabytes:g} MB, the limit of this server "
-                f"(--max-{self.what}-mb)",
-            )
 
 
 class ClientGone(Exception):
@@ -91,7 +65,7 @@ class BodyReader:
     def __exit__(self, *_: object) -> None:
         self.budget.give(self.taken)
 
-    def check_header(self, limit: "SizeLimit") -> None:
+    def check_header(self, what: str) -> None:
         """Refuse a body by its header, before a byte of it is read."""
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -100,12 +74,11 @@ class BodyReader:
             )
         length = self.headers.get("content-length", "")
         if length.isdecimal():
-            limit.check(int(length))
+            check_size(what, int(length), self.config)
 
-    async def chunks(self, limit: "SizeLimit | None" = None) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, by default of any size that a request may have."""
-        limit = limit or SizeLimit("request", self.config.max_request_mb)
-        self.check_header(limit)
+    async def chunks(self, what: str = "request") -> AsyncIterator[bytes]:
+        """Yield the body as it arrives, of the size that an image or a request may have."""
+        self.check_header(what)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.body_timeout
         while not self.complete:
@@ -123,7 +96,7 @@ class BodyReader:
                 raise ClientGone
             chunk: bytes = message.get("body", b"")
             self.complete = not message.get("more_body", False)
-            limit.check(self.taken + len(chunk))
+            check_size(what, self.taken + len(chunk), self.config)
             self.budget.take(len(chunk))
             self.taken += len(chunk)
             if chunk:
@@ -132,7 +105,7 @@ class BodyReader:
     async def discard(self, seconds: float = 1.0) -> None:
         """Drop what a refused client still sends, so that it can read its answer."""
         loop = asyncio.get_running_loop()
-        deadline, left = loop.time() + seconds, self.config.max_request_bytes
+        deadline, left = loop.time() + seconds, self.config.max_request_mb * MEGABYTE
         while not self.complete and left > 0 and loop.time() < deadline:
             try:
                 message = await asyncio.wait_for(self.receive(), deadline - loop.time())
@@ -141,9 +114,9 @@ class BodyReader:
             self.complete = not message.get("more_body", False)
             left -= len(message.get("body", b""))
 
-    async def read(self, limit: "SizeLimit | None" = None) -> bytes:
-        """The whole body; arguments and errors as those of `chunks`."""
-        return b"".join([chunk async for chunk in self.chunks(limit)])
+    async def read(self, what: str = "request") -> bytes:
+        """The whole body; as `chunks`."""
+        return b"".join([chunk async for chunk in self.chunks(what)])
 
     async def images(self, scheduler: BatchScheduler, name: str) -> list[EncodedImage]:
         """The images of the body: the parts `file` of a multipart one, else the body."""
@@ -156,7 +129,7 @@ class BodyReader:
                 f"`{FIELD}` of multipart/form-data",
             )
         if not kind.startswith(b"multipart/"):
-            data = await self.read(SizeLimit("image", self.config.max_image_mb))
+            data = await self.read("image")
             if not data:
                 raise RequestError(
                     400,
@@ -234,12 +207,23 @@ class MultipartImages:
 
     def _add(self, data: bytes, start: int, end: int) -> None:
         self._data += end - start
-        SizeLimit("image", self.config.max_image_mb).check(self._data)
+        check_size("image", self._data, self.config)
         self._chunks.append(data[start:end])
 
     def _end(self) -> None:
         self.images.append(EncodedImage(self._name, b"".join(self._chunks)))
         self._chunks = []
+
+
+def check_size(what: str, size: int, config: ServerConfig) -> None:
+    """Refuse an image or a request, `what`, of more bytes than its limit."""
+    megabytes = getattr(config, f"max_{what}_mb")
+    if size > megabytes * MEGABYTE:
+        raise RequestError(
+            413,
+            f"the {what} is larger than {megabytes:g} MB, the limit of this server "
+            f"(--max-{what}-mb)",
+        )
 
 
 def check_count(images: int, config: ServerConfig) -> None:

@@ -7,7 +7,6 @@ format_row     one prediction -> one line, byte for byte that of `vit predict`
 """
 
 import contextlib
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,14 @@ from vit.data.image_io import EncodedImage
 from vit.data.image_objects import Array
 from vit.errors import BadImage, ConfigError, VitError
 from vit.exported.engine import select_engine
-from vit.inference.prediction_job import apply_threshold, classes_per_row
 from vit.inference.predictor import Predictor, model_files
-from vit.output.prediction_results import FORMATS, Layout, Prediction, check_top_k
+from vit.output.prediction_results import (
+    FORMATS,
+    Layout,
+    Prediction,
+    check_classes,
+    classes_per_row,
+)
 from vit.paths import sha256_of_files
 from vit.score_calibration import ScoreCalibration
 from vit.text import plural
@@ -71,7 +75,7 @@ class ServedModel:
         predictor.read.holds = predictor.whole_images
         self.compute_threads = predictor.workers if predictor.reads_and_computes else 1
         if getattr(predictor.engine, "distance", None) is not None:
-            predictor.return_distances()  # same digits with and without
+            predictor.engine.returns_distances = True  # same digits with and without
         self.batch_sizes: tuple[int, ...] = (1,)
         self.exact_on_all_cores = False
         self.seconds: dict[int, float] = {}
@@ -151,9 +155,7 @@ class ServedModel:
 
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
         """Refuse options that this network cannot fulfil."""
-        check_top_k(options.top_k)
-        flags = {"threshold": options.threshold, "reject": options.reject, "sets": options.sets}
-        classes_per_row(self.predictor, options.top_k, **flags)
+        check_classes(self.predictor.classes, **vars(options))
         self.predictor.check_options(
             threshold=options.threshold, reject=options.reject, sets=options.sets
         )
@@ -171,11 +173,10 @@ class ServedModel:
         """The prediction of an image, of its output or its BadImage."""
         if isinstance(output, BadImage):
             return Prediction(name, error=output.reason)
-        predictor = self.predictor
-        (prediction,) = predictor.to_predictions(
+        (prediction,) = self.predictor.to_predictions(
             [replace(output, image=name)],
-            max(classes_per_row(predictor, options.top_k), 1),
-            None if predictor.thresholds is None else options.threshold,
+            options.top_k,
+            options.threshold,
             reject=options.reject,
             sets=options.sets,
         )
@@ -185,7 +186,7 @@ class ServedModel:
         """The row of a prediction, without the end of the line."""
         predictor = self.predictor
         layout = Layout(
-            classes_per_row(predictor, options.top_k),
+            classes_per_row(predictor.classes, predictor.thresholds, options.top_k),
             predictor.classes,
             (),
             predictor.n_best,
@@ -195,7 +196,7 @@ class ServedModel:
             sets=options.sets is not None,
         )
         _, line = FORMATS["jsonl"](layout)
-        return line(apply_threshold(prediction, options.threshold)).rstrip("\n")
+        return line(prediction).rstrip("\n")
 
     def explain(self, name: str, output: Any, options: RowOptions) -> dict[str, Any]:
         """Relevance maps of an output, as `vit predict --explain` writes them without the deletion
@@ -220,26 +221,6 @@ class ServedModel:
             )
         ]
         return {"image": name, "seen": seen, "classes": classes}
-
-    def draw(self, name: str, output: Any, options: RowOptions) -> bytes:
-        """The same maps over the image, as a PNG file."""
-        import torch
-
-        from vit.inference.attribution import view_lines
-        from vit.inference.attribution_plot import plot_attributions
-
-        record = self.explain(name, output, options)
-        parts = record.get("classes") or record["words"]
-        texts = [
-            [one["label"], f"{one['probability']:.2%}"] if "label" in one else [one["text"]]
-            for one in parts
-        ]
-        maps = [torch.tensor(one["weights"], dtype=torch.float64) for one in parts]
-        lines = view_lines(self.predictor)
-        plot = plot_attributions(output.pixels, maps, [lines, *texts])
-        file = io.BytesIO()
-        plot.save(file, format="PNG")
-        return file.getvalue()
 
 
 def split_name(word: str) -> tuple[str, str]:

@@ -1,10 +1,18 @@
-"""Settings of `vit serve`: address, access and limits. Imports no torch."""
+"""Settings of `vit serve`: address, access and limits; what is refused. Imports no torch."""
 
 from dataclasses import dataclass, field, fields
 
 from vit.errors import ConfigError
 
 MEGABYTE = 1_000_000
+
+
+class RequestError(Exception):
+    """A request that is answered with a status of 4xx or 5xx and a sentence."""
+
+    def __init__(self, status: int, reason: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, reason)
+        self.status, self.reason, self.headers = status, reason, headers or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +79,6 @@ class ServerConfig:
                 f"max_images={self.max_images}: only max_queue={self.max_queue} images may wait; "
                 "lower the first or raise the second"
             )
-
-    @property
-    def max_request_bytes(self) -> int:
-        return int(self.max_request_mb * MEGABYTE)
-
-    @property
-    def max_memory_bytes(self) -> int:
-        return int(self.max_memory_mb * MEGABYTE)
 
     @property
     def loopback(self) -> bool:

@@ -51,7 +51,7 @@ FLAT_CONTRAST = 50 / 255
 TINY_FACTOR = 4
 """An image is tiny if its short side is this many times below the median."""
 
-Progress = Callable[[str, int, int], object]
+StageProgress = Callable[[str, int, int], object]
 """Called with the stage, the number of images done, and their total."""
 
 
@@ -160,7 +160,7 @@ def check_dataset(
     cache: bool = True,
     cache_folder: Path | None = None,
     timeout: float = TIMEOUT_SECONDS,
-    progress: Progress = lambda _what, _done, _total: None,
+    progress: StageProgress = lambda _what, _done, _total: None,
     notify: Notify = lambda _: None,
 ) -> CheckReport:
     """Check a dataset without a model.
@@ -208,7 +208,7 @@ def load_or_compute_stats(
     cache: StatsCache | None,
     workers: int | None,
     timeout: float,
-    progress: Progress,
+    progress: StageProgress,
 ) -> dict[str, StatsOrReason]:
     """The statistics of each of `paths`, in their order; new ones are written to the cache."""
     fingerprints: dict[str, Fingerprint] = {}

@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.inference.captioners import save_captioner
 from vit.errors import ConfigError, WeightsError
+from vit.generation import generate
 from vit.generation.generation_config import Search
-from vit.inference import caption_generator
 from vit.inference.predictor import Predictor
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import build_from_state
@@ -133,13 +133,13 @@ def test_sampling_is_seeded_by_the_index_in_the_whole_list(run, input_images):
 
 @pytest.mark.auto_precision
 def test_padding_images_get_no_caption(run, input_images, bad_images, monkeypatch):
-    rows, write = [], caption_generator.generate_captions
+    rows, write = [], generate.generate_captions
 
     def counting(decoder, memory, *others, **settings):
         rows.append(len(memory))
         return write(decoder, memory, *others, **settings)
 
-    monkeypatch.setattr(caption_generator, "generate_captions", counting)
+    monkeypatch.setattr(generate, "generate_captions", counting)
     predictor = Predictor(run, batch_size=8)
     predictor([*input_images[:3], bad_images[0], input_images[4]])
     predictor(bad_images[:2])
