@@ -54,7 +54,7 @@ class ScoreCalibration:
             keeps `target_precision` on its own; None if the images prove none. `threshold` is then
             of the answers of the other classes.
         class_set_levels: For each of COVERAGES the level of each class, if the sets cover each
-            class on its own; None where they cover all classes together. Empty if they never do.
+            class on its own; None if they cover all classes together. Empty without sets.
         groups: Number of groups of the images, for new ones of which threshold and sets hold; None
             of independent images.
     """

@@ -11,10 +11,8 @@ from vit.errors import ConfigError
 Triple = tuple[float, float, float]
 
 
-def check_intensity_range(values: tuple[float, float] | None) -> None:
+def check_intensity_range(values: tuple[float, float]) -> None:
     """Refuse a range whose two values are not in order."""
-    if values is None:
-        return
     if len(values) != 2 or not all(map(math.isfinite, values)) or not values[0] < values[1]:
         given = " ".join(f"{value:g}" for value in values)
         raise ConfigError(f"intensity_range={given}: must be two numbers, the first the smaller")
@@ -95,7 +93,8 @@ class DataConfig(SourceConfig):
             self.refuse(
                 "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
             )
-        check_intensity_range(self.intensity_range)
+        if self.intensity_range is not None:
+            check_intensity_range(self.intensity_range)
         if self.batch_size % self.micro_batches:
             self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
 

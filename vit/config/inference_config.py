@@ -58,7 +58,8 @@ class InferenceConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_intensity_range(self.intensity_range)
+        if self.intensity_range is not None:
+            check_intensity_range(self.intensity_range)
 
 
 RAY, NO_DRAWINGS = {"engine=ray": ""}, {"explain": "predict twice"}
@@ -98,7 +99,7 @@ class PredictionConfig(Section):
         needs={"out": "it continues a file"},
         incompatible_with=RAY | {"explain": "drawings are always made anew"},
     )
-    """Continue an interrupted OUT.partial; start from the beginning if there is none."""
+    """Continue an interrupted OUT.partial; start from the beginning without one."""
     overwrite: bool = False
     """Replace OUT, OUT.partial, and drawings of the same names in the folder of --explain."""
     sort_into: str | None = setting(None, incompatible_with=RAY)

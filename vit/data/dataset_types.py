@@ -42,7 +42,7 @@ class ImageRecord(NamedTuple):
     """Images of a group stay in one split; empty: the image is a group of its own."""
     captions: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
-    """Of the columns `DatasetSpec.columns` of a list; empty where there is none."""
+    """Of the columns `DatasetSpec.columns` of a list, or empty."""
 
 
 class ImageFile(NamedTuple):

@@ -111,7 +111,7 @@ def open_cache(
     notify: Notify = lambda _: None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> ImageCache:
-    """Open the cache of `paths`, and build it if there is none, or it is out of date.
+    """Open the cache of `paths`, and build it if it is missing or out of date.
 
     Args:
         side: Short side of cached images, in pixels; smaller images are not resized.

@@ -398,7 +398,7 @@ MAX_INT64 = 2**63 - 1
 
 
 def file_fingerprint(path: str) -> Fingerprint:
-    """Fingerprint of a file, or of the archive that `path` lies in; zeros if there is none.
+    """Fingerprint of a file, or of the archive that `path` lies in; zeros for a missing file.
 
     Copying other content over a file with its times preserved (`cp -p`) changes the third number,
     which no user can set.
@@ -497,7 +497,7 @@ def count_scans(data: bytes) -> int:
 DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
 """Pillow's names of colours, or grey with transparency, of 16 bits, of which it reads the upper 8.
 
-CMYK of 16 bits is none of them: ink is printed in shares of all of it, and no instrument counts it.
+CMYK of 16 bits is excluded: ink is printed in shares of all of it, and no instrument counts it.
 """
 ROUNDING = 0.5 / 255
 """By how much a float may leave its scale, as a share of it: half a step of 8 bits is clipped."""

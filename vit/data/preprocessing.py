@@ -67,7 +67,8 @@ class Preprocessing:
             raise ConfigError(f"crop_share={self.crop_share!r}: must be in (0, 1]")
         if min(self.std) <= 0:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
-        check_intensity_range(self.intensity_range)
+        if self.intensity_range is not None:
+            check_intensity_range(self.intensity_range)
 
     def __call__(self, image: Image.Image) -> "Tensor":
         """RGB image -> (3, height, width) uint8."""
@@ -158,7 +159,7 @@ class Preprocessing:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON; without `intensity_range` if there is none, as older versions wrote."""
+        """Values for JSON; without an undefined `intensity_range`, as older versions wrote."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()

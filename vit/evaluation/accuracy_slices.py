@@ -5,7 +5,7 @@
     flagged    = adjusted < 0.05 and the slice is less accurate than the rest
 
 Without the adjustment one of twenty slices would be flagged by chance. Where images come in groups,
-such as those of a patient, the slice and the rest count as so many images as the groups are worth
+such as those of a patient, the slice and the rest count as the images that the groups are worth
 (vit/evaluation/intervals.py), in the test as in the interval; fewer than 5 groups are worth
 none, and are not tested.
 
@@ -52,7 +52,7 @@ MAX_DISTINCT = 10
 """Different numbers up to which each of them is a slice of its own."""
 
 Value = float | str | None
-"""A number or a word; None where it is not known."""
+"""A number or a word; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

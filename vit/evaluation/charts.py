@@ -97,7 +97,7 @@ def reliability_chart(
     return Chart(
         title=title,
         description=f"{title}, by score: {described}",
-        ticks=SHARE_TICKS,
+        ticks=share_ticks(),
         marks=[(to_x(share), f"{share:.0%}") for share in SHARES],
         axis="score",
         points=[(to_x(mean), share_to_y(hits), "val") for _, mean, hits, _ in bins],
@@ -132,7 +132,7 @@ def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
         chart = Chart(
             title=title,
             description=f"{title}, by severity: {described}",
-            ticks=SHARE_TICKS,
+            ticks=share_ticks(),
             marks=[(to_x(place), place) for place in range(len(values))],
             axis="severity",
             curves=[(metric_of(score).title, "val", points)],
@@ -165,7 +165,9 @@ def share_to_y(share: float) -> float:
     return _scale(0, 1, Chart.bottom, Chart.top)(share)
 
 
-SHARE_TICKS = [(share_to_y(share), f"{share:.0%}") for share in SHARES]
+def share_ticks() -> list[tuple[float, str]]:
+    """Ticks of an axis from 0 to 1."""
+    return [(share_to_y(share), f"{share:.0%}") for share in SHARES]
 
 
 def _label(value: float, unit: str) -> str:

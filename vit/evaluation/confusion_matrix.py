@@ -66,7 +66,7 @@ class MatrixRow:
     """The answers for one class.
 
     Args:
-        cells: In the order of the matrix; None where there is no image.
+        cells: In the order of the matrix; None for a cell without images.
     """
 
     label: int

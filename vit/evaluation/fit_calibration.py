@@ -15,7 +15,7 @@ same image has the same set.
 The second rule holds for the images of each class on its own, the first for all together. A level
 of few images overshoots, by up to 1 / (n_k + 1), so each class needs 100 of them, and as many as
 its coverage takes. A multi-label set has to contain all true classes of an image: s(x, true) is the
-largest of theirs, and 0 where there is none.
+largest of theirs, and 0 without errors.
 
 Where images come in groups, the probability is that of an image of a new group: in q, an image of a
 group of n_g counts 1 / n_g, and n is the number of groups.
@@ -256,7 +256,7 @@ def set_scores(probabilities: Tensor, labels: Tensor) -> Tensor:
 def set_levels(
     scores: Tensor, coverages: Sequence[float], groups: Tensor | None = None
 ) -> list[float | None]:
-    """The level q of each coverage; None where so few images allow the set of all classes only."""
+    """The level q of each coverage; None if there are too few images for less than all classes."""
     if groups is not None:  # the smallest score below which are groups enough, counted by parts
         ordered_scores, order = scores.sort()
         reached = groups.bincount().double().reciprocal()[groups[order]].cumsum(0)
@@ -275,7 +275,7 @@ def class_set_levels(
     coverages: Sequence[float],
     groups: Tensor | None = None,
 ) -> list[tuple[float | None, ...] | None]:
-    """Level of each class, for each coverage; None where a class has too few images for it.
+    """Level of each class, for each coverage; None for a class with too few images.
 
     Args:
         scores: Of `set_scores`, (images,).

@@ -177,7 +177,7 @@ def bootstrap(
     resamples: int = RESAMPLES,
     few: bool = False,
 ) -> dict[str, Interval]:
-    """95 % intervals of metrics; the same for the same images. None where a draw has no value.
+    """95 % intervals of metrics; the same for the same images. None if a draw has no value.
 
     Args:
         few: Whether there are too few images for any interval, as with too few groups.

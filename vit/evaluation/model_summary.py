@@ -224,7 +224,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Shape of the first tensor in `value`, without the batch; None if there is none."""
+    """Shape of the first tensor in `value`, without the batch, or None."""
     tensor = first_tensor(value)
     return None if tensor is None else tuple(tensor.shape[1:])
 

@@ -106,7 +106,7 @@ def map_interval(scores: Tensor, targets: Tensor, groups: Tensor | None = None) 
                of freedom      v: variance of the average precision of a class over the draws,
                                n: images with the class
 
-    docs/trust.md has its coverage, and that of the BCa interval, which is too narrow. None where it
+    docs/trust.md has its coverage, and that of the BCa interval, which is too narrow. None if it
     would take long (images x classes above 5,000,000), where a draw or a part has no class at all,
     where all of them have the same value, and with fewer than 20 groups of images; t has one degree
     of freedom less than `groups` at most.
@@ -168,7 +168,7 @@ def _counts(answers: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nanmean(values: Tensor) -> float | None:
-    """Mean of what is not NaN; None where everything is."""
+    """Mean of the values that are not NaN, or None."""
     known = values[~values.isnan()]
     return float(known.mean()) if len(known) else None
 

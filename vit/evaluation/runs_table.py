@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def network(self) -> str | None:
-        """The preset, or the sizes of a network that is none: blocks x width, patches, pixels."""
+        """The preset, or the sizes of another network: blocks x width, patches, pixels."""
         if not self.settings:
             return None
         model = str(self.setting("model"))

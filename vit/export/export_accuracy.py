@@ -29,7 +29,7 @@ class Accuracy:
     """Scores of a run and of its file on the same images.
 
     Args:
-        before: Score of the run; None where it is undefined.
+        before: Score of the run; None if undefined.
         score: Name of the score: top-1, or mAP of a multi-label network.
     """
 

@@ -157,7 +157,7 @@ class Comparison:
     """Deviation of one implementation from the reference.
 
     Args:
-        worst: The image of that difference, or None if there is none.
+        worst: The image of that difference, or None.
     """
 
     name: str
@@ -279,7 +279,7 @@ def verify(
         model: X.onnx or X.xml; or a run folder, or of a classifier any other source of weights
             with a head, which is compared with the predictor only.
         images: Files, folders or patterns; by default up to 50 validation images of the run's
-            data, or drawn ones if there are none.
+            data, or drawn ones without data.
         run: The run, or other weights, that the exported file is compared with; by default the one
             that its metadata name.
         engine: Engine of the file: onnx or openvino; by its suffix by default.

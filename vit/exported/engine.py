@@ -46,7 +46,7 @@ class Engine(Protocol):
     Attributes:
         shares: Whether scores of classes are probabilities, which tables show in percent.
         thresholds: Probability from which on each class is named, of a multi-label network.
-        calibration: Calibration of the scores; None where they are raw.
+        calibration: Calibration of the scores; None for raw scores.
         n_best: Captions of an image; 0 of a classifier.
         exported: Whether it is a file of `vit export`.
         keep_aspect: Whether images keep their aspect ratio.

@@ -90,7 +90,7 @@ class OnnxClassifier(ExportedEngine):
 
     Attributes:
         precision: fp32, fp16 or int8.
-        calibration: Calibration of the scores, inside the graph; None where they are raw.
+        calibration: Calibration of the scores, inside the graph; None for raw scores.
         metadata: Metadata of the file.
     """
 
@@ -162,7 +162,7 @@ def _parse_classes(text: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("classes are no list of names")
     if not names or len(set(names)) != len(names):
-        raise ValueError("classes are none, or two have one name")
+        raise ValueError("classes are missing, or two have one name")
     return tuple(names)
 
 

@@ -231,7 +231,7 @@ def _shared_label_settings(specs: Sequence[DatasetSpec], notify: Notify) -> dict
 
 
 def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None:
-    """Refuse images of which none has one of several classes."""
+    """Raise if no image has any label."""
     if not any(labels):
         raise DataError(
             f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
@@ -269,7 +269,7 @@ def check_comparable(runs: Sequence[PathLike], predictors: Sequence[Predictor]) 
     for run, predictor in zip(runs, predictors, strict=True):
         if predictor.n_best or not predictor.classes:
             raise ConfigError(
-                f"{run}: only classifiers are compared, and this network is none; vit "
+                f"{run}: only classifiers are compared, and this network is not one; vit "
                 "evaluate measures it, with intervals to compare"
             )
         if (predictor.thresholds is not None) != several:

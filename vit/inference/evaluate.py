@@ -107,7 +107,7 @@ def evaluate(
         raise ConfigError("html: pages show classifiers; --json FILE has all scores")
     if config.corruptions and score not in CLASSIFIER_SCORES:
         raise ConfigError(
-            "corruptions: measures classifiers, and this network is none; leave it out"
+            "corruptions: measures classifiers, and this network is not one; leave it out"
         )
     if config.corruptions and predictor.exported:
         raise ConfigError(
@@ -322,7 +322,7 @@ def measure(
     """
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
-        raise ConfigError("slice: accuracy is that of classifiers, and this network is none")
+        raise ConfigError("slice: accuracy is that of classifiers, and this network is not one")
     evaluation.brief = brief
     if groups is not None:  # of the images that the evaluation kept
         named = {sample.path: name for sample, name in zip(samples, groups, strict=True)}

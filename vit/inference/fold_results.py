@@ -78,7 +78,7 @@ class HeldOut(NamedTuple):
 def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
     """Average the folds of a cross-validation of pretrained weights into `folder`/soup.
 
-    Of a training from scratch, or with several classes an image, there is none. One that is newer
+    A training from scratch, or with several classes an image, has none. One that is newer
     than the folds stays as it is. Errors become a note, for the folds are complete without it.
 
     Args:

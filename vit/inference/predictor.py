@@ -135,7 +135,7 @@ class Predictor:
         Raises:
             ConfigError: `top_k` is less than 1; the network has no calibration for `reject` or
                 `sets`, or keeps the aspect ratio of images; `images` is one image instead of a
-                list, or one of them is none; the last is raised when its turn comes.
+                list, or one of them is not an image; the last is raised when its turn comes.
         """
         check_top_k(top_k)
         self.check_options(threshold=threshold, reject=reject, sets=sets)
@@ -391,7 +391,7 @@ def open_evaluated(model: "PathLike | LoadedRun", *, notify: Notify, **settings:
 
 
 def source_run(predictor: Predictor) -> Path | None:
-    """Folder of the run that a file was exported from; None where it is not here."""
+    """Folder of the run that a file was exported from; None if it is not here."""
     source = Path(predictor.metadata.get("source_run", ""))
     return source if (source / "config.json").is_file() else None
 

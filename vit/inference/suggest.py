@@ -342,7 +342,7 @@ def _without_near_duplicates(
     workers: int | None,
     progress: StageProgress,
 ) -> tuple[list[int], int, list[tuple[int, str]]]:
-    """The first `number` candidates of which none is nearly another one, or a labelled image.
+    """The first `number` candidates without near-duplicates of each other or of labelled images.
 
     Returns:
         Their places, the number of near duplicates that were passed over, and images that could

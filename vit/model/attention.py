@@ -186,7 +186,7 @@ class SelfAttention(nn.Module):
 
         Args:
             x: Tokens.
-            context: Positions, mask and cache of the tokens; by default there are none.
+            context: Positions, mask and cache of the tokens; none by default.
         """
         context = context or AttentionContext()
         rope = context.rope if self.rope is None else self.rope(context.rope)

@@ -206,7 +206,7 @@ class ResumableOutput:
         return self.done.exists() and all(path.exists() for path in self.targets)
 
     def stored_settings(self) -> dict[str, Any]:
-        """Settings of the logs, or of the finished files; empty if there are none."""
+        """Settings of the logs, or of the finished files, or empty."""
         records = [self.done] if self.is_done() else self.logs()
         return next(filter(None, map(read_settings, records)), {})
 

@@ -51,7 +51,7 @@ def folder_names(classes: Sequence[str]) -> list[str]:
 
 
 def renamed_note(classes: Sequence[str]) -> str:
-    """A note about classes whose folders have other names; empty if there are none."""
+    """A note about classes whose folders have other names, or empty."""
     folders = dict(zip(classes, folder_names(classes), strict=True))
     renamed = [f"{name} (class {label})" for label, name in folders.items() if name != label]
     if not renamed:
@@ -84,7 +84,7 @@ def _percent(letter: str) -> str:
 
 
 def _cut(name: str, most: int) -> str:
-    """The start of `name`, at most so many bytes."""
+    """The start of `name`, limited in bytes."""
     while len(os.fsencode(name)) > most:
         name = name[:-1]
     return name

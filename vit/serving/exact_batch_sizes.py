@@ -26,7 +26,7 @@ ROUNDS = 2
 NEARLY = 1.1
 """A larger batch must be faster an image by this."""
 TURNS, MOST_SECONDS, CLEARLY = 5, 1.0, 0.8
-"""All cores must take so little of the time of one thread, in so many turns or seconds."""
+"""Turns and seconds of the measurement, and the largest share of one thread's time for all cores."""
 Run = Callable[..., list[Any]]
 """`_run` of a model in its threads."""
 

@@ -2,7 +2,7 @@
 
     SIGTERM, SIGINT   stop listening, answer what was accepted, exit with 0; again: exit at once
     SIGHUP            load the models again
-    network failed    stop likewise, and exit with 1, for a supervisor to start it again
+    network failed    stop in the same way, and exit with 1, for a supervisor to start it again
 
 uvicorn's HTTP protocol on h11 gets what it lacks: a limit of time for the header of a request, a
 limit of connections, and errors as JSON.
@@ -324,7 +324,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def raise_file_limit(wanted: int) -> None:
-    """Allow so many open files, as far as the system lets it."""
+    """Raise the limit of open files, as far as the system allows."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -32,7 +32,7 @@ class ModelRegistry:
         models: The models by name.
         compute: Threads that compute, of all models.
         compute_threads: Their number.
-        all_cores: A thread that computes with the cores of all of them; None where they are one.
+        all_cores: A thread that computes with the cores of all of them; None for a single one.
     """
 
     def __init__(

@@ -227,7 +227,7 @@ def check_size(what: str, size: int, config: ServerConfig) -> None:
 
 
 def check_count(images: int, config: ServerConfig) -> None:
-    """Refuse a request of so many images if they are too many."""
+    """Refuse a request with too many images."""
     if images > config.max_images:
         raise RequestError(
             413,

@@ -82,7 +82,7 @@ class ClassBalance:
 
     @cached_property
     def weights(self) -> Tensor:
-        """Of an image of each class, (classes,) float64; 0 where there is none."""
+        """Of an image of each class, (classes,) float64; 0 for a class without images."""
         counts = self.counts.double()
         weights = counts.sum() / (int((counts > 0).sum()) * counts.clamp(min=1))
         return torch.where(counts > 0, weights, 0.0)

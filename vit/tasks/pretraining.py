@@ -244,12 +244,12 @@ def neighbour_rows(
 
 
 def stride_of(count: int) -> int:
-    """Of so many validation images, each which is compared."""
+    """Stride between the validation images whose features are compared."""
     return max(math.ceil(count / MOST_FEATURES), 1)
 
 
 def blank_if_empty(images: Tensor) -> Tensor:
-    """`images`, or one blank image if there are none: all processes take part in a forward pass."""
+    """`images`, or one blank image without any: all processes take part in a forward pass."""
     return images if len(images) else images.new_zeros(1, *images.shape[1:])
 
 

@@ -89,7 +89,7 @@ class Evaluation(ABC):
     """Accumulates the metrics of `vit evaluate`.
 
     Attributes:
-        right: Whether the answer for each image that was added is right, None where there is no
+        right: Whether the answer for each image that was added is right, None without a
             answer or no label; None of a task whose answers are not right or wrong.
         groups: Names of the groups of `samples`, such as patients, whose images are alike; None of
             independent images.
@@ -210,7 +210,7 @@ class Task(ABC):
         ]
 
     def with_data(self, config: Config, splits: Splits | None) -> "Task":
-        """The task with what its loss needs of the training data; None if there are none yet."""
+        """The task with what its loss needs of the training data; None before there are any."""
         return self
 
     @abstractmethod
@@ -294,7 +294,7 @@ class Task(ABC):
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
         """Share in [0, 1] by which an exported file is compared with its run, higher is better.
 
-        None where it is undefined for these images.
+        None if it is undefined for these images.
 
         Args:
             outputs: Of `activation`, (images, outputs).

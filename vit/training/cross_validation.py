@@ -166,7 +166,7 @@ def resolve_weights_once(
         if weights == AUTO_WEIGHTS and settings.get("weights") is None:
             raise ConfigError(
                 f"weights=auto: the folds in {folder} began without pretrained weights; "
-                "leave --weights out, or start anew with another --out"
+                "leave --weights out, or start again with another --out"
             )
         settings |= {name: flat[name] for name in config.settled if flat[name] != AUTO_WEIGHTS}
         return make_config(settings)

@@ -30,7 +30,7 @@ class CosineSchedule:
     """Linear warm-up, then a cosine from `peak` to `least`.
 
     Args:
-        warmup_steps: Optimiser steps of warm-up; 0 is none.
+        warmup_steps: Optimiser steps of warm-up; 0 for none.
     """
 
     peak: float
@@ -52,8 +52,8 @@ class WarmupStableDecay:
     """Linear warm-up to `peak`, constant, then linear to `least`.
 
     Args:
-        warmup_steps: Optimiser steps of warm-up; 0 is none.
-        cooldown_steps: Optimiser steps of the linear end; 0 is none.
+        warmup_steps: Optimiser steps of warm-up; 0 for none.
+        cooldown_steps: Optimiser steps of the linear end; 0 for none.
         shares: Steps after the beginning of the cooldown, each with its share of `peak`; the rate
             is linear between them, and to `least` after them.
     """
@@ -125,7 +125,7 @@ def image_size_at(epoch: int, *, growth: float, start: int, full: int, multiple:
 
 
 def image_side(config: Config, epoch: int, epochs: int) -> int:
-    """Side of the training images in an epoch of so many."""
+    """Side of the training images by epoch."""
     full, growth = config.model.image_size, config.training.growth_epochs
     return image_size_at(
         epoch,

@@ -93,7 +93,7 @@ class ExpertUsage:
         self.sums: Tensor | None = None
 
     def add(self, images: int) -> None:
-        """Add the last forward pass, of so many images of this process."""
+        """Add the last forward pass, with its number of images on this process."""
         rows = torch.stack([_row(layer, images) for layer in self.layers.values()])
         self.sums = rows if self.sums is None else self.sums + rows
 

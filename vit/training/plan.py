@@ -100,8 +100,8 @@ LONG = 2.0
 PROBE = PHOTO_NETWORKS[1]._replace(passes=0)
 # For pretrained weights on a GPU, where it matters, about the network of most of them.
 WEIGHTS_PROBE = PHOTO_NETWORKS[6]._replace(passes=0)
-# On a CPU so many networks of the ladder are timed; larger ones are taken to be as fast as the last
-# of them, and one is timed unless it is out of reach even where it is so many times as fast as the
+# Number of networks of the ladder timed on a CPU; larger ones are taken to be as fast as the last
+# of them, and one is timed unless it is out of reach even at this many times the speed of the
 # last. On a GPU all are timed that may be in reach.
 MEASURED, FASTER = 3, 2.0
 

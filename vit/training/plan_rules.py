@@ -86,7 +86,7 @@ LEAST_VALIDATION, MOST_VALIDATION = 1000, 5000
 VALIDATION_OF_CLASS = 5
 # Below this many steps in a pass, a batch that does not divide the images leaves out too many.
 FEW_STEPS = 10
-# Blocks of the decoder of captions, by the number of captions below which there are so many.
+# Decoder depth by number of captions: (upper limit, depth).
 DECODER_DEPTHS = ((5_000, 2), (1_000_000, 3), (math.inf, 6))
 # A caption describes the whole image: the least crop where passes are many enough to crop at all.
 CAPTION_CROP = 0.5
@@ -144,7 +144,7 @@ class Facts:
     flops: float
     """Floating-point operations a second of a training step here."""
     timed: tuple[TimedNetwork, ...] = ()
-    """The first networks of the ladder, as measured; `flops` where there is none.
+    """The first networks of the ladder, as measured; `flops` without a measurement.
 
     Networks differ: what lies between the matrix products costs time, and next to no FLOPs, and a
     GPU waits for the processor that launches the operations of a small one.
@@ -154,7 +154,7 @@ class Facts:
     device_memory: int = 0
     """Free bytes of a GPU, for a cache there."""
     seconds: float | None = None
-    """Time for the whole training; None where nobody gave one."""
+    """Time for the whole training, or None if no time was given."""
     processes: int = 1
     """Among which a batch is divided."""
     sharded: bool = False
@@ -570,14 +570,14 @@ def image_side(native: int, row: Network) -> int:
 
 
 def usual_batch(facts: Facts) -> int:
-    """Images of a step, for so many training images on a device of this type."""
+    """Images of a step for this number of training images on this type of device."""
     sizes = ((400, 16), (1200, 32), (20_000, 64), (200_000, 128), (math.inf, 256))
     batch = facts.task_batch or next(size for most, size in sizes if facts.images < most)
     return batch if facts.device == "cpu" else 4 * batch
 
 
 def even_batch(images: int, size: int, parts: int) -> int:
-    """A batch of about `size` that leaves few of so many images out of a pass.
+    """A batch of about `size` that leaves few of `images` images out of a pass.
 
     A multiple of two images for each of `parts`, where there are several and images enough.
     """

@@ -108,7 +108,7 @@ FOR_PROBES = (DEIT_TINY, TINY, DEIT_SMALL, SMALL, DINO_SMALL, BASE, DINO_BASE)
 
 # Sides of images: the first one, unless no network fits the time with it.
 PHOTO_SIZES, TINY_SIZES = (224, 160, 128), (128, 96)
-# Up to so many images the head of a probe stays the best model (docs/fine-tuning.md).
+# Up to this number of images the head of a probe stays the best model (docs/fine-tuning.md).
 PROBED_IMAGES = 500
 # Passes over the images that steps are worth beginning with, and more than which overfit.
 LEAST_PASSES, MOST_PASSES = 4, 50
@@ -226,7 +226,7 @@ class Rules:
     one_class: bool
 
     def choose(self, sources: Mapping[ListedWeights, str]) -> WeightsChoice | None:
-        """The best of the weights in `sources`; None where no patches divide the images.
+        """The best of the weights in `sources`; None if no patches divide the images.
 
         Steps where enough passes fit, else a probe, whose images may be smaller; the cheapest where
         nothing fits.

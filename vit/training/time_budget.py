@@ -99,7 +99,7 @@ class Costs:
         return self.setup + self.start + self.ending
 
     def of(self, config: Config, epoch_steps: int, steps: int) -> float:
-        """Seconds of a run of so many steps, and a validation after each `epoch_steps` of them."""
+        """Duration in seconds of `steps` steps with a validation every `epoch_steps`."""
         return self.fixed + self.between(config, epoch_steps, 0, steps)
 
     def between(self, config: Config, epoch_steps: int, first: int, last: int) -> float:
@@ -228,7 +228,7 @@ def epoch_length(config: Config, steps_per_pass: int, costs: Costs, seconds: flo
 
 
 def before_cooldown(config: Config, epoch_steps: int, steps: int) -> Config:
-    """`config` of a run of so many steps with what must not change if their number does.
+    """`config` for a run of `steps` steps, with the settings that must not change with them.
 
     The cooldown begins with an epoch: then the run knows how long its epochs really take.
     """
@@ -391,7 +391,7 @@ def time_steps(
 def time_validation(
     run: TrainingState, samples: Sequence[Sample], watch: Stopwatch, images: float
 ) -> tuple[float, float]:
-    """Validate twice on about so many images, in batches of the sizes that all `samples` make.
+    """Validate twice on about `images` images, in batches of the sizes that all `samples` make.
 
     Returns:
         Seconds that the first time took more than the second, and seconds of all `samples`.

@@ -90,7 +90,7 @@ def train(
             decides the settings that are missing, as in `vit train`. A Config of
             `vit.make_config` is used as it is.
         out: The run folder; `runs/<name of the data>` if omitted.
-        resume: Continue from the newest checkpoint in `out`, or start if there is none.
+        resume: Continue from the newest checkpoint in `out`, or start a new one.
         overwrite: Delete the run in `out` first.
         began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
         resumed_by: The command and the folder that resume the run, if it is part of another

@@ -28,7 +28,7 @@ from vit.training.training_state import Step, TrainingState
 
 MIN_LOSS_SCALE = 1e-4
 STOP_IN_ROW, STOP_SHARE = 3, 0.01
-"""Steps without a finite gradient end a training: so many in a row, or so many plus this share of
+"""Steps without a finite gradient end a training: this many in a row, or this many plus a share of
 all steps in all."""
 
 

@@ -53,7 +53,7 @@ def measure_speed(
     captions: CaptionStats | None = None,
     batch: int = PROBE_BATCH,
 ) -> TimedNetwork:
-    """Speed of training steps of `row`; of fewer images where so many do not fit into a GPU."""
+    """Speed of training steps of `row`; of fewer images if they do not fit into a GPU."""
 
     def trial(size: int) -> float:
         return step_seconds(config, accelerator, row, captions, size)

@@ -47,7 +47,7 @@ TUNE_FILE, BEST_RUN = "tune.json", "best"
 SEARCH_SHARE = 0.5
 """Share of the time that is for the search."""
 FACTOR, MAX_FINAL_TRIALS = 3, 3
-"""Each rung has so many times fewer trials than the one before, each so many times as long; the
+"""Reduction factor: each rung has 1/3 of the trials of the one before, each 3 times as long; the
 last one has at most three."""
 TRIAL_COUNTS, MIN_TRIAL_SECONDS = (18, 9, 6, 3), 60.0
 """Numbers of trials: the largest whose trials of the first rung take a minute, else the least."""
@@ -96,7 +96,7 @@ def tune(
             is searched. A search that is resumed adds its own.
         out: The folder; `runs/<name of the data>-tune` if omitted. The trained network is the run
             folder `best` in it.
-        resume: Continue the search in `out`, or start if there is none.
+        resume: Continue the search in `out`, or start a new one.
         began: Start of the time, by `time.monotonic`; now if omitted.
         more: More settings by name.
 
@@ -174,7 +174,7 @@ def check_folder(folder: Path, *, resumes: bool) -> None:
 
 
 def read_record(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The search in `folder` with `values`, of which it may change some; {} if there is none."""
+    """The search in `folder` with `values`, of which it may change some, or {}."""
     path = folder / TUNE_FILE
     if not path.is_file():
         return {}

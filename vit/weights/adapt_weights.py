@@ -424,7 +424,7 @@ def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_
 def _head_rows(
     pretrained: Pretrained, new_count: int, classes: Sequence[str] | None
 ) -> list[int | None]:
-    """Row of the source's head for each new class; None where it has none."""
+    """Row of the source's head for each new class; None without one."""
     old_count, known = pretrained.config.num_classes, pretrained.classes
     if classes is None or (old_count and tuple(classes) == known):
         return list(range(old_count)) if old_count == new_count else [None] * new_count

@@ -245,7 +245,7 @@ def test_no_split_replaces_another(tmp_path):
         "dev": 4,
         "val": 2,
     }
-    assert listed.notes == ["the split dev, 4 images, is none that a training reads"]
+    assert listed.notes == ["the split dev, 4 images, is not read by a training"]
     assert split_names(["training", "dev", "test"])["dev"] == "val"
     assert split_names(["training", "train"])["training"] == "training"
 

@@ -272,7 +272,9 @@ def test_a_checkpoint_of_another_optimiser_is_refused(tmp_path):
     write(run_of(torch.optim.AdamW), tmp_path)
     others = [run_of(torch.optim.AdamW, groups=1), run_of(torch.optim.SGD)]
     for other in others:
-        with pytest.raises(WeightsError, match=r"of another optimiser: .* start anew with --overw"):
+        with pytest.raises(
+            WeightsError, match=r"of another optimiser: .* start again with --overw"
+        ):
             load_checkpoint(tmp_path, other, print)
     load_checkpoint(tmp_path, run_of(torch.optim.AdamW), print)
 

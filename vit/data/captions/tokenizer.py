@@ -135,7 +135,7 @@ class Tokenizer:
         """The inverse of `to_json`; reads any other tokenizer.json too.
 
         Padding, begin and end are the first of `PADS`, `BEGINS`, `ENDS` that the vocabulary has;
-        if there is none, ours is added after the last id.
+        without one, ours is added after the last id.
         """
         try:
             return cls(_parse(text))
@@ -243,7 +243,7 @@ def _disable_options(library: tokenizers.Tokenizer) -> None:
 
 
 def _special_token(library: tokenizers.Tokenizer, names: Sequence[str]) -> int:
-    """Id of the first of `names` in the vocabulary; the first name is added if there is none."""
+    """Id of the first of `names` in the vocabulary; else the first name is added."""
     if all(library.token_to_id(name) is None for name in names):
         library.add_special_tokens([names[0]])
     ids = (library.token_to_id(name) for name in names)
@@ -316,7 +316,7 @@ def train_tokenizer(captions: Iterable[str], *, vocab_size: int | None = None) -
 
 
 def default_vocab_size(words: int) -> int:
-    """The vocabulary size for so many words of captions, by the rule of `train_tokenizer`."""
+    """The vocabulary size for captions of `words` words, by the rule of `train_tokenizer`."""
     return min(2**15, int(2**13 * max(1.0, sqrt(words / 2**23))))
 
 

@@ -101,7 +101,7 @@ def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
 
 
 def unsupported_advice(suffixes: Collection[str]) -> str:
-    """What to do about images of formats that are not read; empty if there are none."""
+    """What to do about images of formats that are not read, or empty."""
     heic = sorted(HEIC_SUFFIXES & UNSUPPORTED_SUFFIXES & {*suffixes})
     others = sorted((UNSUPPORTED_SUFFIXES - HEIC_SUFFIXES) & {*suffixes})
     install = f"; to read {' and '.join(heic)}: pip install 'vit-toolkit[heic]'" if heic else ""

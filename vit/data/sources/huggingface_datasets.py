@@ -72,7 +72,7 @@ def read_dataset(spec: DatasetSpec) -> DatasetIndex:
         name = names[str(split)]
         if name in SPLIT_ALIASES or name not in SPLIT_NAMES:
             images = plural(len(rows), "image")
-            notes.append(f"the split {printable(name)}, {images}, is none that a training reads")
+            notes.append(f"the split {printable(name)}, {images}, is not read by a training")
         columns = find_columns(rows.features, spec)
         annotations = read_annotations(rows.data, columns, data)
         lack = "" if annotations else "labels"

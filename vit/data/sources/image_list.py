@@ -73,7 +73,7 @@ class Entry(NamedTuple):
     captions: tuple[str, ...] = ()
     """In the order of the list; they may be empty or repeated."""
     cells: tuple[str, ...] = ()
-    """Of the columns `DatasetSpec.columns`; empty where there is none."""
+    """Of the columns `DatasetSpec.columns`, or empty."""
     labelled: bool = True
     """Whether the line says which classes the image has, or that it has none of them."""
 
@@ -94,7 +94,7 @@ class ImageList:
     """Of the first row."""
     is_table: bool = False
     multilabel: int = 0
-    """The first line with several classes, 0 if there is none."""
+    """The first line with several classes, or 0."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
     bad: BadLines = field(default_factory=BadLines)
@@ -311,7 +311,7 @@ class PlacedList(NamedTuple):
     """A list whose images have paths."""
 
     split: str
-    """In the name of the list; empty if there is none."""
+    """In the name of the list, or empty."""
     contents: ImageList
     base: str
     """Folder that its names are relative to."""

@@ -20,7 +20,7 @@ from vit.errors import DataError
 from vit.text import csv_text, join_names, printable
 
 Find = Callable[[str, bool], str | None]
-"""(name as written, whether in a cell of a table) -> the image, None if there is none."""
+"""(name as written, whether in a cell of a table) -> the image, or None."""
 
 
 def is_plain(name: str) -> bool:
@@ -45,7 +45,7 @@ class ImageNames:
         self._tables: dict[str, dict[str, list[str]]] = {}
 
     def find(self, written: str, is_cell: bool) -> str | None:
-        """The file that a name means; a plain name is that of a file, even if there is none."""
+        """The file that a name means; a plain name is that of a file, which may be missing."""
         if is_plain(written) and _is_image(written):
             return posixpath.normpath(written)
         tidy = written.strip()

@@ -123,7 +123,7 @@ def _apply_labels(index: DatasetIndex, spec: DatasetSpec, find: Find) -> Dataset
         contents.check_single()
     note = f"{name}: {_counted(contents.entries, 'labelled image', lacking)}"
     if left := len(rows) - len(contents.entries):
-        none = f": not used ([] in {column} is none of the classes)" if several else ""
+        none = f": not used ([] in {column} is not one of the classes)" if several else ""
         note += f"; {plural(left, 'row')} without a label{none}"
     splits: dict[str, list[ImageRecord]] = {}
     unlabelled: list[ImageRecord] = []

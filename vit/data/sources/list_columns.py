@@ -56,7 +56,7 @@ SPREADSHEET_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that are read, as the list has them; empty if there is none."""
+    """Names of the columns that are read, as the list has them, or empty."""
 
     image: str
     captions: tuple[str, ...]
@@ -69,7 +69,7 @@ class Columns:
 
 
 def image_column(names: Sequence[str]) -> str:
-    """The image column by its usual names; empty if there is none."""
+    """The image column by its usual names, or empty."""
     return match_name(names, IMAGE_COLUMNS)
 
 

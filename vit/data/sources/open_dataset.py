@@ -182,7 +182,7 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
         label_column=None,
         optional_labels=False,
         multilabel=None,
-        # a split without a labelled image is none: others are then held out, so all are read
+        # a split without a labelled image does not count: others are then held out, so all are read
         all_splits=spec.all_splits or spec.split is not None,
     )
 

@@ -161,7 +161,7 @@ class ShardImage(NamedTuple):
     """Name without the common folder of all images and the split folder."""
     split: str
     split_prefix: str = ""
-    """The split folder in the shard, with a slash; empty if there is none."""
+    """The split folder in the shard, with a slash, or empty."""
 
     @property
     def path(self) -> str:
@@ -359,7 +359,7 @@ class _Annotations:
             note = f"left out {plural(texts, 'text')} (.txt): captions are no classes"
             members.notes.append(note)
         self.files: dict[str, dict[str, str]] = {}
-        """Suffix -> the member beside each image by its path, empty where there is none."""
+        """Suffix -> the member beside each image by its path, or an empty name."""
         for suffix in (*(LABEL_SUFFIXES if spec.labels else (".json",)), *[".txt"] * spec.captions):
             stems = members.sidecars[suffix]
             self.files[suffix] = {one.path: _sidecar(one, stems, suffix) for one in images}
@@ -383,7 +383,7 @@ class _Annotations:
                 members.notes.append(note)
 
     def _first_keys(self, images: Sequence[ShardImage]) -> set[str] | None:
-        """Keys of the first readable .json; None if there is none."""
+        """Keys of the first readable .json, or None."""
         for image in images:
             with contextlib.suppress(DataError):  # of a damaged one: raised by `record`
                 if name := self.files[".json"][image.path]:
@@ -454,7 +454,7 @@ class _Annotations:
         if label not in table.values():
             known = plural(len(table), "class", "classes")
             tables = " or ".join(CLASS_TABLES)
-            raise _error(image, f"label {label!r} is none of the {known} in {tables}")
+            raise _error(image, f"label {label!r} is not one of the {known} in {tables}")
         return label
 
     def _captions(self, image: ShardImage, values: Mapping[str, Any]) -> tuple[str, ...]:

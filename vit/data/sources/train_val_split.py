@@ -317,7 +317,7 @@ def _split_share(
         rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
         notes = [
             f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of {strata}"
-            + (", and one where that is none" if rounded else "")
+            + (", and one where that rounds to none" if rounded else "")
         ]
         single = [printable(name) for name, paths in val_images.items() if name and not paths]
         if single:

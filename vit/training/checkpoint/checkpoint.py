@@ -190,7 +190,7 @@ def load_checkpoint(folder: Path, run: TrainingState, notify: Notify) -> Checkpo
         if state.pop("version", None) != VERSION:
             raise WeightsError(
                 f"{path} was written by another version of vit: finish its run with "
-                "that, or start anew with --overwrite"
+                "that, or start again with --overwrite"
             )
         snapshot = Snapshot(tensors, state.pop("optimizer"), state.pop("groups"))
         _restore(path, snapshot, run)
@@ -303,7 +303,7 @@ def _restore_optimizer(
     if not fits:
         raise WeightsError(
             f"{path} is of another optimiser: resume with the settings and the version "
-            "of vit that it was written with, or start anew with --overwrite"
+            "of vit that it was written with, or start again with --overwrite"
         )
     sharded = {
         index: {

@@ -39,7 +39,7 @@ class MetricsFile:
         if self.file.seek(0, os.SEEK_END) < size:
             name = printable(self.file.name)
             raise RunError(
-                f"{name} is shorter than at its checkpoint: restore it, or start anew with "
+                f"{name} is shorter than at its checkpoint: restore it, or start again with "
                 "--overwrite"
             )
         self.file.truncate(size)

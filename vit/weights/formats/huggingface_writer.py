@@ -181,7 +181,7 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def mlp_ratio(config: ModelConfig) -> int | None:
-    """Integer `mlp_ratio` of DINOv2 for this hidden dimension; None if there is none."""
+    """Integer `mlp_ratio` of DINOv2 for this hidden dimension, or None."""
     for ratio in range(1, MAX_MLP_RATIO + 1):
         width = config.dim * ratio
         if config.feedforward_dim == (

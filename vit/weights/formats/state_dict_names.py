@@ -299,7 +299,7 @@ def block_numbers(names: Iterable[str]) -> set[int]:
 
 
 def square_side(count: int) -> int:
-    """Side of a square of `count` patches; 0 if there is none."""
+    """Side of a square of `count` patches, or 0."""
     side = isqrt(max(count, 0))
     return side if side**2 == count else 0
 

@@ -154,7 +154,7 @@ def class_names(
     """Class names by output, and a note if they are invalid.
 
     Args:
-        names: A list, or a mapping from index to name; None if there are none.
+        names: A list, or a mapping from index to name, or None.
     """
     if not names or not count:
         return None, ()
