@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.evaluation.classification_metrics import (

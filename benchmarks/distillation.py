@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.whole_commands import VIT, command
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.evaluation.model_summary import cost_of
 
 TEACHER_FACTOR = 3

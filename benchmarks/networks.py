@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import vit
 from benchmarks.timing import Comparison, Run
 from vit.config.inference_config import InferenceConfig
-from vit.config.parser import make_config
 from vit.config.presets import count_flops, preset
+from vit.config.setting_layers import make_config
 from vit.data.dataset import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.inference.torch_engine import TorchEngine
@@ -341,7 +341,7 @@ class Graph(nn.Module):
 
 def exported(options: argparse.Namespace) -> Iterator[Comparison]:
     """Exported files on a CPU, without the resize, beside timm in float32."""
-    from vit.export.export_options import OPSET
+    from vit.export.export_job import OPSET
     from vit.export.onnx_graph import Part, trace_module
     from vit.export.quantization import quantize
     from vit.exported.onnx_session import OnnxSession

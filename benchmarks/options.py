@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 import vit
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 
 # name -> the settings that differ from the first row's
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from vit.commands.main import main
 main(sys.argv[1:])
 """
 NO_CHECKPOINTS = (
-    "import sys; from vit.training.checkpoint.checkpoint_manager import CheckpointManager;"
+    "import sys; from vit.training.checkpoint.checkpoint_writer import CheckpointManager;"
     "CheckpointManager.save = lambda *_, **__: None;"
     "from vit.commands.main import main; main(sys.argv[1:])"
 )

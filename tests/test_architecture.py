@@ -17,7 +17,7 @@ LEVEL_0 = {
     f"vit.{name}"
     for name in (
         *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log"),
-        "json_values",
+        "json_files",
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
@@ -46,7 +46,7 @@ ALLOWED = {
     "vit.version": set(),
     "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
-    "vit.json_values": {"vit.errors"},
+    "vit.json_files": {"vit.errors"},
     "vit.score_calibration": {"vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
@@ -85,16 +85,16 @@ ALLOWED = {
     "vit.training.logging": {
         *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, "vit.training.distributed",
         *("vit.training.lr_schedule", "vit.training.moe_losses"),
-        *("vit.training.training_state", "vit.training.validation"),
+        *("vit.training.training_context", "vit.training.validation"),
     },
     "vit.training.finetune": {
         *NUMERIC, "accelerate", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2,
-        "vit.training.distributed", "vit.training.logging", "vit.training.training_state",
+        "vit.training.distributed", "vit.training.logging", "vit.training.training_context",
     },
     "vit.training.checkpoint": {
         *NUMERIC, "accelerate", *LEVEL_0, *LEVEL_1, *LEVEL_2,
         *("vit.training.distributed", "vit.training.finetune", "vit.training.logging"),
-        *("vit.training.ema", "vit.training.training_state", "vit.training.validation"),
+        *("vit.training.ema", "vit.training.training_context", "vit.training.validation"),
     },
     "vit.training": {
         *NUMERIC, "accelerate", "psutil", "timm", "tqdm", *LEVEL_0, *LEVEL_1, *LEVEL_2, *TRAINING,

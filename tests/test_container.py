@@ -21,7 +21,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.exported.test_onnx_classifier import written
+from tests.exported.test_exported_classifier import written
 from vit.commands import serve_command
 from vit.commands.command_parser import CommandParser, options_of
 from vit.serving.server_config import ServerConfig

@@ -17,13 +17,13 @@ import yaml
 from PIL import Image
 
 import vit
-from tests.exported.test_onnx_classifier import written
+from tests.exported.test_exported_classifier import written
 from tools.code_blocks import PAGES, ROOT, read_blocks, shell_lines
 from vit.commands.command_parser import CommandParser
 from vit.commands.main import COMMANDS, main
 from vit.config import Config
-from vit.config.merge_settings import call_settings
-from vit.config.parser import make_config
+from vit.config.collect_settings import call_settings
+from vit.config.setting_layers import make_config
 from vit.data.sources.builtin_datasets import digits_folder
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

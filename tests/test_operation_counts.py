@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vit.config import AugmentConfig, ModelConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data import image_io
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import Batch, ConstantTransform

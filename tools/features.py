@@ -84,9 +84,9 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Captions",
         "tasks/captioning model/decoder model/captioner model/kv_cache generation data/captions "
-        "training/caption_vocabulary evaluation/caption_metrics evaluation/caption_report "
-        "config/decoder_config exported/onnx_captioner "
-        "export/export_captioner",
+        "training/caption_vocabulary evaluation/caption_metrics evaluation/caption_page "
+        "config/decoder_config exported/exported_captioner "
+        "export/captioner_graph",
         *("train predict evaluate", tasks_with("writes_captions"), "list shards hub builtin"),
         "torch onnx",
         "generation training/test_captioning commands/test_captions_commands "
@@ -119,7 +119,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Train within a time, memory and cores that fit",
-        "benchmark training/time_budget training/auto_batch_size training/dry_run "
+        "benchmark training/time_budget training/auto_batch_size training/trial_training "
         "training/loader_autotune",
         *("train pretrain", TASKS, DATA, "torch"),
     ),
@@ -141,7 +141,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Several processes and GPUs",
-        "training/distributed training/batch_norm_statistics",
+        "training/distributed training/sync_batch_norm",
         *("train pretrain predict", TASKS, DATA, "torch"),
         tests="training/distributed commands/test_predict_processes training/children",
     ),
@@ -173,7 +173,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Lists: CSV, JSONL, XLSX",
         "data/sources/image_list data/sources/list_columns data/sources/list_files "
-        "data/sources/list_formats data/sources/table_reader data/sources/image_names "
+        "data/sources/list_formats data/sources/table_reader data/sources/image_name_lookup "
         "data/sources/label_review data/workbook",
         *("", TASKS, "list"),
     ),
@@ -195,7 +195,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Hold out validation images",
-        "data/sources/train_val_split data/sources/held_out_split",
+        "data/sources/train_val_split data/sources/split_file",
         *("train", TASKS, DATA),
     ),
     Capability(
@@ -339,8 +339,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors atomic_files json_values text paths precision cpu_cores "
-        "memory_allocator quick_imports commands config/parser config/merge_settings "
+        "__init__ __main__ version errors atomic_files json_files text paths precision cpu_cores "
+        "memory_allocator quick_imports commands config/setting_layers config/collect_settings "
         "config/settings config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vit.commands.summary_command import summary as summary
     from vit.commands.train_command import cross_validate as cross_validate
     from vit.config import Config as Config
-    from vit.config.parser import make_config as make_config
+    from vit.config.setting_layers import make_config as make_config
     from vit.data.image_io import set_max_pixels as set_max_pixels
     from vit.data.sources.dataset_export import export_data as export_data
     from vit.evaluation.runs_table import runs as runs
@@ -99,7 +99,7 @@ _HOMES = {
     "export_onnx": "vit.export.export_formats",
     "from_pretrained": "vit.weights.load_model",
     "list_models": "vit.weights.load_model",
-    "make_config": "vit.config.parser",
+    "make_config": "vit.config.setting_layers",
     "plan": "vit.training.train",
     "plan_training": "vit.training.plan",
     "predict": "vit.inference.prediction_job",

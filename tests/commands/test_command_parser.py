@@ -12,7 +12,7 @@ from vit.commands.command_parser import CommandParser, dataset_spec
 from vit.commands.main import COMMANDS, main
 from vit.commands.train_command import TITLES
 from vit.config import SourceConfig
-from vit.config.parser import all_settings
+from vit.config.setting_layers import all_settings
 from vit.config.settings import settings_of
 
 POSITIONAL = {"compare": ["A", "B"], "evaluate": ["RUN"], "calibrate": ["RUN"]}

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from vit.config import SECTIONS
-from vit.config.parser import make_config, settings_with, with_effect
+from vit.config.setting_layers import make_config, settings_with, with_effect
 from vit.config.settings import (
     PRETRAINING_TASKS,
     Other,

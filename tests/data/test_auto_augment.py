@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from vit.config import AugmentConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data import auto_augment
 from vit.data.auto_augment import (
     THREE_JITTER,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vit.config import AugmentConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ImageDataset
 from vit.data.image_io import read_image

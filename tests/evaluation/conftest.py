@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.evaluation.html_page import script_digest
 from vit.evaluation.run_report import RunFacts
 

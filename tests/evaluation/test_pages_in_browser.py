@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes
-from vit.evaluation.classification_report import write_classification_report
+from vit.evaluation.classification_page import write_classification_report
 from vit.evaluation.paired_comparison import Disagreement, RunsComparison, compare_all_pairs
 from vit.evaluation.runs_table import RunRecord, RunsTable
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vit.evaluation.classification_metrics import Outcomes
-from vit.evaluation.classification_report import write_classification_report
+from vit.evaluation.classification_page import write_classification_report
 from vit.evaluation.run_report import changed_settings, training_cost
 
 

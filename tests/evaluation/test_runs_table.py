@@ -11,7 +11,12 @@ import pytest
 from scipy.stats import binomtest
 
 from vit.commands.main import main
-from vit.config.parser import make_config, read_settings, read_stored_settings, write_settings
+from vit.config.setting_layers import (
+    make_config,
+    read_settings,
+    read_stored_settings,
+    write_settings,
+)
 from vit.config.training_config import TASKS
 from vit.errors import ConfigError, RunError
 from vit.evaluation.runs_table import runs

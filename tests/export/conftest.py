@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import vit
-from vit.export.export_options import OPSET
+from vit.export.export_job import OPSET
 from vit.export.onnx_graph import Part, decomposed_attention, trace_module
 
 SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}

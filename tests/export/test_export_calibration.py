@@ -14,7 +14,7 @@ from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export import float16
-from vit.export.export_classifier import ClassifierWithTokens
+from vit.export.classifier_graph import ClassifierWithTokens
 from vit.export.export_formats import export_model, export_onnx
 from vit.export.verification import verify
 from vit.exported.onnx_session import OnnxSession

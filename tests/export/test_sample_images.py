@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from vit.config.inference_config import ExportOptions
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
 from vit.export import sample_images
-from vit.export.export_options import ExportJob
+from vit.export.export_job import ExportJob
 from vit.export.sample_images import calibration_images
 from vit.training.checkpoint.run_folder import write_config
 

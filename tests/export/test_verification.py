@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.exported.test_onnx_classifier import over
+from tests.exported.test_exported_classifier import over
 from vit.config import Config, DataConfig, ModelConfig
-from vit.config.parser import write_settings
+from vit.config.setting_layers import write_settings
 from vit.errors import DataError, RunError, WeightsError
 from vit.export import verification
 from vit.export.sample_images import SIZES, comparison_images, draw, scene

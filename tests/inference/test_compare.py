@@ -10,7 +10,7 @@ import torch
 
 from vit.commands.main import main
 from vit.config import Config, TrainingConfig
-from vit.config.parser import make_config, write_settings
+from vit.config.setting_layers import make_config, write_settings
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.errors import ConfigError, DataError
 from vit.inference.compare import answer_of, compare, compare_runs

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 
 from vit.commands.main import main
-from vit.config.parser import make_config, write_settings
+from vit.config.setting_layers import make_config, write_settings
 from vit.config.stored_config import stored_config, write_paths
 from vit.data.corruptions import CORRUPTIONS, Corruption
 from vit.data.image_io import read_image
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import split_record
 from vit.data.sources.open_dataset import read_source
+from vit.data.sources.split_file import split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation import multilabel_metrics
 from vit.evaluation.intervals import number_groups, share_interval
@@ -164,7 +164,7 @@ CHANGES = {
 def test_every_command_measures_the_images_that_it_says(
     change, tiny_run, data, tmp_path, monkeypatch
 ):
-    """tests/data/sources/test_held_out_split.py has more changes of a dataset."""
+    """tests/data/sources/test_split_file.py has more changes of a dataset."""
     for module in ("evaluation.temperature_scaling", "inference.calibrate"):
         monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 8)
     runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "ab"]
@@ -456,7 +456,7 @@ def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):
         read.append(path)
         return read_image(path, **options)
 
-    monkeypatch.setattr("vit.exported.image_reader.read_image", read_once)
+    monkeypatch.setattr("vit.exported.image_prefetch.read_image", read_once)
     monkeypatch.setattr("vit.data.image_io.read_header", None)
     assert evaluate(tiny_run, str(tiny_data), **FP32)["slices"]
     assert len(read) == len({*read}) == 27

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.inference.captioners import SAID, save_captioner, write_captions
 from tests.markers import same_initial_weights
 from vit.commands.main import main
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.errors import ConfigError, DataError
 from vit.evaluation.caption_metrics import caption_scores
 from vit.evaluation.intervals import number_groups, share_interval

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.inference.captioners import save_captioner
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.config.stored_config import write_paths
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.exported.test_onnx_classifier import written
+from tests.exported.test_exported_classifier import written
 from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.data.image_io import MAX_PIXELS, set_max_pixels

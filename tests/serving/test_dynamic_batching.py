@@ -12,17 +12,17 @@ from PIL import Image
 
 from vit.data.image_io import EncodedImage
 from vit.errors import BadImage, RunError, WeightsError
-from vit.exported import onnx_classifier
-from vit.exported.image_reader import PixelBudget
+from vit.exported import exported_classifier
+from vit.exported.image_prefetch import PixelBudget
 from vit.inference.predictor import ImageOutput
 from vit.serving import dynamic_batching
+from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.dynamic_batching import (
     BatchScheduler,
     ComputeFailed,
     QueueFull,
     ServerFailed,
 )
-from vit.serving.exact_batch_sizes import measure_batch_sizes
 from vit.serving.served_model import ServedModel
 from vit.serving.server_metrics import ServerMetrics
 
@@ -104,7 +104,7 @@ def test_whole_images_count_against_the_budget_until_they_are_computed(exported,
 def test_batches_of_large_photographs_are_no_larger_than_those_of_vit_predict(
     exported, monkeypatch
 ):
-    monkeypatch.setattr(onnx_classifier, "BATCH_PIXELS", 3 * 20 * 30)
+    monkeypatch.setattr(exported_classifier, "BATCH_PIXELS", 3 * 20 * 30)
     model = ServedModel("fruit", str(exported), None, {"batch_size": 8})
     run, batches = model.run, []
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.config.settings import PRETRAINING_TASKS
 from vit.data.image_objects import to_rgb_image
 from vit.training.train import train

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vit.config import AugmentConfig, DistillationConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.dataset import Batch
 from vit.data.mixup import mix, sample_mix_plan
 from vit.errors import ConfigError

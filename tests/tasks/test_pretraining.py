@@ -13,7 +13,7 @@ import vit
 from tests.training import children
 from tests.training.runs import events
 from vit.commands.main import main
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.config.stored_config import stored_config
 from vit.data.dataset_types import Splits
 from vit.data.image_objects import to_rgb_image

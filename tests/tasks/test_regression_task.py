@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.config.training_config import TASKS
 from vit.data.sources.open_dataset import read_source
 from vit.export.export_formats import export_onnx

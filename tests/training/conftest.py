@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vit.config import Config
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 40, 30)}
 TRAIN, VAL = 12, 7  # images of each class

@@ -2,8 +2,8 @@
 
 from PIL import Image
 
-from vit.config.parser import names_by_alias
-from vit.evaluation import classification_report, html_page  # noqa: F401
+from vit.config.setting_layers import names_by_alias
+from vit.evaluation import classification_page, html_page  # noqa: F401
 from vit.inference import prediction_job  # noqa: F401
 
 Image.preinit()

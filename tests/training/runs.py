@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.stop_signals import Interrupted
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train

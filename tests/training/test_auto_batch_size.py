@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
-from vit.config.parser import make_config, read_settings, write_settings
+from vit.config.setting_layers import make_config, read_settings, write_settings
 from vit.errors import RunError
 from vit.model.build import build_classifier
 from vit.training import time_budget
@@ -30,7 +30,7 @@ from vit.training.auto_batch_size import (
 )
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
-from vit.training.dry_run import dry_run, largest_that_fits
+from vit.training.trial_training import dry_run, largest_that_fits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +182,9 @@ def gpu_for(monkeypatch):
         room = contextlib.nullcontext(22 * GIB)
         monkeypatch.setattr("vit.training.auto_batch_size.dry_run", dry_run)
         monkeypatch.setattr("vit.training.auto_batch_size.limit_gpu_memory", lambda _: room)
-        monkeypatch.setattr("vit.training.dry_run.max_over_processes", lambda _, number: number)
+        monkeypatch.setattr(
+            "vit.training.trial_training.max_over_processes", lambda _, number: number
+        )
         monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", id)
         monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda _: 18.3 * GIB)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)

@@ -18,7 +18,7 @@ from transformers import AutoModel
 from tests.training.children import complete, differences, seen, train
 from tests.training.runs import events
 from vit.config import Config
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.dataset import ConstantTransform, ImageDataset

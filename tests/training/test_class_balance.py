@@ -11,7 +11,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
 from tests.training.runs import events
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.dataset_types import Sample
 from vit.errors import ConfigError
 from vit.inference.evaluate import evaluate

@@ -15,8 +15,8 @@ from scipy import stats
 
 import vit
 from vit.commands.main import main
-from vit.config.merge_settings import collect_settings
-from vit.config.parser import make_config
+from vit.config.collect_settings import collect_settings
+from vit.config.setting_layers import make_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.temperature_scaling import fit_temperature

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.data.image_io import MAX_PIXELS, read_image, set_max_pixels
 from vit.errors import BadImage, DataError
 from vit.inference.evaluate import evaluate

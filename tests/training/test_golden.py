@@ -12,7 +12,7 @@ import torch
 
 from tests.markers import DRAWS_AS_RECORDED, same_initial_weights
 from tests.training.runs import events
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.training.train import train
 
 HERE = Path(__file__).parent

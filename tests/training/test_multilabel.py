@@ -18,7 +18,7 @@ from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
 from tests.training.runs import read_events
 from vit.commands.main import main
-from vit.config.parser import make_config, write_settings
+from vit.config.setting_layers import make_config, write_settings
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.multilabel_metrics import choose_thresholds, f1_scores

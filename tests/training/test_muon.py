@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config import TrainingConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.training import muon
 from vit.training.muon import COEFFICIENTS, Muon, compute_dtype, orthogonalize
 from vit.training.optimizers import make_optimizer, set_lr

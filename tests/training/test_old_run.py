@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training.train import train

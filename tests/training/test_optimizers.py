@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vit.config import TrainingConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.errors import ConfigError
 from vit.training.optimizers import layer_of, make_optimizer, parameter_groups, set_lr
 

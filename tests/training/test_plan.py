@@ -16,13 +16,13 @@ from PIL import Image
 import vit
 from vit.commands.main import main
 from vit.config import Config
-from vit.config.parser import flatten, make_config
+from vit.config.setting_layers import flatten, make_config
 from vit.errors import ConfigError, RunError
 from vit.evaluation.model_summary import FlopCounter
 from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
-from vit.training import dry_run, training_speed
 from vit.training import plan as planning
+from vit.training import training_speed, trial_training
 from vit.training.distributed import collectives
 from vit.training.plan import (
     PROBE,
@@ -768,7 +768,7 @@ def test_a_gpu_is_timed_with_as_many_images_as_fit(monkeypatch):
     accelerator = SimpleNamespace(
         device=torch.device("cuda"), num_processes=2, free_memory=lambda: None
     )
-    monkeypatch.setattr(dry_run, "max_over_processes", lambda _, number: number)
+    monkeypatch.setattr(trial_training, "max_over_processes", lambda _, number: number)
 
     def seconds(_config, _accelerator, _row, _captions, batch):
         if batch > most:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.training.test_plan import PHOTOS, TINY
 from vit.commands.main import main
 from vit.config import ModelConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.evaluation.model_summary import cost_of

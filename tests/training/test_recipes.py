@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training

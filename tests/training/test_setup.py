@@ -9,7 +9,7 @@ import torch._dynamo.config as dynamo
 from accelerate import Accelerator
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.dataset_types import Sample, Splits
 from vit.model.blocks import DropPath
 from vit.training.setup import make_training, schedule_warnings, steps_line

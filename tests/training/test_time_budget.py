@@ -20,7 +20,7 @@ from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.train import train
-from vit.training.training_state import Step
+from vit.training.training_context import Step
 from vit.training.validation import Validation
 
 STEP, VALIDATION, COMPILING, STARTING = 0.25, 0.5, 20.0, 2.0

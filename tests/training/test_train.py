@@ -16,7 +16,7 @@ import vit
 from tests.training.children import Job, hold
 from tests.training.runs import events
 from vit.commands.main import main
-from vit.config.parser import flatten
+from vit.config.setting_layers import flatten
 from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
 from vit.evaluation.runs_table import runs
 from vit.stop_signals import Interrupted
@@ -606,7 +606,7 @@ def test_a_background_write_that_fails_stops_the_run(tiny_config, tmp_path, monk
     def full(*_):
         raise RunError("step-00000002.safetensors could not be written: the disk is full")
 
-    monkeypatch.setattr("vit.training.checkpoint.checkpoint_manager.write_checkpoint", full)
+    monkeypatch.setattr("vit.training.checkpoint.checkpoint_writer.write_checkpoint", full)
     with pytest.raises(RunError, match="the disk is full"):
         train(tiny_config(epochs=40, checkpoint_steps=2), tmp_path / "run")
     assert len(events(tmp_path / "run", "step")) < 10
@@ -620,7 +620,7 @@ def test_checkpoints_are_written_at_their_steps(tiny_config, tmp_path, monkeypat
         return original(folder, snapshot, state, damaged)
 
     original = checkpoint.write_checkpoint
-    monkeypatch.setattr("vit.training.checkpoint.checkpoint_manager.write_checkpoint", note)
+    monkeypatch.setattr("vit.training.checkpoint.checkpoint_writer.write_checkpoint", note)
     train(tiny_config(epochs=2, checkpoint_steps=2), tmp_path / "run")
     assert written == [2, 3, 4, 6, 6]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vit.config.parser import make_config, with_settings, write_settings
+from vit.config.setting_layers import make_config, with_settings, write_settings
 from vit.config.stored_config import stored_config
 from vit.errors import BadImage, ConfigError, DataError, RunError
 from vit.stop_signals import Interrupted

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from vit.config import Section, SourceConfig
-from vit.config.parser import all_settings
+from vit.config.setting_layers import all_settings
 from vit.config.settings import Setting, choices_of, settings_of, split_settings
 from vit.errors import ConfigError
 from vit.generation.generation_config import Search

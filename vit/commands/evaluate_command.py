@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     def write() -> None:
         if args.html is not None:
-            from vit.evaluation.classification_report import evaluation_page
+            from vit.evaluation.classification_page import evaluation_page
 
             with open_output(args.html) as out:
                 out.write(evaluation_page(args.model, args.data, scores))

@@ -4,7 +4,7 @@ import argparse
 
 from vit.commands.command_parser import SETTING, CommandParser
 from vit.commands.train_command import ESSENTIAL, add_settings, chosen_settings
-from vit.config.parser import Settings, write_settings
+from vit.config.setting_layers import Settings, write_settings
 from vit.output.output_file import check_outputs
 from vit.quick_imports import quick_imports
 from vit.text import quoted

@@ -16,8 +16,8 @@ from vit.commands.train_command import (
     require_data,
     run_training,
 )
-from vit.config.merge_settings import collect_settings
-from vit.config.parser import Settings, default_run_folder
+from vit.config.collect_settings import collect_settings
+from vit.config.setting_layers import Settings, default_run_folder
 from vit.config.settings import PRETRAINING_TASKS
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError

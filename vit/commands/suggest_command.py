@@ -17,7 +17,7 @@ from vit.commands.command_parser import (
 )
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig
-from vit.config.parser import all_settings
+from vit.config.setting_layers import all_settings
 from vit.config.settings import Section
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output

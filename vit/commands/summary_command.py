@@ -15,8 +15,8 @@ from vit.commands.command_parser import (
     settings_from_args,
 )
 from vit.config import ModelConfig
-from vit.config.parser import all_settings, checked, make_config, model_settings
 from vit.config.presets import PRESETS
+from vit.config.setting_layers import all_settings, checked, make_config, model_settings
 from vit.output.output_file import check_outputs
 from vit.paths import path_argument
 

@@ -10,8 +10,8 @@ from typing import Any
 from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser, add_setting, settings_from_args
 from vit.config import SECTIONS, Config
-from vit.config.merge_settings import call_settings, collect_settings
-from vit.config.parser import Settings, all_settings, checked, default_run_folder
+from vit.config.collect_settings import call_settings, collect_settings
+from vit.config.setting_layers import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports

@@ -15,7 +15,7 @@ from typing import Any
 
 from vit.atomic_files import write_text
 from vit.config import Config
-from vit.config.parser import flatten, make_config, read_stored_settings, with_effect
+from vit.config.setting_layers import flatten, make_config, read_stored_settings, with_effect
 from vit.errors import RunError
 from vit.text import Notify, printable
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vit.atomic_files import write_text
 from vit.config import Config
-from vit.config.parser import all_settings, flatten, make_config
+from vit.config.setting_layers import all_settings, flatten, make_config
 from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart, robustness_charts
 from vit.evaluation.html_page import render_page

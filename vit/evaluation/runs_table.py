@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vit.atomic_files import lock_file
-from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
-from vit.config.parser import all_settings, read_stored_settings, settings_with
+from vit.config.collect_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.presets import PRESETS
+from vit.config.setting_layers import all_settings, read_stored_settings, settings_with
 from vit.config.settings import as_typed
 from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval

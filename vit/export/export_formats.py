@@ -13,15 +13,15 @@ from vit.atomic_files import open_atomic
 from vit.config.inference_config import ExportOptions
 from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
-from vit.export import export_classifier
-from vit.export.export_onnx import write_onnx
-from vit.export.export_openvino import write_openvino
-from vit.export.export_options import (
+from vit.export import classifier_graph
+from vit.export.export_job import (
     Exported,
     ExportJob,
     PathLike,
     check_output_path,
 )
+from vit.export.export_onnx import write_onnx
+from vit.export.export_openvino import write_openvino
 from vit.export.onnx_graph import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
@@ -170,7 +170,7 @@ def write_torch(job: ExportJob) -> Exported:
     licence, license.txt.
     """
     run = job.run
-    part = export_classifier.part_of(run, tokens=job.options.tokens)
+    part = classifier_graph.part_of(run, tokens=job.options.tokens)
     batch = torch.export.Dim("batch", min=1)
     with torch.no_grad():
         program = torch.export.export(

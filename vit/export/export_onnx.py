@@ -1,7 +1,7 @@
 """ONNX export of a run, with the same outputs without torch.
 
-A classifier becomes one file, NAME.onnx (export_classifier.py). A captioner becomes two: the
-encoder NAME.onnx and the decoding step NAME.decoder.onnx (export_captioner.py). Each graph is
+A classifier becomes one file, NAME.onnx (classifier_graph.py). A captioner becomes two: the
+encoder NAME.onnx and the decoding step NAME.decoder.onnx (captioner_graph.py). Each graph is
 written to a temporary file and compared with torch before the file gets its name.
 
     NAME.onnx        the graph, with weights below 2 GB
@@ -19,9 +19,9 @@ from typing import Any
 
 from vit.atomic_files import explain_write_errors, rename_file, write_bytes
 from vit.errors import ConfigError, RunError
-from vit.export import export_captioner, export_classifier
+from vit.export import captioner_graph, classifier_graph
 from vit.export.export_accuracy import compare
-from vit.export.export_options import OPSET, Exported, ExportJob, check_output_path
+from vit.export.export_job import OPSET, Exported, ExportJob, check_output_path
 from vit.export.float16 import convert_to_float16
 from vit.export.onnx_graph import (
     MAX_GRAPH_BYTES,
@@ -56,7 +56,7 @@ def write_onnx(job: ExportJob) -> Exported:
 def classifier_file(job: ExportJob) -> Iterator[tuple[Path, Exported]]:
     """A checked ONNX file under a temporary name beside `job.path`, and what was measured."""
     run, options, path = job.run, job.options, job.path
-    part = export_classifier.part_of(run, tokens=options.tokens)
+    part = classifier_graph.part_of(run, tokens=options.tokens)
     external = sum(part.nbytes for part in run.model.parameters()) > MAX_GRAPH_BYTES
     if external and data_beside(path).exists() and not job.overwrite:
         name = printable(data_beside(path))
@@ -68,7 +68,7 @@ def classifier_file(job: ExportJob) -> Iterator[tuple[Path, Exported]]:
     with staged_file(path, build_classifier(part, job, images), external=external) as staged:
         session = OnnxSession(staged)
         tolerance = TOLERANCES[options.precision]
-        difference = export_classifier.check_images(part, session, run.preprocessing, tolerance)
+        difference = classifier_graph.check_images(part, session, run.preprocessing, tolerance)
         accuracy = compare(run, session, samples, job.notify) if samples else None
         if accuracy is not None:
             job.notify(accuracy.line())
@@ -83,8 +83,8 @@ def build_classifier(part: Part, job: ExportJob, images: SampleImages) -> Any:
     proto = trace_module(part, opset)
     if options.precision == "fp16":
         proto = convert_to_float16(proto)
-    export_classifier.prepend_preprocessing(proto, job.run.preprocessing)
-    metadata = export_classifier.metadata_of(
+    classifier_graph.prepend_preprocessing(proto, job.run.preprocessing)
+    metadata = classifier_graph.metadata_of(
         job.run, printable(job.source), precision=options.precision, opset=opset
     )
     if options.precision == "int8":
@@ -109,8 +109,8 @@ def _write_captioner(job: ExportJob) -> Exported:
         )
     decoder = job.path.with_name(f"{job.path.stem}.decoder{job.path.suffix}")
     check_output_path(decoder, job.overwrite, decoder.suffix)
-    parts = export_captioner.parts_of(job.run)
-    metadata = export_captioner.metadata_of(job.run, printable(job.source))
+    parts = captioner_graph.parts_of(job.run)
+    metadata = captioner_graph.metadata_of(job.run, printable(job.source))
     contents, difference = [], 0.0
     for part in parts:
         contents.append(to_onnx(part, metadata[part.name]).SerializeToString())

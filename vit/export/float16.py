@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.errors import ConfigError, VitError, error_text
 from vit.export.onnx_graph import MAX_GRAPH_BYTES, attribute, inner_nodes, libraries
-from vit.exported.onnx_classifier import DISTANCE
+from vit.exported.exported_classifier import DISTANCE
 
 FLOAT32_OPERATORS = (
     *("LayerNormalization", "RMSNormalization", "Softmax"),

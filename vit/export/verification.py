@@ -17,7 +17,7 @@ import torch
 
 from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, RunError, VitError, WeightsError
-from vit.export.export_options import PathLike
+from vit.export.export_job import PathLike
 from vit.export.sample_images import comparison_images
 from vit.exported.engine import exported_engine
 from vit.exported.onnx_session import Array

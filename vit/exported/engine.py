@@ -171,11 +171,11 @@ def open_exported(
         raise ConfigError(f"threads={threads}: must be at least 1")
     opened: Engine
     if engine == "onnx" and read_metadata(path).get("graph") in ("encoder", "decoder"):
-        from vit.exported.onnx_captioner import OnnxCaptioner
+        from vit.exported.exported_captioner import OnnxCaptioner
 
         opened = OnnxCaptioner(path, config, threads)
     else:
-        from vit.exported.onnx_classifier import OnnxClassifier
+        from vit.exported.exported_classifier import OnnxClassifier
 
         if config.search is not None:
             raise ConfigError(f"{config.search}: this network writes no captions; leave it out")

@@ -10,9 +10,9 @@ from typing import Any
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.dataset_types import Sample
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import read_split
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split, read_source
+from vit.data.sources.split_file import read_split
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import PathLike, Predictor, source_run
 from vit.tasks.task import Task

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from vit.atomic_files import atomic_folder, open_atomic, write_text
-from vit.config.merge_settings import LABEL_ERRORS_FILE, ROWS_FILE, SOUP_FOLDER
-from vit.config.parser import write_settings
+from vit.config.collect_settings import LABEL_ERRORS_FILE, ROWS_FILE, SOUP_FOLDER
+from vit.config.setting_layers import write_settings
 from vit.config.stored_config import stored_config, write_paths
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import SPLIT_FILE, read_split
 from vit.data.sources.open_dataset import image_groups
+from vit.data.sources.split_file import SPLIT_FILE, read_split
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.confident_learning import (
     find_suspect_rows,

@@ -23,7 +23,7 @@ from vit.exported.engine import (
     open_exported,
     select_engine,
 )
-from vit.exported.image_reader import ImageReader, chunks, expected_pixels, prefetch
+from vit.exported.image_prefetch import ImageReader, chunks, expected_pixels, prefetch
 from vit.output.prediction_results import ImageOutput as ImageOutput
 from vit.output.prediction_results import Prediction, check_top_k, classes_per_row
 from vit.quick_imports import quick_imports

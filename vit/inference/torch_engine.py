@@ -25,7 +25,7 @@ from vit.config.inference_config import InferenceConfig
 from vit.cpu_cores import usable_cores
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
-from vit.exported.image_reader import ImageReader
+from vit.exported.image_prefetch import ImageReader
 from vit.generation.generate import CaptionGenerator, check_length
 from vit.generation.generation_config import Search
 from vit.inference.precision_autotune import PrecisionAutotuner

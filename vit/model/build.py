@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import DecoderConfig, ModelConfig, PretrainingConfig
-from vit.config.parser import model_settings
 from vit.config.presets import preset
+from vit.config.setting_layers import model_settings
 from vit.errors import ConfigError, WeightsError
 from vit.model.captioner import Captioner
 from vit.model.decoder import TextDecoder, WordDropout

@@ -13,7 +13,7 @@ from typing import Any
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import model_files
-from vit.serving.exact_batch_sizes import measure_batch_sizes
+from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.served_model import ServedModel, check_names
 from vit.serving.server_config import RequestError
 from vit.serving.server_metrics import ServerMetrics

@@ -217,7 +217,7 @@ class Captioning(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Captions beside their images, scores, and those of the classes if there is a head."""
-        from vit.evaluation.caption_report import (
+        from vit.evaluation.caption_page import (
             CaptionedImage,
             CaptionFacts,
             CaptionOutcomes,

@@ -141,7 +141,7 @@ class Classification(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Scores, confusions, calibration and mistakes on the validation images."""
-        from vit.evaluation.classification_report import write_classification_report
+        from vit.evaluation.classification_page import write_classification_report
 
         found = run.validation_logits
         logits, calibration = found.logits.double(), run.loaded.calibration

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
-from vit.config.parser import with_settings
+from vit.config.setting_layers import with_settings
 from vit.data.dataset import Batch
 from vit.errors import ConfigError
 from vit.tasks.pretraining import (

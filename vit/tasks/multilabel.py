@@ -158,7 +158,7 @@ class MultiLabel(Task):
 
     def write_report(self, run: FinishedRun) -> None:
         """Scores of each class, calibration, and mistakes on the validation images."""
-        from vit.evaluation.classification_report import MultilabelOutcomes, write_multilabel_report
+        from vit.evaluation.classification_page import MultilabelOutcomes, write_multilabel_report
 
         found, loaded = run.validation_logits, run.loaded
         assert loaded.thresholds is not None, "a multi-label run has thresholds"

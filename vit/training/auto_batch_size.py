@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
-from vit.config.parser import with_settings
+from vit.config.setting_layers import with_settings
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.errors import RunError
@@ -22,10 +22,10 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.tasks.task import get_task
 from vit.text import Notify, format_bytes, plural
-from vit.training.batch_norm_statistics import local_batch_norm
-from vit.training.dry_run import dry_run, largest_that_fits, limit_gpu_memory
+from vit.training.sync_batch_norm import local_batch_norm
+from vit.training.training_context import TrainingContext
 from vit.training.training_loop import clip_gradients, forward_losses, objective
-from vit.training.training_state import TrainingState
+from vit.training.trial_training import dry_run, largest_that_fits, limit_gpu_memory
 
 # The first step allocates the optimiser's state; the second one has it from its start.
 STEPS = 2
@@ -116,7 +116,7 @@ def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:
     return [size for size in sizes if size == share or not (pairs and size % 2)]
 
 
-def take_steps(run: TrainingState, size: int) -> None:
+def take_steps(run: TrainingContext, size: int) -> None:
     """Make training steps on random micro-batches of `size` images."""
     run.model.train()
     patches = run.network.patch_embed
@@ -136,7 +136,7 @@ def take_steps(run: TrainingState, size: int) -> None:
             return
 
 
-def trial_step(run: TrainingState, batches: Sequence[Batch]) -> None:
+def trial_step(run: TrainingContext, batches: Sequence[Batch]) -> None:
     """One update; without communication if `run.alone`."""
     for index, batch in enumerate(batches):
         local = run.alone or index < len(batches) - 1

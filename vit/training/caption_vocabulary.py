@@ -6,7 +6,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import with_settings
+from vit.config.setting_layers import with_settings
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.dataset_types import Sample, Splits

@@ -23,8 +23,8 @@ from accelerate import Accelerator
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
-from vit.config.merge_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_record
-from vit.config.parser import (
+from vit.config.collect_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_record
+from vit.config.setting_layers import (
     Settings,
     changed_settings,
     default_run_folder,

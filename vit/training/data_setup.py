@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from vit.config import Config, DataConfig, ModelConfig
-from vit.config.parser import with_settings
+from vit.config.setting_layers import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.checks.unreadable_images import HeaderScan, exclude_images, scan_headers
 from vit.data.dataset_types import Splits
@@ -25,7 +25,7 @@ from vit.tasks.task import Task, get_task
 from vit.text import Notify
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
-from vit.training.finetune.finetuning import complete_for_added_classes, seen_images_note
+from vit.training.finetune.finetune_settings import complete_for_added_classes, seen_images_note
 from vit.weights.formats.pretrained import Pretrained
 
 

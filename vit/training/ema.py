@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vit.training.batch_norm_statistics import running_stats
 from vit.training.distributed.fsdp import reshard
+from vit.training.sync_batch_norm import running_stats
 
 
 class ExponentialMovingAverage:

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.parser import with_settings
+from vit.config.setting_layers import with_settings
 from vit.config.stored_config import stored_config
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset_types import Sample, Splits
@@ -32,8 +32,8 @@ from vit.training.distributed.devices import inference_precision, make_accelerat
 from vit.training.logging.environment import read_environment
 from vit.training.logging.training_progress import notify
 from vit.training.teacher import with_teacher
+from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
-from vit.training.training_state import TrainingState
 from vit.weights.saved_model import load_run
 
 DISTANCE_IMAGES = 2000
@@ -92,7 +92,7 @@ def finished_run(
     )
 
 
-def finish_run(run: TrainingState, folder: Path, splits: Splits, *, epoch: int) -> None:
+def finish_run(run: TrainingContext, folder: Path, splits: Splits, *, epoch: int) -> None:
     """Let the task complete the run folder, and write report.html, or log why it cannot be.
 
     Args:

@@ -29,8 +29,8 @@ from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.logging.training_progress import notifier
 from vit.training.lr_schedule import image_side
+from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import TransformFor
-from vit.training.training_state import TrainingState
 
 TIMED_IMAGES = 32
 """Images whose loading is timed."""
@@ -87,7 +87,7 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
     return dataclasses.replace(splits, cache=cache)
 
 
-def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
+def choose_workers(run: TrainingContext, samples: Sequence[Sample]) -> int | None:
     """Choose the number of loader processes per device by timing some images.
 
     0 on a CPU where loading is negligible beside the network. Else one per core of this process,
@@ -127,7 +127,7 @@ def choose_workers(run: TrainingState, samples: Sequence[Sample]) -> int | None:
     return workers
 
 
-def time_loading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, float]:
+def time_loading(run: TrainingContext, samples: Sequence[Sample]) -> tuple[float, float]:
     """Seconds per training image: reading its file, and decoding and augmenting it."""
     transform = TransformFor(run.config, run.preprocessing)
     some = samples[:: max(len(samples) // TIMED_IMAGES, 1)][:TIMED_IMAGES]
@@ -144,7 +144,7 @@ def time_loading(run: TrainingState, samples: Sequence[Sample]) -> tuple[float, 
 
 
 @torch.no_grad()
-def time_network(run: TrainingState) -> float:
+def time_network(run: TrainingContext) -> float:
     """Approximate seconds per image of a training step in the first epoch, on a CPU.
 
     Three times the forward pass of two blank images. 0 on other devices, under FSDP, for

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
-from vit.config.parser import (
+from vit.config.setting_layers import (
     Settings,
     known_origins,
     make_config,
@@ -44,8 +44,7 @@ from vit.training.data_setup import check_channels, list_data, open_data
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
-from vit.training.dry_run import limit_gpu_memory
-from vit.training.finetune.finetuning import run_of
+from vit.training.finetune.finetune_settings import run_of
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
@@ -85,6 +84,7 @@ from vit.training.training_speed import (
     Measure,
     measure_speed,
 )
+from vit.training.trial_training import limit_gpu_memory
 from vit.weights.saved_model import read_pretraining_run
 
 SHARED_MEMORY = Path("/dev/shm")

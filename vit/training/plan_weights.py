@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import ModelConfig
-from vit.config.parser import all_settings
+from vit.config.setting_layers import all_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.training.finetune.finetuning import DEFAULTS
+from vit.training.finetune.finetune_settings import DEFAULTS
 from vit.training.finetune.linear_probe import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
     FIXED_SECONDS,

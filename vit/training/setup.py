@@ -20,15 +20,15 @@ from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.text import Notify, format_parameters, plural
 from vit.training.activation_checkpointing import recompute_blocks
-from vit.training.batch_norm_statistics import sync_batch_norm
 from vit.training.compilation import compile_network
 from vit.training.distributed.devices import arithmetic
 from vit.training.distributed.fsdp import is_sharded, require_shardable
 from vit.training.ema import ExponentialMovingAverage
-from vit.training.finetune.finetuning import apply_finetune_method
+from vit.training.finetune.finetune_settings import apply_finetune_method
 from vit.training.lr_schedule import learning_rate
 from vit.training.optimizers import make_optimizer
-from vit.training.training_state import TrainingState
+from vit.training.sync_batch_norm import sync_batch_norm
+from vit.training.training_context import TrainingContext
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.pretrained import Pretrained
 
@@ -89,8 +89,8 @@ def make_training(
     epoch_steps: float | None = None,
     failed: dict[str, str] | None = None,
     interruption: Interruption | None = None,
-    workers_for: Callable[[TrainingState, Sequence[Sample]], int | None] | None = None,
-) -> TrainingState:
+    workers_for: Callable[[TrainingContext, Sequence[Sample]], int | None] | None = None,
+) -> TrainingContext:
     """Build network, optimiser, moving average and schedule on their devices."""
     training = config.training
     epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
@@ -112,7 +112,7 @@ def make_training(
     model, prepared = accelerator.prepare(network, optimizer, device_placement=placement)
     # of the parameters as they are now: sharding has replaced them
     average = ExponentialMovingAverage(network, training.ema) if training.ema else None
-    state = TrainingState(
+    state = TrainingContext(
         config=config,
         accelerator=accelerator,
         network=network,
@@ -155,7 +155,7 @@ def steps_line(config: Config, splits: Splits, total_steps: int) -> str:
     return f"{epochs} of {each}, {passes:.1f} passes over the images"
 
 
-def preflight(run: TrainingState, splits: Splits, total_steps: int) -> list[str]:
+def preflight(run: TrainingContext, splits: Splits, total_steps: int) -> list[str]:
     """Log lines about data, network, devices and schedule of the run."""
     accelerator, config = run.accelerator, run.config
     size = format_parameters(sum(parameter.numel() for parameter in run.network.parameters()))

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from vit.atomic_files import atomic_file
 from vit.config import Config, DistillationConfig
-from vit.config.parser import Settings, with_settings
+from vit.config.setting_layers import Settings, with_settings
 from vit.data.contact_sheet import MAX_IMAGES, check_sheet_name, contact_sheet
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
 from vit.text import plural, printable
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.dry_run import dry_run
 from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
 from vit.training.train import resolve, resolve_plan
+from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import training_loader
-from vit.training.training_state import TrainingState
+from vit.training.trial_training import dry_run
 
 
 def show_batch(config: Config | Settings, path: str | Path) -> None:
@@ -50,7 +50,7 @@ def show_batch(config: Config | Settings, path: str | Path) -> None:
             "leave one of it and --show-batch out"
         )
 
-    def draw(run: TrainingState) -> str:
+    def draw(run: TrainingContext) -> str:
         images, texts = first_batch(run, splits)
         sheet = contact_sheet(images, texts)
         with atomic_file(Path(path)) as beside:
@@ -67,7 +67,7 @@ def show_batch(config: Config | Settings, path: str | Path) -> None:
     notifier(accelerator)(f"{printable(path)}: {summary}; nothing was trained")
 
 
-def first_batch(run: TrainingState, splits: Splits) -> tuple[Tensor, list[list[str]]]:
+def first_batch(run: TrainingContext, splits: Splits) -> tuple[Tensor, list[list[str]]]:
     """The first micro-batch of this process: uint8 (images, 3, height, width), and their texts."""
     loader = training_loader(run, splits.train)
     try:

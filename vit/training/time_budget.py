@@ -23,12 +23,11 @@ from accelerate import Accelerator
 
 from vit.benchmark import Stopwatch
 from vit.config import Config
-from vit.config.parser import settings_with, with_settings
+from vit.config.setting_layers import settings_with, with_settings
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
 from vit.training.distributed.collectives import max_over_processes
-from vit.training.dry_run import LONG, dry_run
 from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe import probe_samples
 from vit.training.lr_schedule import (
@@ -37,6 +36,7 @@ from vit.training.lr_schedule import (
     WarmupStableDecay,
     image_side,
 )
+from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import (
     evaluation_loader,
     make_schedule,
@@ -44,7 +44,7 @@ from vit.training.training_loaders import (
     training_loader,
 )
 from vit.training.training_loop import train_one_step
-from vit.training.training_state import TrainingState
+from vit.training.trial_training import LONG, dry_run
 from vit.training.validation import validate
 
 # Share of the time that stays free, since no two minutes of a machine are alike.
@@ -327,7 +327,7 @@ def costs_of(config: Config, splits: Splits, accelerator: Accelerator, most: flo
     return dry_run(endless, accelerator, act, splits)
 
 
-def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -> Costs:
+def measure(run: TrainingContext, splits: Splits, watch: Stopwatch, most: float) -> Costs:
     """What the parts of a run like `run` cost; `most` seconds for each of them."""
     training = run.config.training
     build = watch.lap()
@@ -364,7 +364,7 @@ def measure(run: TrainingState, splits: Splits, watch: Stopwatch, most: float) -
 
 
 def time_steps(
-    run: TrainingState, samples: Sequence[Sample], watch: Stopwatch, most: float
+    run: TrainingContext, samples: Sequence[Sample], watch: Stopwatch, most: float
 ) -> tuple[float, float]:
     """Make steps for about `most` seconds after the first one, of the size of the first epoch.
 
@@ -389,7 +389,7 @@ def time_steps(
 
 
 def time_validation(
-    run: TrainingState, samples: Sequence[Sample], watch: Stopwatch, images: float
+    run: TrainingContext, samples: Sequence[Sample], watch: Stopwatch, images: float
 ) -> tuple[float, float]:
     """Validate twice on about `images` images, in batches of the sizes that all `samples` make.
 
@@ -415,7 +415,7 @@ def time_validation(
     return max(first - second, 0.0), second * len(samples) / count
 
 
-def saving(run: TrainingState, steps_per_epoch: int) -> float:
+def saving(run: TrainingContext, steps_per_epoch: int) -> float:
     """Seconds that an epoch spends on writing, if each is the best so far.
 
     Supposed, not measured: a checkpoint of weights, two moments and the average, at `DISK` bytes a

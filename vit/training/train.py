@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 
 from vit.config import Config
-from vit.config.merge_settings import call_settings
-from vit.config.parser import Settings, default_run_folder, make_config, with_origins
+from vit.config.collect_settings import call_settings
+from vit.config.setting_layers import Settings, default_run_folder, make_config, with_origins
 from vit.config.stored_config import stored_config
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
@@ -38,7 +38,7 @@ from vit.training.checkpoint.run_folder import (
 from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
-from vit.training.finetune.finetuning import complete_for_weights, wants_other_vocabulary
+from vit.training.finetune.finetune_settings import complete_for_weights, wants_other_vocabulary
 from vit.training.finetune.linear_probe import init_head_from_probe
 from vit.training.loader_autotune import choose_workers, with_cache
 from vit.training.logging.environment import record_environment

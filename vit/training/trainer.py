@@ -17,9 +17,9 @@ from vit.data.dataset_types import Splits
 from vit.errors import BadImage
 from vit.stop_signals import Interrupted
 from vit.text import quoted
-from vit.training.checkpoint.best_checkpoints import BestEpochs, average_best_epochs
+from vit.training.checkpoint.best_epochs import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
-from vit.training.checkpoint.checkpoint_manager import CheckpointManager
+from vit.training.checkpoint.checkpoint_writer import CheckpointWriter
 from vit.training.checkpoint.run_folder import train_on, write_config
 from vit.training.distributed.collectives import (
     agreed_signal,
@@ -38,9 +38,9 @@ from vit.training.lr_schedule import (
 )
 from vit.training.setup import fingerprint, preflight
 from vit.training.time_budget import TimeBudget, settle_steps
+from vit.training.training_context import Step, TrainingContext
 from vit.training.training_loaders import evaluation_loader, training_loader
 from vit.training.training_loop import train_one_epoch
-from vit.training.training_state import Step, TrainingState
 from vit.training.validation import Validation, validate
 from vit.weights.saved_model import load_run
 
@@ -73,7 +73,7 @@ class Trainer:
 
     def __init__(
         self,
-        run: TrainingState,
+        run: TrainingContext,
         folder: Path,
         splits: Splits,
         steps: int,
@@ -96,7 +96,7 @@ class Trainer:
         self.best = BestEpochs(folder, run.config.run.keep_best, run.task.rank)
         self.logger = MetricsLogger(run, folder)
         self.outputs = run.task.output_names(splits)
-        self.checkpoints = CheckpointManager(
+        self.checkpoints = CheckpointWriter(
             run, folder, self.outputs, self.best, self.logger.metrics
         )
         self.training = training_loader(run, splits.train)
@@ -277,7 +277,7 @@ class Trainer:
 
     def validate(
         self,
-        run: TrainingState,
+        run: TrainingContext,
         loader: EvaluationLoader,
         expected: int,
         weights: Mapping[str, Tensor] | None = None,

@@ -16,7 +16,7 @@ from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import Transform
 from vit.tasks.task import get_task
 from vit.training.lr_schedule import image_side
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def make_schedule(
     )
 
 
-def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLoader:
+def training_loader(run: TrainingContext, samples: Sequence[Sample]) -> TrainingLoader:
     """Micro-batches for this process, augmented."""
     config, accelerator = run.config, run.accelerator
     rank, processes = accelerator.process_index, accelerator.num_processes
@@ -78,12 +78,12 @@ def training_loader(run: TrainingState, samples: Sequence[Sample]) -> TrainingLo
     )
 
 
-def num_workers(run: TrainingState) -> int | None:
+def num_workers(run: TrainingContext) -> int | None:
     """Number of loader processes: the setting, or as measured."""
     return run.workers if run.config.data.workers is None else run.config.data.workers
 
 
-def evaluation_loader(run: TrainingState, samples: Sequence[Sample]) -> EvaluationLoader:
+def evaluation_loader(run: TrainingContext, samples: Sequence[Sample]) -> EvaluationLoader:
     """This process's share of the validation images."""
     accelerator = run.accelerator
     return EvaluationLoader(

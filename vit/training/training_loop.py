@@ -24,7 +24,7 @@ from vit.training.distributed.fsdp import full_tensor, is_sharded
 from vit.training.logging.training_progress import Progress, notifier
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
-from vit.training.training_state import Step, TrainingState
+from vit.training.training_context import Step, TrainingContext
 
 MIN_LOSS_SCALE = 1e-4
 STOP_IN_ROW, STOP_SHARE = 3, 0.01
@@ -33,7 +33,7 @@ all steps in all."""
 
 
 def train_one_epoch(
-    run: TrainingState,
+    run: TrainingContext,
     batches: Iterator[Batch],
     *,
     epoch: int,
@@ -60,7 +60,7 @@ def train_one_epoch(
 
 
 def train_one_step(
-    run: TrainingState, micro_batches: list[Batch], epoch: int, *, due: bool = False
+    run: TrainingContext, micro_batches: list[Batch], epoch: int, *, due: bool = False
 ) -> Step:
     """Update the weights once, from this process's share of a batch."""
     lr = run.lr_at(run.step)
@@ -129,7 +129,7 @@ def step_over_processes(
     return step, failed
 
 
-def choose_patch_size(run: TrainingState) -> None:
+def choose_patch_size(run: TrainingContext) -> None:
     """Set the patch size of this step."""
     patches = run.network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
@@ -142,7 +142,7 @@ def patch_size_at(config: Config, step: int) -> int:
     return sizes[random_seed(config.training.seed, "patch size", step) % len(sizes)]
 
 
-def sync_gradients(run: TrainingState, *, last: bool) -> contextlib.AbstractContextManager[None]:
+def sync_gradients(run: TrainingContext, *, last: bool) -> contextlib.AbstractContextManager[None]:
     """Average gradients over processes in the backward pass of the `last` micro-batch only."""
     context: contextlib.AbstractContextManager[None] = (
         contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
@@ -150,14 +150,14 @@ def sync_gradients(run: TrainingState, *, last: bool) -> contextlib.AbstractCont
     return context
 
 
-def backward(run: TrainingState, losses: Tensor) -> None:
+def backward(run: TrainingContext, losses: Tensor) -> None:
     """Add the gradient of a micro-batch's summed losses, scaled to the mean over the batch."""
     # gradients are averaged over processes; the loss is a sum over the whole batch
     share = run.processes / run.config.data.batch_size
     run.accelerator.backward(objective(run, losses) * share)
 
 
-def objective(run: TrainingState, losses: Tensor) -> Tensor:
+def objective(run: TrainingContext, losses: Tensor) -> Tensor:
     """Weighted sum of the losses that `forward_losses` returns: what training minimises."""
     loss, *routers = losses.unbind()
     weights = (run.config.training.balance_loss, run.config.training.router_z_loss)
@@ -165,7 +165,7 @@ def objective(run: TrainingState, losses: Tensor) -> Tensor:
 
 
 def forward_losses(
-    run: TrainingState,
+    run: TrainingContext,
     batch: Batch,
     epoch: int,
     *,
@@ -200,7 +200,7 @@ def forward_losses(
     return torch.cat([loss, routers.to(loss)])
 
 
-def clip_gradients(run: TrainingState) -> Tensor:
+def clip_gradients(run: TrainingContext) -> Tensor:
     """Clip the gradient to the norm `clip_grad`; returns its norm before clipping, ()."""
     most, parameters = run.config.training.clip_grad, [*run.network.parameters()]
     if is_sharded(run.accelerator):
@@ -214,7 +214,7 @@ def clip_gradients(run: TrainingState) -> Tensor:
     return norm
 
 
-def updates_weights(run: TrainingState, loss: float, norm: float) -> bool:
+def updates_weights(run: TrainingContext, loss: float, norm: float) -> bool:
     """Whether the optimiser makes this step: not if its gradient is not finite.
 
     Every process has the same numbers. With fp16 an infinite gradient is expected now and then: the

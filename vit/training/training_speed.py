@@ -19,7 +19,6 @@ from vit.model.build import build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
 from vit.training.distributed.devices import inference_precision
-from vit.training.dry_run import largest_that_fits
 from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (
     TRAINING_FLOPS,
@@ -32,6 +31,7 @@ from vit.training.plan_rules import (
     network_settings,
     stem_reaches,
 )
+from vit.training.trial_training import largest_that_fits
 
 # Images of a step on a CPU: more would be no faster. A GPU is timed with as many as are planned.
 PROBE_BATCH = 64

@@ -27,8 +27,14 @@ from accelerate import Accelerator
 
 from vit.atomic_files import write_text
 from vit.config import Config, TrainingConfig
-from vit.config.merge_settings import call_settings
-from vit.config.parser import Settings, checked, default_run_folder, make_config, settings_with
+from vit.config.collect_settings import call_settings
+from vit.config.setting_layers import (
+    Settings,
+    checked,
+    default_run_folder,
+    make_config,
+    settings_with,
+)
 from vit.config.stored_config import has_stored_config
 from vit.data.random_seed import random_seed
 from vit.errors import BadImage, ConfigError, RunError, VitError

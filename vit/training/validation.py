@@ -13,7 +13,7 @@ from vit.errors import BadImage, DataError, RunError
 from vit.training.distributed.collectives import agreed_signal, all_reduce, widest_float
 from vit.training.ema import swapped_weights
 from vit.training.moe_losses import track_expert_usage
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    run: TrainingState,
+    run: TrainingContext,
     loader: EvaluationLoader,
     expected: int,
     weights: Mapping[str, Tensor] | None = None,

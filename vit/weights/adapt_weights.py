@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.config.parser import all_settings
+from vit.config.setting_layers import all_settings
 from vit.config.settings import convert
 from vit.errors import WeightsError
 from vit.model.build import check_fit, meta_model

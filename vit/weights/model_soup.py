@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vit.config.merge_settings import SOUP_FOLDER
+from vit.config.collect_settings import SOUP_FOLDER
 from vit.config.stored_config import COPY, LISTS, PATHS_FILE
-from vit.data.sources.held_out_split import SPLIT_FILE
+from vit.data.sources.split_file import SPLIT_FILE
 from vit.errors import WeightsError
 from vit.weights.saved_model import CONFIG_FILE, WEIGHTS_FILE
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vit.config.merge_settings import FOLDS_FILE, SOUP_FOLDER
-from vit.config.parser import RUNS
+from vit.config.collect_settings import FOLDS_FILE, SOUP_FOLDER
+from vit.config.setting_layers import RUNS
 from vit.errors import WeightsError
-from vit.json_values import open_file, read_json
+from vit.json_files import open_file, read_json
 from vit.paths import did_you_mean, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from vit.atomic_files import write_text
 from vit.config import Config, DecoderConfig, ModelConfig
-from vit.config.parser import parse_decoder_config, parse_model_config
+from vit.config.setting_layers import parse_decoder_config, parse_model_config
 from vit.config.settings import PRETRAINING_TASKS
 from vit.config.stored_config import run_folder_of
 from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
-from vit.json_values import read_bytes
+from vit.json_files import read_bytes
 from vit.model.build import check_fit, meta_model
 from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer

@@ -15,7 +15,7 @@ import torch
 
 from tests.data.conftest import draw
 from vit.commands.main import main
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training

@@ -9,16 +9,16 @@ import openpyxl
 import pytest
 from PIL import Image
 
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import FolderWalker
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.image_list import images_in
 from vit.data.sources.list_columns import cell_group
 from vit.data.sources.open_dataset import list_images, locate_in_lists, open_eval_split, open_splits
+from vit.data.sources.split_file import HeldOutSplit
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import FORMATS, Layout, Prediction, write_workbook
 from vit.text import csv_text

@@ -10,9 +10,9 @@ from PIL import Image
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
+from vit.data.sources.split_file import HeldOutSplit
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import csv_row, write_review_list
 from vit.text import csv_text

@@ -10,8 +10,8 @@ from vit.config import DataConfig
 from vit.data.archives import relative
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import list_images, open_eval_split, open_splits, refuse_captions
+from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.train_val_split import Fold
 from vit.errors import DataError
 from vit.paths import did_you_mean

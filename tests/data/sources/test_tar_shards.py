@@ -20,7 +20,6 @@ from vit.data.archives import is_inside, open_binary, open_member, read_index, r
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.open_dataset import (
     list_images,
     open_eval_split,
@@ -28,6 +27,7 @@ from vit.data.sources.open_dataset import (
     read_source,
     source_of,
 )
+from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.tar_shards import expand_braces, read_shards, split_of_shard
 from vit.errors import BadImage, DataError
 from vit.output.prediction_results import Prediction

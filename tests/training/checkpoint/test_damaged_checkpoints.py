@@ -14,7 +14,7 @@ import torch
 
 from tests.training import disks
 from tests.training.children import Job, command, complete, differences, train
-from vit.config.parser import write_settings
+from vit.config.setting_layers import write_settings
 from vit.errors import WeightsError
 from vit.training.checkpoint.checkpoint import (
     CheckpointState,

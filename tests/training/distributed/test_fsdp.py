@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command
 from tests.training.runs import read_events
 from vit.config import Config
-from vit.config.parser import write_settings
+from vit.config.setting_layers import write_settings
 from vit.config.stored_config import stored_config
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command, complete
 from tests.training.runs import read_events
 from vit.commands.main import requested_processes
-from vit.config.parser import write_settings
+from vit.config.setting_layers import write_settings
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.training.train import train
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.children import complete
 from vit.config import ModelConfig, RunConfig
-from vit.config.parser import make_config
+from vit.config.setting_layers import make_config
 from vit.data.dataset_types import Sample
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing

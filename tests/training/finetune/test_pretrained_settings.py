@@ -9,12 +9,12 @@ from accelerate import Accelerator
 
 import vit
 from vit.config import Config, FinetuneConfig, ModelConfig, PartialModelConfig
-from vit.config.parser import flatten, make_config
+from vit.config.setting_layers import flatten, make_config
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
 from vit.model.moe import MixtureOfExperts
-from vit.training.finetune.finetuning import complete_for_weights
+from vit.training.finetune.finetune_settings import complete_for_weights
 from vit.training.train import load_source, train
 from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.pretrained import Pretrained

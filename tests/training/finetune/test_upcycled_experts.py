@@ -7,7 +7,7 @@ import torch
 
 from tests.training.children import complete
 from tests.training.runs import cut_and_continued, events, last_weights
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
 from vit.training.finetune.lora import add_lora

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
-from vit.data.sources.held_out_split import file_digests
+from vit.data.sources.split_file import file_digests
 from vit.errors import BadImage
 from vit.text import is_unicode, join_names, nearest_names, plural, printable
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.image_names import folder_names
+from vit.data.sources.image_name_lookup import folder_names
 from vit.data.sources.list_columns import (
     INSIDE,
     Columns,

@@ -6,7 +6,7 @@
 
 The lists are those of `vit suggest` and `vit check --write-list`, or any other list
 (vit/data/sources/image_list.py).
-Names are relative to the folder of the data, or paths (vit/data/sources/image_names.py).
+Names are relative to the folder of the data, or paths (vit/data/sources/image_name_lookup.py).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, ImageList, read_list
-from vit.data.sources.image_names import Find, index_finder
+from vit.data.sources.image_name_lookup import Find, index_finder
 from vit.data.sources.table_reader import wrong
 from vit.errors import ConfigError, DataError
 from vit.text import nearest, plural, printable

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from vit.data.dataset_types import ImageRecord
 from vit.data.sources.dataset_spec import SPLIT_NAMES, DatasetSpec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES
-from vit.data.sources.image_names import is_plain
+from vit.data.sources.image_name_lookup import is_plain
 from vit.data.sources.table_reader import Table, json_kind, wrong
 from vit.errors import DataError
 from vit.text import is_unicode, join_names, nearest, plural, printable

@@ -30,7 +30,7 @@ from vit.data.sources.dataset_spec import (
     resolve_folder,
 )
 from vit.data.sources.file_walk import FolderWalker
-from vit.data.sources.image_names import folder_names
+from vit.data.sources.image_name_lookup import folder_names
 from vit.data.sources.list_formats import has_captions, has_classes
 from vit.errors import DataError
 from vit.paths import did_you_mean

@@ -41,13 +41,13 @@ from vit.data.sources.dataset_warnings import (
     equal_notes,
 )
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
-from vit.data.sources.held_out_split import HeldOutSplit
 from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import images_in, lines_of, read_lists
 from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
+from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.tar_shards import (
     list_shard_images,
     read_shards,

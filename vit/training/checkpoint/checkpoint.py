@@ -24,7 +24,7 @@ from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
 from vit.text import Notify
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
@@ -61,7 +61,7 @@ class CheckpointState:
     @classmethod
     def capture(
         cls,
-        run: TrainingState,
+        run: TrainingContext,
         *,
         epoch: int,
         part: Mapping[str, Any],
@@ -87,7 +87,7 @@ class CheckpointState:
         names = (each.name for each in dataclasses.fields(self) if each.name != "damaged")
         return {name: getattr(self, name) for name in names}
 
-    def restore(self, run: TrainingState) -> None:
+    def restore(self, run: TrainingContext) -> None:
         """Set the step, the unreadable images and the loss scale of `run`."""
         run.step = self.step
         run.failed |= self.failed
@@ -126,7 +126,7 @@ class Snapshot:
         return {**parts["model"], **parts["ema"]}
 
 
-def take_snapshot(run: TrainingState, *, keep: bool = True) -> Snapshot:
+def take_snapshot(run: TrainingContext, *, keep: bool = True) -> Snapshot:
     """Copy the tensors of a checkpoint, so that training continues while they are written.
 
     If the network is sharded, every process must make this call.
@@ -172,7 +172,7 @@ def write_checkpoint(
     return path
 
 
-def load_checkpoint(folder: Path, run: TrainingState, notify: Notify) -> CheckpointState | None:
+def load_checkpoint(folder: Path, run: TrainingContext, notify: Notify) -> CheckpointState | None:
     """Load the newest intact checkpoint of `folder` into network, optimiser and average.
 
     Returns:
@@ -215,7 +215,7 @@ def split_parts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _restore(path: Path, snapshot: Snapshot, run: TrainingState) -> None:
+def _restore(path: Path, snapshot: Snapshot, run: TrainingContext) -> None:
     parts, present = split_parts(snapshot.tensors), run.network.state_dict()
     require_same(path, "the network", parts["model"], present)
     run.network.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["model"].items()})

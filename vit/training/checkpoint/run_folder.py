@@ -9,7 +9,13 @@ from typing import Any, BinaryIO
 
 from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
 from vit.config import Config
-from vit.config.parser import flatten, make_config, settings_with, with_settings, write_settings
+from vit.config.setting_layers import (
+    flatten,
+    make_config,
+    settings_with,
+    with_settings,
+    write_settings,
+)
 from vit.config.stored_config import (
     COPY,
     DATA_PATHS,
@@ -21,7 +27,7 @@ from vit.config.stored_config import (
     write_paths,
 )
 from vit.data.dataset_types import Splits
-from vit.data.sources.held_out_split import SPLIT_FILE, read_split, split_record
+from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE

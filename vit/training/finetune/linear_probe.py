@@ -36,10 +36,10 @@ from vit.training.finetune.feature_extraction import (
     network_features,
     weights_digest,
 )
-from vit.training.finetune.finetuning import merged_state_dict
+from vit.training.finetune.finetune_settings import merged_state_dict
 from vit.training.finetune.logistic_regression import Eigenbasis, LogisticProblems, minimise
 from vit.training.logging.training_progress import notifier
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 
 # Enough images for a head that is trained further.
 MAX_PROBE_IMAGES = {"train": 20_000, "val": 5_000}
@@ -313,7 +313,7 @@ class ProbeFit:
     images: int
 
 
-def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
+def init_head_from_probe(run: TrainingContext, splits: Splits) -> ProbeFit:
     """Fit a linear probe to the features of the network, report it, and copy it into the head."""
     config, notify = run.config, notifier(run.accelerator)
     train, val = probe_samples(config, splits, notify)
@@ -340,7 +340,7 @@ def init_head_from_probe(run: TrainingState, splits: Splits) -> ProbeFit:
 
 
 @torch.no_grad()
-def set_head(run: TrainingState, probe: Probe) -> None:
+def set_head(run: TrainingContext, probe: Probe) -> None:
     """Copy the probe into the head of the network and of its average."""
     assert isinstance(run.network.head, nn.Linear)
     averages = {} if run.average is None else dict(run.average.state_dict())
@@ -376,7 +376,9 @@ def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> lis
     return [samples[place] for place in torch.cat(places).sort().values.tolist()]
 
 
-def probe_features(run: TrainingState, extractor: Extractor, samples: Sequence[Sample]) -> Features:
+def probe_features(
+    run: TrainingContext, extractor: Extractor, samples: Sequence[Sample]
+) -> Features:
     """Features of `samples` by the network of a training, from the cache or computed."""
     found = extract(
         samples,

@@ -10,7 +10,7 @@ from typing import Any
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import DataConfig
-from vit.config.parser import flatten
+from vit.config.setting_layers import flatten
 from vit.errors import BadImage, RunError
 from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
 from vit.event_log import METRICS_FILE, read_event_log
@@ -19,7 +19,7 @@ from vit.training.distributed.collectives import on_main
 from vit.training.logging.trackers import Tracking
 from vit.training.logging.training_progress import Progress, notify
 from vit.training.moe_losses import expert_imbalance
-from vit.training.training_state import Step, TrainingState
+from vit.training.training_context import Step, TrainingContext
 from vit.training.validation import Validation
 
 MAX_WAIT_SHARE = 0.15
@@ -69,7 +69,7 @@ class MetricsFile:
 class MetricsLogger:
     """Writes events and log lines, on the main process only."""
 
-    def __init__(self, run: TrainingState, folder: Path) -> None:
+    def __init__(self, run: TrainingContext, folder: Path) -> None:
         self.run = run
         self.folder = folder
         self.main = run.accelerator.is_main_process

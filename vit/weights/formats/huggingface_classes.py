@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
 
-from vit.config.parser import parse_model_config
+from vit.config.setting_layers import parse_model_config
 from vit.model.blocks import ParallelBlock
 from vit.model.build import assemble_model
 from vit.model.initialization import init_weights

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vit.config import DataConfig, ModelConfig
-from vit.config.parser import parse_model_config
+from vit.config.setting_layers import parse_model_config
 from vit.data.preprocessing import CLIP_COLOURS, IMAGENET_COLOURS, Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.weights.formats.state_dict_names import State

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from vit.atomic_files import write_text
 from vit.config import ModelConfig
-from vit.config.parser import parse_model_config
+from vit.config.setting_layers import parse_model_config
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.model.build import check_fit, meta_model
 from vit.paths import user_cache

@@ -19,9 +19,9 @@ from vit.data.image_io import read_image
 from vit.data.image_objects import named_images
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, ConfigError, RunError, WeightsError
-from vit.exported import image_reader, onnx_classifier
-from vit.exported.image_reader import chunks, expected_pixels
-from vit.exported.onnx_classifier import OnnxClassifier
+from vit.exported import exported_classifier, image_prefetch
+from vit.exported.exported_classifier import OnnxClassifier
+from vit.exported.image_prefetch import chunks, expected_pixels
 from vit.exported.onnx_metadata import read_metadata
 from vit.exported.onnx_session import OnnxSession
 from vit.generation.generation_config import Search
@@ -172,7 +172,7 @@ def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
         assert batches == [4] * (upright.count((width, height)) // 4) + [
             rest for rest in [upright.count((width, height)) % 4] if rest
         ]
-    monkeypatch.setattr(onnx_classifier, "BATCH_PIXELS", 2 * 9 * 7)
+    monkeypatch.setattr(exported_classifier, "BATCH_PIXELS", 2 * 9 * 7)
     graph.shapes.clear()
     classifier(input_images)
     assert {shape[0] for shape in graph.shapes if 31 in shape} == {1}
@@ -181,7 +181,7 @@ def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
 
 def test_a_list_continued_at_a_block_gives_the_same_batches_and_results(input_images, monkeypatch):
     """Also where the pixel limit shortens windows."""
-    monkeypatch.setattr(image_reader, "WINDOW_PIXELS", 900)
+    monkeypatch.setattr(image_prefetch, "WINDOW_PIXELS", 900)
     graph = Recorder()
     classifier = over(graph, batch_size=1)
     classifier.engine.block_size = 6
@@ -196,7 +196,7 @@ def test_only_a_window_is_read_ahead(input_images, monkeypatch):
     """Each window has at most a number of images, and of pixels besides those of its last image."""
     sizes = [np.prod(read_image(path).size) for path in input_images]
     for limit, most in ((750, 99), (10**6, 4), (50, 99)):
-        monkeypatch.setattr(image_reader, "WINDOW_PIXELS", limit)
+        monkeypatch.setattr(image_prefetch, "WINDOW_PIXELS", limit)
         classifier = over(Recorder(), workers=2)
         classifier.engine.block_size = most
         taken, done = [], 0
@@ -469,7 +469,7 @@ def test_windows_after_a_block_do_not_depend_on_earlier_images(tmp_path, monkeyp
         return [(start, [one.name for one in window]) for start, window in found]
 
     for limit in (100, 450, 800, 2000):
-        monkeypatch.setattr(image_reader, "WINDOW_PIXELS", limit)
+        monkeypatch.setattr(image_prefetch, "WINDOW_PIXELS", limit)
         whole = windows(0)
         assert [name for _, names in whole for name in names] == paths
         for first in range(12, 60, 12):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from vit.data.sources import held_out_split
+from vit.data.sources import split_file
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.held_out_split import HeldOutSplit, read_split, split_record
 from vit.data.sources.open_dataset import open_eval_split, read_source
+from vit.data.sources.split_file import HeldOutSplit, read_split, split_record
 
 Files = dict[str, bytes]
 
@@ -140,13 +140,13 @@ def held_out_names(run: Path) -> list[str]:
 
 def test_of_unchanged_data_only_held_out_images_are_read(trained, tmp_path, monkeypatch):
     root, run, _ = trained
-    read, digest = [], held_out_split.content_digest
+    read, digest = [], split_file.content_digest
 
     def counted(path):
         read.append(Path(path).read_bytes())
         return digest(path)
 
-    monkeypatch.setattr(held_out_split, "content_digest", counted)
+    monkeypatch.setattr(split_record, "content_digest", counted)
     for data in (root, shutil.copytree(root, tmp_path / "copy")):
         read.clear()
         assert measured(run, data)[1].endswith("took the 4 images that training held out")

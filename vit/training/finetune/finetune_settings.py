@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.parser import all_settings, flatten, make_config, with_effect
 from vit.config.presets import preset
+from vit.config.setting_layers import all_settings, flatten, make_config, with_effect
 from vit.config.settings import refuse, why_unread
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.held_out_split import HeldOutSplit, read_split
+from vit.data.sources.split_file import HeldOutSplit, read_split
 from vit.errors import ConfigError
 from vit.evaluation.classification_metrics import ClassChange
 from vit.model.vision_transformer import VisionTransformer

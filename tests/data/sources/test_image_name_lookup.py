@@ -12,7 +12,7 @@ import pytest
 
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import images_in
-from vit.data.sources.image_names import ImageNames
+from vit.data.sources.image_name_lookup import ImageNames
 from vit.data.sources.open_dataset import read_source
 from vit.errors import DataError
 from vit.output.prediction_results import (

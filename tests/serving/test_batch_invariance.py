@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from tests.exported.test_onnx_classifier import graph_of, written
+from tests.exported.test_exported_classifier import graph_of, written
 from vit import benchmark
 from vit.inference.predictor import ImageOutput
-from vit.serving.exact_batch_sizes import measure_batch_sizes
+from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.model_registry import largest_batch
 from vit.serving.served_model import ServedModel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vit.config import Config, DecoderConfig, ModelConfig
-from vit.config.parser import (
+from vit.config.setting_layers import (
     all_settings,
     flatten,
     make_config,

@@ -15,7 +15,7 @@ from PIL import Image
 from vit.config.inference_config import InferenceConfig
 from vit.data.captions.tokenizer import Tokenizer
 from vit.errors import ConfigError, WeightsError
-from vit.exported.onnx_classifier import ExportedEngine
+from vit.exported.exported_classifier import ExportedEngine
 from vit.exported.onnx_metadata import PathLike
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.generation.generation_config import Caption

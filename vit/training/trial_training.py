@@ -14,7 +14,7 @@ from vit.data.dataset_types import Splits
 from vit.training.compilation import compiles_blocks
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.setup import make_training
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ HEADROOM = 0.08
 def dry_run(
     config: Config,
     accelerator: Accelerator,
-    act: Callable[[TrainingState], T],
+    act: Callable[[TrainingContext], T],
     splits: Splits | None = None,
 ) -> T:
     """Call `act` with a training of `config`, then discard the training.

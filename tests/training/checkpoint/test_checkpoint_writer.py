@@ -4,7 +4,7 @@ import pytest
 
 from tests.training.children import differences
 from vit.errors import RunError
-from vit.training.checkpoint import checkpoint_manager
+from vit.training.checkpoint import checkpoint_writer
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.saved_model import SerializedModel
@@ -13,7 +13,7 @@ from vit.weights.saved_model import SerializedModel
 def due_after(monkeypatch, trainer, minutes: float) -> bool:
     now = trainer.checkpoints.saved + 60 * minutes
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_manager.time, "monotonic", lambda: now)
+        patched.setattr(checkpoint_writer.time, "monotonic", lambda: now)
         return trainer.checkpoints.due()
 
 
@@ -49,7 +49,7 @@ def test_a_run_killed_after_its_first_checkpoint_resumes_exactly(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_manager, "FIRST_MINUTES", 0.0)
+        patched.setattr(checkpoint_writer, "FIRST_MINUTES", 0.0)
         patched.setattr(Trainer, "after_step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "killed")

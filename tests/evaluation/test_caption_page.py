@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from vit.evaluation.caption_metrics import caption_scores
-from vit.evaluation.caption_report import (
+from vit.evaluation.caption_page import (
     CaptionedImage,
     CaptionFacts,
     CaptionOutcomes,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.export.export_classifier import BATCHES, noise
+from vit.export.classifier_graph import BATCHES, noise
 from vit.export.onnx_graph import Part
 from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config
-from vit.config.parser import (
+from vit.config.setting_layers import (
     Settings,
     all_settings,
     checked,

@@ -7,7 +7,7 @@ from PIL import Image
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES
 from vit.evaluation.accuracy_slices import Feature, accuracy_slices
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
-from vit.evaluation.classification_report import (
+from vit.evaluation.classification_page import (
     MultilabelOutcomes,
     evaluation_page,
     write_classification_report,

@@ -20,7 +20,7 @@ from vit.errors import ConfigError, VitError, WeightsError
 from vit.export import onnx_graph
 from vit.export.export_formats import export_onnx
 from vit.export.onnx_graph import Part, check_equal, to_onnx
-from vit.exported.onnx_captioner import greedy_decode
+from vit.exported.exported_captioner import greedy_decode
 from vit.generation.generate import generate, generate_captions
 from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor

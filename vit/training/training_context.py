@@ -21,19 +21,19 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.classification import Classification
 from vit.tasks.task import Task
-from vit.training.batch_norm_statistics import (
+from vit.training.distributed.collectives import gather_lists, on_main
+from vit.training.ema import ExponentialMovingAverage, swapped_weights
+from vit.training.sync_batch_norm import (
     frozen_running_stats,
     running_stats,
     sum_over_processes,
 )
-from vit.training.distributed.collectives import gather_lists, on_main
-from vit.training.ema import ExponentialMovingAverage, swapped_weights
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class TrainingState:
+class TrainingContext:
     """Everything a training step reads or updates."""
 
     config: Config

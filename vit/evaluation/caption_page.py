@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from vit.evaluation.caption_metrics import caption_scores, ignores_image, normalize, rouge_l, words
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
-from vit.evaluation.classification_report import class_findings
+from vit.evaluation.classification_page import class_findings
 from vit.evaluation.html_page import Thumbnail, thumbnails
 from vit.evaluation.run_report import RunFacts, epoch_chart, write_run_report
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from vit.errors import RunError
-from vit.training.checkpoint.best_checkpoints import BestEpochs, Event
+from vit.training.checkpoint.best_epochs import BestEpochs, Event
 from vit.training.checkpoint.checkpoint import (
     CHECKPOINTS,
     CheckpointState,
@@ -27,16 +27,16 @@ from vit.training.checkpoint.checkpoint import (
 )
 from vit.training.checkpoint.run_folder import WEIGHTS, clean_leftovers
 from vit.training.distributed.fsdp import is_sharded
-from vit.training.finetune.finetuning import merged_state_dict
+from vit.training.finetune.finetune_settings import merged_state_dict
 from vit.training.logging.metrics_logger import MetricsFile
-from vit.training.training_state import TrainingState
+from vit.training.training_context import TrainingContext
 from vit.weights.saved_model import SerializedModel, serialize_model
 
 FIRST_MINUTES = 1.0
 """Time to the first checkpoint of a process, unless `checkpoint_minutes` is less."""
 
 
-class CheckpointManager:
+class CheckpointWriter:
     """Writes checkpoints and the weights of the best epochs, at most one at a time.
 
     At most one copy of the weights is therefore in memory; a disk slower than the training delays
@@ -48,7 +48,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        run: TrainingState,
+        run: TrainingContext,
         folder: Path,
         classes: Sequence[str],
         best: BestEpochs,

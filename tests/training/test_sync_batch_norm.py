@@ -9,17 +9,17 @@ from safetensors.torch import load_file
 from tests.training.children import Job, command
 from tests.training.runs import read_events
 from vit.config import ModelConfig
-from vit.config.parser import write_settings
+from vit.config.setting_layers import write_settings
 from vit.errors import BadImage
 from vit.model.build import build_classifier
-from vit.training.batch_norm_statistics import (
+from vit.training.checkpoint.checkpoint import find_checkpoints
+from vit.training.ema import ExponentialMovingAverage, swapped_weights
+from vit.training.sync_batch_norm import (
     frozen_running_stats,
     local_batch_norm,
     running_stats,
     sync_batch_norm,
 )
-from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.ema import ExponentialMovingAverage, swapped_weights
 from vit.training.train import train
 
 STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}

@@ -15,7 +15,7 @@ from vit.config.inference_config import ExportOptions
 from vit.config.settings import split_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
-from vit.export import export_accuracy, export_classifier, onnx_graph
+from vit.export import classifier_graph, export_accuracy, onnx_graph
 from vit.export import export_onnx as onnx_export
 from vit.export.export_formats import export_model, export_onnx
 from vit.export.float16 import convert_to_float16
@@ -105,7 +105,7 @@ def test_the_metadata_are_complete_and_have_no_local_path(run, tmp_path):
     assert metadata["source_run"] == str(run)
     assert "license" not in metadata  # trained from scratch
     licensed = dataclasses.replace(loaded, license="cc-by-4.0")
-    about = export_classifier.metadata_of(licensed, str(run), precision="fp32", opset=20)
+    about = classifier_graph.metadata_of(licensed, str(run), precision="fp32", opset=20)
     assert about == metadata | {"license": "cc-by-4.0"}
     proto = onnx.load(out)
     assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 20)]
@@ -180,7 +180,7 @@ def test_fp16_is_close_to_torch_in_half_the_bytes(run, tmp_path, tiny_data):
 
 
 def test_weights_beyond_the_range_of_float16_are_refused(run):
-    proto = onnx_export.trace_module(export_classifier.part_of(load_run(run)), 20)
+    proto = onnx_export.trace_module(classifier_graph.part_of(load_run(run)), 20)
     weight = max(proto.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     large = onnx.numpy_helper.to_array(weight).copy()
     large.flat[3] = 1e5
@@ -198,7 +198,7 @@ def test_weights_beyond_the_range_of_float16_are_refused(run):
     ],
 )
 def test_outputs_that_differ_from_torch_are_refused(run, found, message):
-    part = export_classifier.part_of(load_run(run))
+    part = classifier_graph.part_of(load_run(run))
     expected = (torch.tensor([[0.5, 0.5]]),)
     assert onnx_graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
     with pytest.raises(VitError, match=message):
@@ -207,9 +207,9 @@ def test_outputs_that_differ_from_torch_are_refused(run, found, message):
 
 def test_a_graph_with_other_preprocessing_is_not_written(run, tmp_path, monkeypatch):
     other = dataclasses.replace(load_run(run).preprocessing, mean=(0.3, 0.3, 0.3), crop_share=0.5)
-    front = export_classifier.preprocessing_nodes
+    front = classifier_graph.preprocessing_nodes
     monkeypatch.setattr(
-        export_classifier, "preprocessing_nodes", lambda _preprocessing: front(other)
+        classifier_graph, "preprocessing_nodes", lambda _preprocessing: front(other)
     )
     with pytest.raises(VitError, match=r"differs from torch: probabilities by .* nothing was"):
         export_onnx(run, tmp_path / "a.onnx")

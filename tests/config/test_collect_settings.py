@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vit.config.merge_settings import call_settings
-from vit.config.parser import make_config
+from vit.config.collect_settings import call_settings
+from vit.config.setting_layers import make_config
 from vit.errors import ConfigError
 from vit.training.checkpoint.run_folder import write_config
 

@@ -14,7 +14,7 @@ from torchvision.transforms import functional as tv
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing, to_tensor
 from vit.errors import BadImage
-from vit.exported.image_reader import ImageReader, PixelBudget, chunks, prefetch
+from vit.exported.image_prefetch import ImageReader, PixelBudget, chunks, prefetch
 from vit.inference.torch_engine import default_batch_size, default_num_threads, make_thread_pool
 
 

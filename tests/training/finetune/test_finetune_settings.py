@@ -12,15 +12,15 @@ from PIL import Image
 
 from tests.training.children import complete
 from tests.training.runs import cut_and_continued, events, last_weights
-from vit.config.parser import make_config, read_settings
+from vit.config.setting_layers import make_config, read_settings
 from vit.data.dataloader import TrainingLoader
-from vit.data.sources.held_out_split import read_split
+from vit.data.sources.split_file import read_split
 from vit.errors import ConfigError, VitError
 from vit.inference.evaluate import evaluate
 from vit.inference.predictor import Predictor
 from vit.stop_signals import Interrupted
 from vit.training import plan
-from vit.training.finetune import finetuning
+from vit.training.finetune import finetune_settings
 from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.saved_model import load_run
@@ -189,7 +189,7 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     four_colours, backbone, tmp_path, capfd, monkeypatch
 ):
     images = sum(1 for _ in four_colours.glob("train/*/*.png"))
-    monkeypatch.setattr(finetuning, "ADDED_CLASS_STEPS", 2 * (images // 12) + 1)
+    monkeypatch.setattr(finetune_settings, "ADDED_CLASS_STEPS", 2 * (images // 12) + 1)
     given = {"data": str(four_colours), "weights": str(backbone), "batch_size": 12}
     given |= {"device": "cpu", "workers": 0, "precision": "fp32"}
     given["feature_cache"] = str(tmp_path / "features")
@@ -238,12 +238,14 @@ def test_a_training_goes_on_with_the_share_and_the_cache_of_the_run(
 
 def test_a_flag_switches_off_what_depends_on_it_in_the_recipe_of_the_old_run(monkeypatch):
     recipe = {"mixup": 0.8, "mix_probability": 0.5, "min_crop": 0.4, "smoothing": 0.2}
-    monkeypatch.setattr(finetuning, "recipe_of_run", lambda _weights: recipe)
+    monkeypatch.setattr(finetune_settings, "recipe_of_run", lambda _weights: recipe)
     settings = {"data": "photos", "weights": "runs/old", "method": "full", "probe_first": True}
     config = make_config({**settings, "mixup": 0.0})
     source = SimpleNamespace(classes=("heron", "stork"), origin="run runs/old")
     classes = ("crane", "heron", "stork")
-    found = finetuning.complete_for_added_classes(config, source, classes, 100, lambda _note: None)
+    found = finetune_settings.complete_for_added_classes(
+        config, source, classes, 100, lambda _note: None
+    )
     assert (found.augment.mixup, found.augment.mix_probability) == (0.0, 1.0)
     assert (found.augment.min_crop, found.training.smoothing) == (0.4, 0.2)
 

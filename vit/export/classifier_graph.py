@@ -18,7 +18,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
-from vit.exported.onnx_classifier import DISTANCE, SCORE_CALIBRATION
+from vit.exported.exported_classifier import DISTANCE, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention import AttentionContext, AttentionFunction, AttentionRecorder
 from vit.model.feature_distance import FeatureDistance, encode_with_features

@@ -26,7 +26,7 @@ ROUNDS = 2
 NEARLY = 1.1
 """A larger batch must be faster an image by this."""
 TURNS, MOST_SECONDS, CLEARLY = 5, 1.0, 0.8
-"""Turns and seconds of the measurement, and the largest share of one thread's time for all cores."""
+"""Turns and seconds of the measurement, and the largest share of a thread's time for all cores."""
 Run = Callable[..., list[Any]]
 """`_run` of a model in its threads."""
 
