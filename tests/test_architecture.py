@@ -309,7 +309,7 @@ def test_one_module_times_networks():
         if "perf_counter" in file.read_text(encoding="utf-8")
     }
     progress = {"training/logging/training_progress.py", "training/training_loop.py"}
-    decoding = {"data/image_cache.py", "data/checks/unreadable_images.py"}
+    decoding = {"data/image_cache.py", "training/data_setup.py"}
     assert timing == {"benchmark.py", *progress, *decoding}
 
 

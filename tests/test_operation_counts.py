@@ -206,7 +206,7 @@ settings = "--depth 2 --opt muon -j 0 -b 8 --epochs 1 --precision fp32 --device 
 code = main(["train", "digits", "--out", sys.argv[3], *network.split(), *settings.split()])
 found["train"] = [code, sorted(libraries() - from_torch), heavy()]
 from vit.config import ModelConfig
-from vit.weights.formats.state_dict_names import meta_model
+from vit.model.build import meta_model
 meta_model(ModelConfig(image_size=16, patch_size=8, dim=16, num_heads=2, position="sinusoidal_2d"))
 found["shapes"] = heavy()
 print(json.dumps(found))

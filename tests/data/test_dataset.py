@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vit.data.checks.unreadable_images import exclude_images
 from vit.data.dataset import ConstantTransform, ImageDataset, MultiHot
 from vit.data.dataset_types import (
     NO_LABEL,
@@ -17,6 +16,7 @@ from vit.data.dataset_types import (
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage
+from vit.training.data_setup import exclude_images
 
 
 def test_multi_hot_rows_equal_a_dense_table():

@@ -20,7 +20,7 @@ from vit.evaluation.model_summary import (
     forward_flops,
     record_calls,
 )
-from vit.model import build
+from vit.model import layers
 from vit.model.build import build_classifier
 
 SMALL = ModelConfig(image_size=24, patch_size=8, dim=32, depth=2, num_heads=4, num_classes=5)
@@ -153,7 +153,7 @@ class Chooser(nn.Module):
 
 def test_a_part_that_asks_for_values_says_what_it_computes(monkeypatch):
     made = iter([nn.Identity, Chooser] * 2)
-    monkeypatch.setitem(build.FEEDFORWARDS, "mlp", lambda _: next(made)())
+    monkeypatch.setitem(layers.FEEDFORWARDS, "mlp", lambda _: next(made)())
     blocks = cost_of(changed(depth=4), batch_size=2).parts[3].parts
     assert blocks[0] == blocks[2] != blocks[1] == blocks[3]
     chooser = next(part for part in blocks[1].parts if part.name == "feed-forward")

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 import struct
 import tracemalloc
 
@@ -169,9 +168,8 @@ def test_strings_are_split_up_to_the_limit_of_images():
         parse_request(head + strings, str(len(head)), None, ServerConfig())
 
 
-@pytest.mark.parametrize("page", ["export.md", "serve.md"])
-def test_the_documented_clients_get_answers(
-    page, tiny_run, exported, files, tmp_path, monkeypatch, capsys
+def test_the_documented_client_gets_answers(
+    tiny_run, exported, files, tmp_path, monkeypatch, capsys
 ):
     pytest.importorskip("geventhttpclient", reason="pip install 'tritonclient[http]'")
     (tmp_path / "cat.jpg").write_bytes(files[1][1])
@@ -179,9 +177,8 @@ def test_the_documented_clients_get_answers(
     (code,) = (
         block.text
         for block in read_blocks("python")
-        if block.page == page and "tritonclient" in block.text
+        if block.page == "serve.md" and "tritonclient" in block.text
     )
     with running([f"photos={tiny_run}", f"pets={exported}"]) as client:
         exec(code.replace("8000", str(client.port)), {})
-    rows = {"export.md": r"b'0\.\d+:\d:", "serve.md": r'"predictions": \['}
-    assert re.search(rows[page], capsys.readouterr().out)
+    assert '"predictions": [' in capsys.readouterr().out

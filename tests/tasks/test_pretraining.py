@@ -441,7 +441,7 @@ def test_weights_whose_stem_mae_cannot_train_are_refused_as_such(config_of):
 
 def test_a_search_needs_classes(capsys):
     assert main(["tune", "digits", "--task", "mae", "--time", "60s"]) == 2
-    assert "task=mae: a search needs the score of classes" in capsys.readouterr().err
+    assert "task=mae: a search compares classifiers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from PIL import Image
 from vit.config.setting_layers import make_config
 from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
-from vit.data.checks.unreadable_images import scan_headers
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.image_list import images_in
@@ -22,6 +21,7 @@ from vit.data.sources.split_file import HeldOutSplit
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import FORMATS, Layout, Prediction, write_workbook
 from vit.text import csv_text
+from vit.training.data_setup import scan_headers
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]

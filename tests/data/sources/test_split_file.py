@@ -146,7 +146,7 @@ def test_of_unchanged_data_only_held_out_images_are_read(trained, tmp_path, monk
         read.append(Path(path).read_bytes())
         return digest(path)
 
-    monkeypatch.setattr(split_record, "content_digest", counted)
+    monkeypatch.setattr(split_file, "content_digest", counted)
     for data in (root, shutil.copytree(root, tmp_path / "copy")):
         read.clear()
         assert measured(run, data)[1].endswith("took the 4 images that training held out")

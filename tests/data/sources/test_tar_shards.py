@@ -431,7 +431,7 @@ def test_any_flipped_bytes_are_refused_or_harmless(tmp_path):
         ({"1.jpg": b"x", "1.json": b'{"label": ""}'}, r'1\.jpg: its \.json has no "label"'),
         ({"1.jpg": b"x", "1.json": b"{"}, r"1\.json, line 1: not JSON"),
         ({"1.jpg": b"x", "1.json": b"[" * 99999}, r"1\.json: not JSON"),
-        ({"1.jpg": b"x", "1.cls": b"3", "classes.txt": b"a\nb"}, "label '3' is none of the 2"),
+        ({"1.jpg": b"x", "1.cls": b"3", "classes.txt": b"a\nb"}, "label '3' is not one of the 2"),
         ({"1.jpg": b"x", "1.cls": b"0", "classes.txt": b"a\na"}, "not the names of classes"),
     ],
 )

@@ -146,7 +146,7 @@ def index_finder(index: DatasetIndex) -> Find:
     def real() -> dict[str, str]:
         return {os.path.realpath(path): path for path in paths}
 
-    names = ImageNames(lambda folder: tree().get(folder, ()))
+    names, root = ImageNames(lambda folder: tree().get(folder, ())), index.root.resolve()
     disks = [(base, folder_names(base)) for base in (os.curdir, str(index.root))]
 
     def find(written: str, is_cell: bool) -> str | None:
@@ -159,6 +159,10 @@ def index_finder(index: DatasetIndex) -> Find:
             )
         if found:
             return found[0]
+        # begins in a folder above the data, such as the working folder of vit predict then
+        above, _, rest = f"/{name}".partition(f"/{root.name}/")
+        if len(named.get(rest, [])) == 1 and str(root.parent).endswith(above.replace("/..", "")):
+            return named[rest][0]
         files = ((base, disk.find(written, is_cell) or written) for base, disk in disks)
         places = (os.path.realpath(os.path.join(base, file)) for base, file in files)
         return next((real()[place] for place in places if place in real()), None)
