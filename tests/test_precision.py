@@ -59,6 +59,7 @@ def test_auto_is_bf16_where_the_cpu_is_faster_in_it(monkeypatch, words, expected
     assert resolve_precision("auto", "cpu") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_a_pretended_processor_is_that_of_processes_too(monkeypatch, processor_asked):
     for kind in ("fp32", "bf16"):

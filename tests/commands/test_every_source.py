@@ -73,12 +73,12 @@ COMMANDS = {
 }
 
 
-# An export takes seconds: the default suite makes one.
+# An export takes seconds.
 EVERY = [
     pytest.param(
         command,
         source,
-        marks=[pytest.mark.slow] if command == "export" and source != "run" else [],
+        marks=[pytest.mark.slow] if command == "export" else [],
         id=f"{command}-{source}",
     )
     for command in COMMANDS

@@ -207,6 +207,7 @@ def test_a_name_that_is_not_utf8_is_one_line(monkeypatch, capsys):
 NO_ROOM = "vit predict: the output could not be written: No space left on device"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_full_device_is_one_line(tiny_run, tiny_data):
     command = [sys.executable, "-m", "vit", "predict", str(tiny_run), str(tiny_data / "val")]

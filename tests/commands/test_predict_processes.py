@@ -28,6 +28,7 @@ def alone(predict, inputs, tmp_path):
     return out.read_bytes(), files_in(folder)
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(tiny_run, inputs, alone, tmp_path):
     out, folder = tmp_path / "a.csv", tmp_path / "sorted"
     words = ["predict", str(tiny_run), *inputs, *WORDS, "--out", str(out)]

@@ -62,6 +62,7 @@ def draw_groups(number: int, generator: torch.Generator):
     return confidences[groups], right[groups], groups
 
 
+@pytest.mark.slow
 def test_the_promise_is_kept_for_groups_and_not_where_images_are_taken_as_independent():
     generator, broken = torch.Generator().manual_seed(0), {True: 0, False: 0}
     proven = 0

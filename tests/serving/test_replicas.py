@@ -83,6 +83,7 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Server]:
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_killed_replica_is_replaced_and_every_row_is_right(exported, files, predicted, tmp_path):
     expected, stop = predicted("fruit"), threading.Event()

@@ -301,6 +301,7 @@ def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_
     assert "left out: the decoder, since classes were given" in said
 
 
+@pytest.mark.slow
 def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_config, tmp_path):
     first = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "first").folder
     more = caption_config(epochs=1, warmup_epochs=0, weights=str(first), seed=3)

@@ -160,6 +160,7 @@ def test_overwriting_leaves_no_fold_of_the_command_before(config, tiny_config, t
     assert (tmp_path / "fold-2/model.safetensors").read_bytes() != weights["fold-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_path, monkeypatch):

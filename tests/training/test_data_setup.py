@@ -68,6 +68,7 @@ def test_the_upper_byte_of_the_images_shows_no_class(low_byte):
     assert len(images) == 1
 
 
+@pytest.mark.slow
 def test_a_class_in_the_lower_byte_is_learned_and_predicted_by_every_runtime(
     low_byte, low_byte_run, tmp_path
 ):

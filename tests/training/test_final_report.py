@@ -220,7 +220,7 @@ def test_a_signal_stops_the_measuring_but_the_run_is_complete(
     ("settings", "part", "error"),
     [
         ("tiny_config", "run_report.write_text", RunError("the disk is full")),
-        ("caption_config", "caption_report.write_caption_report", KeyError("full")),
+        ("caption_config", "caption_page.write_caption_report", KeyError("full")),
     ],
 )
 def test_no_fault_of_a_report_costs_the_run(

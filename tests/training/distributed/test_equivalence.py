@@ -102,6 +102,7 @@ def test_accumulation_equals_one_batch(outcome_of):
         assert_equal_outcomes(many, one, losses=1e-9, weights=1e-10)
 
 
+@pytest.mark.slow
 def test_experts_train_equally_on_two_processes(outcome_of):
     """Shares of experts are counted over all processes, also where one of them has no image."""
     experts = {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "precision": "fp64"}

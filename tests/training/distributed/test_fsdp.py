@@ -44,7 +44,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param({"position": "learned"}, marks=pytest.mark.slow),
         pytest.param({"position": "sinusoidal_2d"}, marks=pytest.mark.slow),
         pytest.param({"patch_sizes": [2, 4]}, marks=pytest.mark.slow),
-        {"stem": "conv", "ema": 0.9},
+        pytest.param({"stem": "conv", "ema": 0.9}, marks=pytest.mark.slow),
         pytest.param(
             {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
             marks=pytest.mark.slow,
