@@ -200,10 +200,14 @@ class View:
         return Boxes(x * (width - box_width), y * (height - box_height), box_width, box_height)
 
     def adjusted(self, views: Tensor, grey: Tensor, order: Tensor, numbers: Tensor) -> Tensor:
-        """Greyscale, then brightness, contrast and saturation in random order, at once.
+        """Greyscale, then brightness, contrast and saturation in random order, as `adjust_colours`
+        but at once.
 
-        As `auto_augment.adjust_colours`, of views (images, height, width, 3) in [0, 255]; `numbers`
-        of the factors, (images, 3), and of the order, (images,), are in [0, 1).
+        Args:
+            views: (images, height, width, 3) in [0, 255].
+            grey: 1 where they lose their colours, else 0, (images,).
+            order: Number in [0, 1) that chooses the order, (images,).
+            numbers: Likewise each factor, (images, 3).
         """
         luma = views @ constant(LUMA, views.device)
         mean = luma.mean((1, 2))

@@ -28,8 +28,8 @@ IMAGE_QUANTILES = (0.01, 0.99)
 
 
 def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRange | None:
-    """Measure the range of values of deep images; None without any, if all values are equal, or of
-    integers and floating-point numbers together."""
+    """Measure the range of values of deep images; None without any, if all values are equal, or if
+    some are integers and others floating-point numbers."""
     chosen = evenly_spaced(paths, MAX_MEASURED)
     with ThreadPoolExecutor(THREADS) as pool:
         measured = [found for found in pool.map(_quantiles, chosen) if found is not None]

@@ -175,8 +175,8 @@ class MultiEpochSampler:
 
 
 def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
-    """`batch_size`, or the largest multiple of `parts` that `count` images fill; `parts` are the
-    micro-batches of a step over all devices."""
+    """`batch_size`, or the largest multiple of `parts`, the number of micro-batches of a step over
+    all devices, that `count` images fill."""
     if count < parts:
         raise DataError(
             f"{count} training images are too few for {parts} micro-batches a step; "

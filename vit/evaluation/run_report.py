@@ -21,7 +21,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about a run beside its scores; `best_epoch` is from 1, `flops` of a forward pass."""
+    """Facts about a run beside its scores; `best_epoch` is from 1, `flops` are of one image."""
 
     folder: Path
     epochs: Sequence[Event]

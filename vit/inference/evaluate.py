@@ -310,8 +310,8 @@ def measure(
     groups: Sequence[str] | None = None,
     brief: bool = False,
 ) -> dict[str, Any]:
-    """Scores of the task's `Evaluation` over the readable images, `failed`, the others, and
-    `slices` if `columns` are given, also empty."""
+    """Scores of the task's `Evaluation` over the readable images, `failed` (the others) and, with
+    `columns`, even if empty, `slices`."""
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is not one")

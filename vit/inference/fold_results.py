@@ -227,10 +227,8 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
 
 
 def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -> list[str]:
-    """Write rows.jsonl and label_errors.csv of a cross-validation; return lines for the user.
-
-    label_errors.csv only with one class an image.
-    """
+    """Write rows.jsonl and, with one class an image, label_errors.csv; return lines for the
+    user."""
     single = True
     with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):

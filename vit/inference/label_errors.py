@@ -313,7 +313,7 @@ def similar_pairs(nearest: Neighbours) -> list[tuple[int, int, float]]:
 
 
 def neighbour_probabilities(nearest: Neighbours, labels: Tensor, classes: int) -> Tensor:
-    """Weighted share of each class among an image's neighbours but copies, (images, classes)."""
+    """Weighted share of each class among an image's neighbours, copies aside, (images, classes)."""
     similarity = nearest.similarity
     weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
     weights = weights.masked_fill(similarity > SAME, 0.0)

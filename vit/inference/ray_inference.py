@@ -218,7 +218,8 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterator[Prediction])
 
 
 def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
-    """The list as tables of `number` and `path` (absolute, or a URL), in pieces of whole blocks."""
+    """The list as tables of `number` and `path` (absolute, or a URL), of whole blocks but the
+    last."""
     import pyarrow as pa
 
     most = max(1, LONGEST_PIECE // block)

@@ -442,7 +442,7 @@ def order_by_typicality(
 
 
 def typicality(directions: Tensor) -> Tensor:
-    """1 / mean distance from the nearest others but copies, (images,); 0 with copies only."""
+    """1 / mean distance from the nearest others, copies aside, (images,); 0 with copies only."""
     if len(directions) == 1:
         return directions.new_zeros(1)
     cosines = neighbours(directions, min(NEIGHBOURS, max(len(directions) // 2, 1))).similarity

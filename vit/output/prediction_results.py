@@ -135,7 +135,8 @@ def classes_per_row(
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of the output, known before the first prediction; `digits` None: all, in CSV."""
+    """Columns of the output, known before the first prediction; CSV has `digits` decimals, or
+    all."""
 
     top_k: int
     classes: Sequence[str]

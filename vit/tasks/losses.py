@@ -33,7 +33,8 @@ from vit.text import plural, printable
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
-    """Sum over the batch in float32 or wider; micro-batches of any size add up to its loss."""
+    """Sum over the batch, in float32 or wider, so that micro-batches of any size add up to its
+    loss."""
     logits = at_least_float32(logits)
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
 

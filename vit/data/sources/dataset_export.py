@@ -284,8 +284,8 @@ class UniqueNames:
 
 
 def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
-    """Folder name of each class: the class name itself if it is a valid folder name of its own;
-    with no `split`, it may not be that of a split."""
+    """Folder name of each class: the class name itself if it is a valid folder name of its own,
+    and, without `split`, not that of a split."""
     names, folders = UniqueNames(), {}
     for name in sorted(classes, key=lambda name: (safe_name(name) != name, name)):
         folder = safe_name(name)
